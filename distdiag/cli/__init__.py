@@ -1,0 +1,102 @@
+"""The `distdiag` command: one file per sub-command, imported only when it is called.
+
+`distdiag --help` must cost no torch, textual or pandas, so the group knows its commands by name and short help alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    # name: (module with an attribute `command`, one line for the overview)
+    "run": ("distdiag.cli.run", "Launch any training script on all ranks, recorded, no line changed."),
+    "tui": ("distdiag.cli.tui", "Watch a run live, or replay a finished one."),
+    "diagnose": ("distdiag.cli.diagnose", "The verdict on a run, or on flight-recorder dumps from any cluster."),
+    "dump": ("distdiag.cli.dump", "Stacks and collectives in flight of every rank, now."),
+    "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs; with a verdict."),
+    "report": ("distdiag.cli.report", "Write what was found as HTML, text or a Perfetto trace."),
+    "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
+    "doctor": ("distdiag.cli.doctor", "Is this machine fit to run distributed jobs, and if not, what to do."),
+    "bench": ("distdiag.cli.bench", "Run the fault collection and print the scorecard."),
+}
+
+EXIT_CODES = "Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + "."
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(COMMANDS[cmd_name][0]).command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            raise DistdiagError(
+                f"unknown command '{args[0]}'",
+                f"did you mean `distdiag {near[0]}`?" if near else "`distdiag --help` lists the commands",
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=_LazyGroup,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(package_name="distdiag")
+def app() -> None:
+    """Who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.
+
+    \b
+    torchrun --nproc-per-node 8 -m distdiag.run train.py …   record any script, unchanged
+    distdiag tui                                             watch it
+    distdiag diagnose                                        the verdict
+    """
+
+
+def report_error(error: DistdiagError) -> int:
+    """Print an error as every command does (two lines on stderr) and return its exit code."""
+    print(f"distdiag: error: {error.message}", file=sys.stderr)
+    print(f"hint: {error.hint}", file=sys.stderr)
+    return int(error.code)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `distdiag` command; returns the exit code and never shows a traceback for a known error."""
+    try:
+        result = app.main(args=argv, prog_name="distdiag", standalone_mode=False)
+        code = int(result) if isinstance(result, int) else 0
+    except DistdiagError as e:
+        code = report_error(e)
+    except click.exceptions.NoArgsIsHelpError as e:
+        print(e.format_message())
+        code = int(ExitCode.USAGE)
+    except click.UsageError as e:
+        where = e.ctx.command_path if e.ctx else "distdiag"
+        code = report_error(DistdiagError(e.format_message().rstrip("."), f"`{where} --help` shows what it takes"))
+    except click.exceptions.Exit as e:
+        code = e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        code = int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # the reader of our stdout (head, less) has gone; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    return code

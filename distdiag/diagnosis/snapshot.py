@@ -1,0 +1,135 @@
+"""Snapshot: all that is known of a job at one moment; the only input of every rule.
+
+The monitor makes snapshots of a live job; `diagnosis.dumps` makes them of flight-recorder dumps from any cluster.
+A field that was not measured is None (or empty), and the rule that needs it abstains. Times are seconds since the
+run began.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Life(StrEnum):
+    """What the operating system and the rank's own last words say of a rank process."""
+
+    MISSING = "missing"  # never wrote a page, or left no dump
+    STARTING = "starting"  # attached, training not begun
+    RUNNING = "running"
+    FINISHED = "finished"  # its script ended normally, or it left its process group for good
+    CRASHED = "crashed"  # ended by a Python exception
+    KILLED = "killed"  # ended by a signal
+    STOPPED = "stopped"  # SIGSTOP: alive, cannot run until SIGCONT
+    SILENT = "silent"  # no heartbeat, and nothing can be learned about the process
+
+
+DEAD = frozenset({Life.FINISHED, Life.CRASHED, Life.KILLED})
+
+
+class Site(msgspec.Struct, frozen=True):
+    """A place in the user's code."""
+
+    file: str
+    line: int
+    function: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective or point-to-point operation as one rank issued it."""
+
+    op: str  # torch.distributed's name: all_reduce, broadcast, barrier, send, recv, …
+    group: str  # the process group's name, the same on all its members
+    seq: int | None = None  # collective_seq_id within the group (from 1); None for point-to-point
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None  # of the (first) tensor; None where not known
+    bytes: int | None = None
+    root: int | None = None  # global rank of src/dst, for rooted collectives
+    peer: int | None = None  # global rank, for send/recv; None = any source
+    tag: int = 0
+    nth: int | None = None  # point-to-point: the how-many-th send to / recv from this peer, tag and group (from 1)
+    site: Site | None = None  # where the user's code called it (forward/backward of DDP: that line)
+    entered_s: float | None = None
+    completed_s: float | None = None  # None: in flight
+    asynchronous: bool = False  # async_op=True: the host did not wait at the call
+
+    @property
+    def p2p(self) -> bool:
+        return self.op in ("send", "recv", "isend", "irecv")
+
+
+class Loader(msgspec.Struct, frozen=True, kw_only=True):
+    """One DataLoader (or batch iterator) of one rank, in its current epoch."""
+
+    site: Site | None = None  # where it is iterated
+    length: int | None = None  # len(loader); None for iterable data without a length
+    batch_size: int | None = None
+    dataset_length: int | None = None
+    drop_last: bool | None = None
+    distributed_sampler: bool = False
+    sampler_epoch: int | None = None  # DistributedSampler.epoch: did set_epoch move?
+    shuffle: bool | None = None
+    iterations_started: int = 0  # how often iter() was called
+    batches: int = 0  # handed out in this epoch
+    exhausted: bool = False  # StopIteration seen in this epoch
+    in_training: bool = False  # DDP forward with gradients followed its batches
+    workers: int = 0
+    first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
+    previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank at the moment of the snapshot."""
+
+    rank: int
+    node: int = 0
+    local_rank: int = 0
+    host: str = ""
+    pid: int | None = None
+    life: str = Life.RUNNING
+    exit_code: int | None = None
+    signal: int | None = None
+    exception: str | None = None  # "IndexError: list index out of range"
+    ended_s: float | None = None
+    heartbeat_age_s: float | None = None  # of the pulse; None where there is none (dumps)
+
+    phase: str = "init"
+    phase_since_s: float | None = None
+    step: int = 0
+    epoch: int | None = None
+
+    place: Site | None = None  # the user's innermost frame of the main thread; at death, of the exception
+    activity: str = "user_code"  # what it does there: Where.state's words
+    activity_since_s: float | None = None  # how long at this place with nothing new issued
+    stack: tuple[str, ...] = ()  # innermost first, where evidence was taken
+
+    # The collectives. A group that is absent was not used by this rank.
+    enqueued: dict[str, int] = {}  # newest collective sequence number issued, by group
+    completed: dict[str, int] = {}  # newest such that it and all before it completed, by group
+    blocked: Call | None = None  # the operation the host thread itself waits in; None = it does not wait
+    blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these would do
+    calls: tuple[Call, ...] = ()  # newest last; as far back as is known
+    p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far
+    sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> how often
+    host_blocked: bool | None = None  # the OS says that the main thread sleeps and used no CPU since the last snapshot
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """One process group."""
+
+    name: str
+    ranks: tuple[int, ...]  # global ranks of its members
+    description: str = ""
+    backend: str = ""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a job at one moment."""
+
+    t_s: float
+    world_size: int
+    ranks: dict[int, RankState]
+    groups: dict[str, Group]
+    source: str = "live"  # live | dumps
+    stable_since_s: float | None = None  # since when no rank issued, completed or left anything; None = not known

@@ -1,0 +1,35 @@
+"""Exit codes and the one error that a person may meet: one line of error, one line of hint, no traceback."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a script may rely on; shown by `distdiag --help`."""
+
+    OK = 0  # done; nothing at or above --fail-on
+    FAILED = 1  # it ran and found: a finding of severity error, a probe that failed its floor
+    USAGE = 2  # bad option, value or file
+    INCONCLUSIVE = 3  # measured, but the host was too noisy or the budget too small to decide
+    NO_DATA = 4  # no run, no rank has written, the window is empty
+    TIMEOUT = 5  # a probe or a dump exceeded its limit
+    INTERRUPTED = 130  # Ctrl-C
+
+
+class DistdiagError(Exception):
+    """An error that is the answer: `message` says what is wrong, `hint` what to do.
+
+    Args:
+        message: One line, without a full stop at the end.
+        hint: One line naming the remedy, a command where there is one.
+        code: Exit code of the command.
+        kind: Short word for `--json` (`{"error": {"kind", "message", "hint"}}`).
+    """
+
+    def __init__(self, message: str, hint: str, code: ExitCode = ExitCode.USAGE, kind: str = "usage") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.code = code
+        self.kind = kind

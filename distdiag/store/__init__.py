@@ -1,0 +1,1 @@
+"""The run directory and its database: schema, one writer, many readers. Imports neither torch nor textual."""
