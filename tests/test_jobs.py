@@ -1,0 +1,64 @@
+"""The launcher of the other tests keeps its own promises."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import JOB_MARK, launch, marked, start, wait_for
+
+DAEMON = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("started", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_everything_is_gone_afterwards_even_what_left_the_process_group() -> None:
+    with start([sys.executable, "-c", DAEMON]) as job:
+        wait_for(lambda: "started" in job.stdout(), 30, "the daemon", job)
+        assert job.process.poll() is None, "stdin must stay open and silent"
+        assert len(marked(job.mark)) == 2
+    assert marked(job.mark) == {}
+    assert job.process.returncode == -9
+
+
+def test_environment_is_that_of_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISTDIAG_RUN_DIR", "RANK", "MASTER_ADDR", "PYTHONPATH"):
+        monkeypatch.setenv(name, "outer")
+    with start([sys.executable, "-c", "import os; print(dict(os.environ))"], env={"DISTDIAG_DATA": "x"}) as job:
+        assert job.wait() == 0
+        seen = eval(job.stdout())
+    assert seen["DISTDIAG_DATA"] == "x" and seen[JOB_MARK] == job.mark and seen["OMP_NUM_THREADS"] == "1"
+    assert seen["HOME"] != os.environ.get("HOME")
+    assert not {"DISTDIAG_RUN_DIR", "RANK", "MASTER_ADDR", "PYTHONPATH"} & set(seen)
+
+
+def test_waiting_for_what_never_comes_shows_the_output() -> None:
+    with (
+        start([sys.executable, "-c", "print('last words')"]) as job,
+        pytest.raises(AssertionError, match=r"(?s)the job ended first.*last words"),
+    ):
+        wait_for(lambda: None, 30, "never", job)
+
+
+@pytest.mark.job
+def test_ranks_are_known_by_number_and_killed(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys, time
+        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+        time.sleep(600)
+        """)
+    )
+    with launch([script], nproc=2, cwd=tmp_path) as job:
+        pids = {job.rank_pid(0), job.rank_pid(1)}
+        assert len(pids) == 2
+        wait_for(lambda: job.stdout().count("of 2") == 2, 60, "both ranks to speak", job)
+    assert marked(job.mark) == {}
