@@ -1,9 +1,68 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make .venv first; once it is made, no network is needed.
+#
+#   make venv PYTHON=python3.12          another Python (3.11 or newer; default: the first that is)
+#   make venv TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   make test ARGS='tests/store -k thinned'
+
+SHELL := /bin/sh
 VENV := .venv
 PY := $(VENV)/bin/python
-.PHONY: venv
-venv: $(VENV)/.installed
-$(VENV)/.installed: pyproject.toml
-	python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -e '.[test,web]'
-	touch $@
+RUFF := $(VENV)/bin/ruff
+DISTDIAG := $(VENV)/bin/distdiag
+ARGS ?=
+STEPS ?= 200
+WORKERS ?= 2
+export TORCH
+# pyright must not look for a newer self, nor keep anything in the person's home
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format gpu-check pictures bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+venv: ## make .venv with all that tests and benchmarks need
+	@python=$(PYTHON); \
+	if [ -z "$$python" ]; then \
+	  for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	    if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$p; break; fi; \
+	  done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	  echo "make: error: no Python 3.11 or newer was found" >&2; echo "hint: make venv PYTHON=/path/to/python3.11" >&2; exit 2; \
+	fi; \
+	$$python tools/make_venv.py
+
+demo: venv ## train two ranks on this machine, recorded; ends with the verdict and the report
+	@$(PY) tools/demo.py --max-steps $(STEPS)
+
+test: venv ## the whole test suite (ARGS='…' goes to pytest)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
+
+check: venv ## lint, format, types, layering
+	@$(RUFF) check --quiet . && echo "lint: ok"
+	@$(RUFF) format --quiet --check . && echo "format: ok"
+	@$(VENV)/bin/pyright --warnings --outputjson > $(VENV)/pyright.json || { $(VENV)/bin/pyright; exit 1; }; echo "types: ok"
+	@$(VENV)/bin/lint-imports --no-cache
+
+format: venv ## put the code into the form that `make check` wants
+	@$(RUFF) check --quiet --fix . ; $(RUFF) format --quiet .
+
+gpu-check: ## what needs a GPU; a bare checkout and any Python with torch >= 2.10 will do
+	@python=$(PYTHON); \
+	for p in $(PY) python3 python; do \
+	  if [ -z "$$python" ] && $$p -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then python=$$p; fi; \
+	done; \
+	for p in $(PY) python3 python; do \
+	  if [ -z "$$python" ] && $$p -c 'import torch' 2>/dev/null; then python=$$p; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: error: no Python with torch was found" >&2; echo "hint: make venv, or make gpu-check PYTHON=…" >&2; exit 2; \
+	fi; \
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $$python benchmarks/gpu_check.py $(ARGS)
+
+clean: ## remove .venv, caches and build folders; never a run or a report
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
