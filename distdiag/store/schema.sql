@@ -29,13 +29,13 @@ CREATE TABLE IF NOT EXISTS step (          -- one row per rank and optimizer ste
   other_ms REAL, wait_ms REAL, self_ms REAL,  -- self = step - wait (time in collectives, waiting for others)
   late_ms REAL,                            -- arrival at the step's first collective after the first rank; the slow rank arrives last
   samples INTEGER, loss REAL, rss_bytes INTEGER, device_bytes INTEGER,
-  PRIMARY KEY (rank, step)
+  PRIMARY KEY (step, rank)                 -- in the order of writing: one page a step, not one page a rank
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS step_minute (   -- what remains of step rows older than the size bound allows
   rank INTEGER, minute INTEGER, steps INTEGER, step_ms REAL, data_ms REAL, h2d_ms REAL, forward_ms REAL,
   backward_ms REAL, optimizer_ms REAL, other_ms REAL, wait_ms REAL, self_ms REAL, samples INTEGER, loss REAL,
-  PRIMARY KEY (rank, minute)
+  PRIMARY KEY (minute, rank)
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS collective (    -- one row per collective that all members completed (sampled where there are many)
@@ -55,13 +55,13 @@ CREATE TABLE IF NOT EXISTS host (
   t_s REAL, node INTEGER, host TEXT, cpu_pct REAL, load1 REAL, cores INTEGER,
   memory_used_bytes INTEGER, memory_total_bytes INTEGER,
   disk_read_bytes_per_s REAL, disk_write_bytes_per_s REAL, net_sent_bytes_per_s REAL, net_recv_bytes_per_s REAL,
-  PRIMARY KEY (node, t_s)
+  PRIMARY KEY (t_s, node)
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS process (
   t_s REAL, rank INTEGER, cpu_pct REAL, rss_bytes INTEGER, threads INTEGER, children INTEGER, children_cpu_pct REAL,
   read_bytes_per_s REAL, write_bytes_per_s REAL,
-  PRIMARY KEY (rank, t_s)
+  PRIMARY KEY (t_s, rank)
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS gpu (
@@ -71,7 +71,7 @@ CREATE TABLE IF NOT EXISTS gpu (
   throttle TEXT,                           -- NVML's reasons, comma-separated; '' = none
   ecc_uncorrected INTEGER, pcie_generation INTEGER, pcie_generation_max INTEGER, pcie_width INTEGER, pcie_width_max INTEGER,
   nvlink_active INTEGER, processes INTEGER,
-  PRIMARY KEY (node, gpu, t_s)
+  PRIMARY KEY (t_s, node, gpu)
 ) WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS scalar (        -- what the job logged: handle.log(loss=…)
@@ -92,4 +92,10 @@ CREATE TABLE IF NOT EXISTS event (         -- what the monitor and the job said 
   t_s REAL, source TEXT, level TEXT, text TEXT
 );
 
-CREATE INDEX IF NOT EXISTS step_by_step ON step (step);
+CREATE TABLE IF NOT EXISTS loader (        -- every DataLoader of every rank, newest state
+  rank INTEGER, loader INTEGER, file TEXT, line INTEGER, length INTEGER, batch_size INTEGER, dataset_length INTEGER,
+  drop_last INTEGER, distributed_sampler INTEGER, sampler_epoch INTEGER, shuffle INTEGER,
+  epoch INTEGER, batches INTEGER, exhausted INTEGER, in_training INTEGER, workers INTEGER,
+  fingerprint INTEGER, previous_fingerprint INTEGER,  -- of the first batches of this epoch and the one before
+  PRIMARY KEY (rank, loader)
+) WITHOUT ROWID;

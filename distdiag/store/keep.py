@@ -1,0 +1,173 @@
+"""The size bound of run.db: oldest rows are thinned a slice at a time, so that no tick of the monitor waits long."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+CHECK_S = 5.0  # between two looks at the size while it is within the bound
+LOW_WATER = 0.9  # thinning goes on until the database is this fraction of the bound
+SLICE_ROWS = 20_000  # of step rows in one go: about 60 ms
+NEWEST_S = 600.0  # raw rows and frames of the newest ten minutes are touched last
+FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of what remains of older frames, coarser each round
+GAUGE_EVERY_S = 60.0  # spacing of what remains of host, process and GPU rows
+
+_MEANS = [
+    "step_ms",
+    "data_ms",
+    "h2d_ms",
+    "forward_ms",
+    "backward_ms",
+    "optimizer_ms",
+    "other_ms",
+    "wait_ms",
+    "self_ms",
+    "loss",
+]
+_TO_MINUTES = f"""
+INSERT INTO step_minute (rank, minute, steps, samples, {", ".join(_MEANS)})
+SELECT rank, CAST(coalesce(t_end_s, 0) / 60 AS INTEGER), count(*), sum(samples), {", ".join(f"avg({c})" for c in _MEANS)}
+FROM step WHERE step < :cut GROUP BY 1, 2
+ON CONFLICT (minute, rank) DO UPDATE SET
+  {", ".join(f"{c} = coalesce(({c} * steps + excluded.{c} * excluded.steps) / (steps + excluded.steps), {c}, excluded.{c})" for c in _MEANS)},
+  samples = coalesce(samples + excluded.samples, samples, excluded.samples),
+  steps = steps + excluded.steps
+"""
+
+
+def database_bytes(con: sqlite3.Connection) -> int:
+    """Bytes in use: pages less those on the free list (which `incremental_vacuum` gives back)."""
+    pages, free, size = (
+        con.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size")
+    )
+    return (pages - free) * size
+
+
+class Keeper:
+    """Keeps one database within `keep_bytes`."""
+
+    def __init__(self, keep_bytes: int, check_s: float = CHECK_S) -> None:
+        self.keep_bytes = keep_bytes
+        self.check_s = check_s
+        self._check_at = 0.0
+        self._thinning = False
+        self._said_full = False
+        self._frame_round = 0
+        self._newest_s = NEWEST_S
+        self._gauge_from: dict[str, float] = {}  # all before it is thinned already
+
+    def tick(self, con: sqlite3.Connection, t_s: float) -> list[str]:
+        """One slice of thinning if the database is over its bound; what is to be said about it, usually nothing.
+
+        Args:
+            con: In autocommit mode, outside a transaction.
+            t_s: Newest time in the run, seconds since it began.
+
+        Raises:
+            sqlite3.Error: as any write.
+        """
+        now = time.monotonic()
+        if now < self._check_at:
+            return []
+        size = database_bytes(con)
+        if not self._thinning and size <= self.keep_bytes:
+            self._check_at = now + self.check_s
+            return []
+        said: list[str] = []
+        if not self._thinning:
+            self._thinning = True
+            said.append(
+                f"run.db reached its bound of {self.keep_bytes / 2**20:,.0f} MiB: the oldest step rows become "
+                "per-minute means, older frames and gauges are thinned"
+            )
+        con.execute("BEGIN IMMEDIATE")
+        try:
+            changed = self._slice(con, t_s)
+            con.execute("COMMIT")
+        except BaseException:
+            con.execute("ROLLBACK")
+            raise
+        # fetchall: each row returned is one page freed; without it only the first is
+        con.execute("PRAGMA incremental_vacuum(2000)").fetchall()
+        if database_bytes(con) <= self.keep_bytes * LOW_WATER:
+            self._thinning = False
+            self._check_at = now + self.check_s
+        elif not changed:
+            self._thinning = False
+            self._check_at = now + 60.0
+            if not self._said_full:
+                self._said_full = True
+                said.append(f"run.db stays at {size / 2**20:,.0f} MiB, over its bound: nothing older is left to thin")
+        return said
+
+    def _slice(self, con: sqlite3.Connection, t_s: float) -> bool:
+        """Thin one slice of each table; False where there is nothing left that may be thinned."""
+        old = t_s - self._newest_s
+        changed = self._steps(con, old)
+        changed |= self._frames(con, old)
+        changed |= self._gauges(con, old)
+        changed |= self._oldest(con, "collective", old)
+        changed |= self._oldest(con, "scalar", old)
+        if not changed and self._frame_round < len(FRAME_EVERY_S) - 1:
+            self._frame_round += 1
+            return True
+        if not changed and self._newest_s > 30.0:
+            # even ten minutes of this job are more than the bound: keep less of the newest
+            self._newest_s /= 2
+            self._frame_round = 0
+            return True
+        return changed
+
+    def _steps(self, con: sqlite3.Connection, old: float) -> bool:
+        first = con.execute("SELECT step, t_end_s FROM step ORDER BY step LIMIT 1").fetchone()
+        if first is None:
+            return False
+        row = con.execute("SELECT step FROM step ORDER BY step LIMIT 1 OFFSET ?", (SLICE_ROWS,)).fetchone()
+        newest = con.execute("SELECT max(step) FROM step").fetchone()[0]
+        cut = min(row[0] if row else newest, newest - 64)  # the screens show the last fifty steps
+        oldest_kept = con.execute("SELECT max(t_end_s) FROM step WHERE step = ?", (cut - 1,)).fetchone()[0]
+        if cut <= first[0] or (oldest_kept is not None and oldest_kept > old):
+            return False
+        con.execute(_TO_MINUTES, {"cut": cut})
+        con.execute("DELETE FROM step WHERE step < ?", (cut,))
+        return True
+
+    def _frames(self, con: sqlite3.Connection, old: float) -> bool:
+        every = FRAME_EVERY_S[self._frame_round]
+        # the last frame of each interval stays; so does every frame at which the state changed
+        gone = con.execute(
+            "DELETE FROM frame WHERE t_s IN (SELECT t_s FROM ("
+            " SELECT t_s, state, CAST(t_s / ?1 AS INTEGER) AS slot,"
+            " lead(CAST(t_s / ?1 AS INTEGER)) OVER w AS next_slot, lag(state) OVER w AS before FROM frame"
+            " WHERE t_s < ?2 WINDOW w AS (ORDER BY t_s))"
+            " WHERE slot = next_slot AND state = before LIMIT 500)",
+            (every, old),
+        ).rowcount
+        return gone > 0
+
+    def _gauges(self, con: sqlite3.Connection, old: float) -> bool:
+        changed = False
+        for table, key in (("host", "node"), ("process", "rank"), ("gpu", "node, gpu")):
+            begin = self._gauge_from.get(table, float("-inf"))
+            first = con.execute(f"SELECT min(t_s) FROM {table} WHERE t_s >= ?", (begin,)).fetchone()[0]
+            if first is None or first + GAUGE_EVERY_S > old:
+                continue
+            begin = first // GAUGE_EVERY_S * GAUGE_EVERY_S
+            end = min(begin + 10 * GAUGE_EVERY_S, old // GAUGE_EVERY_S * GAUGE_EVERY_S)
+            con.execute(
+                f"DELETE FROM {table} WHERE t_s >= ?1 AND t_s < ?2 AND (t_s, {key}) NOT IN (SELECT max(t_s), {key}"
+                f" FROM {table} WHERE t_s >= ?1 AND t_s < ?2 GROUP BY CAST(t_s / ?3 AS INTEGER), {key})",
+                (begin, end, GAUGE_EVERY_S),
+            )
+            self._gauge_from[table] = end
+            changed = True
+        return changed
+
+    def _oldest(self, con: sqlite3.Connection, table: str, old: float) -> bool:
+        key = "pgroup, seq" if table == "collective" else "rowid"
+        where = f"({key}) IN" if "," in key else f"{key} IN"
+        gone = con.execute(
+            f"DELETE FROM {table} WHERE {where} (SELECT {key} FROM {table} WHERE t_s < ? LIMIT ?)",
+            (old, SLICE_ROWS // 4),
+        ).rowcount
+        return gone > 0

@@ -1,0 +1,625 @@
+"""Reading run.db, live or afterwards: read-only connections, short waits, and a clear word for what cannot be read.
+
+Imports no pandas; `Run.frames_*` are light rows for the screens, `distdiag.store.tables` has the pandas frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from distdiag.diagnosis.findings import Finding, Report
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.store import rundir
+from distdiag.store.frames import RankRow, RankTable, unpack_table
+from distdiag.store.rows import (
+    CollectiveRow,
+    GpuRow,
+    GroupRow,
+    HostRow,
+    LoaderRow,
+    ProcessRow,
+    ScalarRow,
+    StepRow,
+    unfold_ranks,
+)
+from distdiag.store.writer import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BUSY_TIMEOUT_S = 0.3
+SILENT_S = 5.0  # without a heartbeat, the monitor counts as gone (it beats once a second)
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_finding = msgspec.json.Decoder(Finding)
+
+
+class ReadStatus(StrEnum):
+    """Why a run cannot be read."""
+
+    MISSING = "missing"  # the monitor has not created run.db yet
+    LOCKED = "locked"  # another process holds it; try again
+    CORRUPT = "corrupt"
+    OLDER = "older"  # written by an older distdiag whose schema this one cannot read
+    NEWER = "newer"
+    DELETED = "deleted"  # the run directory went away while it was being read
+    ELSEWHERE = "elsewhere"  # kept on another host's local disk while the run lasts
+    UNREADABLE = "unreadable"  # permissions, I/O errors
+
+
+class RunUnreadable(DistdiagError):
+    """A run that is there but cannot be read; `status` says why, for a screen that waits and tries again."""
+
+    def __init__(self, status: ReadStatus, message: str, hint: str) -> None:
+        code = ExitCode.NO_DATA if status in (ReadStatus.MISSING, ReadStatus.DELETED) else ExitCode.USAGE
+        super().__init__(message, hint, code, f"run_{status}")
+        self.status = status
+
+
+class Monitor(StrEnum):
+    """What is known of the process that writes the run."""
+
+    LIVE = "live"
+    ENDED = "ended"  # it closed the run
+    GONE = "gone"  # no heartbeat although the run was not closed
+
+
+class Frame:
+    """The screen's data at one moment.
+
+    Attributes:
+        t_s: Seconds since the run began.
+        state: A `findings.State`.
+        state_text: What follows the state's word in the header.
+        table: Every rank, by column.
+    """
+
+    def __init__(self, t_s: float, state: str, state_text: str, table: RankTable) -> None:
+        self.t_s = t_s
+        self.state = state
+        self.state_text = state_text
+        self.table = table
+
+    @cached_property
+    def ranks(self) -> list[RankRow]:
+        """Every rank as a row; for thousands of ranks use `table`."""
+        return self.table.rows()
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something the monitor or the job said about itself."""
+
+    t_s: float | None
+    source: str
+    level: str
+    text: str
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """One probe measured beside this run; `json` is its whole result."""
+
+    t_s: float
+    name: str
+    verdict: str
+    json: str
+
+
+class StepTotal(msgspec.Struct, frozen=True):
+    """One step over all ranks: the job's step time is the longest, the loss the mean."""
+
+    step: int
+    t_end_s: float | None
+    step_ms: float | None
+    samples: int | None
+    loss: float | None
+    ranks: int
+
+
+class Run:
+    """An open run; every method reads the newest contents. Not for use by two threads at once."""
+
+    def __init__(self, path: Path, database: Path, con: sqlite3.Connection, note: str | None = None) -> None:
+        self.path = path
+        self.database = database
+        self.note = note  # what a person should know about how it was opened
+        self._con = con
+        self._inode = _inode(database)
+        self._columns: dict[str, list[str]] = {}
+
+    def close(self) -> None:
+        self._con.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def query(self, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of any SELECT.
+
+        Raises:
+            RunUnreadable: locked, corrupt, or deleted since it was opened.
+        """
+        try:
+            return self._con.execute(sql, args).fetchall()
+        except sqlite3.Error as e:
+            raise _unreadable(e, self.path, self.database) from e
+
+    def check(self) -> None:
+        """See that the database is still the file that was opened.
+
+        Raises:
+            RunUnreadable: it was deleted or replaced under the reader.
+        """
+        now = _inode(self.database)
+        if now is None:
+            raise RunUnreadable(
+                ReadStatus.DELETED, f"{self.path} was deleted while it was open", "`distdiag tui RUN` opens another run"
+            )
+        if now != self._inode:
+            raise RunUnreadable(
+                ReadStatus.DELETED, f"{self.database} was replaced while it was open", "open the run again"
+            )
+
+    def data_version(self) -> int:
+        """A number that changes when another process has written: the cheapest "is there anything new"."""
+        return self.query("PRAGMA data_version")[0][0]
+
+    # -- the run as a whole -------------------------------------------------------------------------------------
+
+    @property
+    def meta(self) -> dict[str, str | None]:
+        """Table `meta` as text; see schema.sql for the keys."""
+        return dict(self.query("SELECT key, value FROM meta"))
+
+    def monitor(self, meta: dict[str, str | None] | None = None) -> Monitor:
+        """Whether the run is still being written: by the end it noted, else its heartbeat, else its process."""
+        meta = self.meta if meta is None else meta
+        if meta.get("monitor_ended") == "1" or meta.get("ended_s") is not None:
+            return Monitor.ENDED
+        age = self.heartbeat_age_s(meta)
+        # a missing process alone proves nothing: a container has process numbers of its own
+        limit = 2.0 if _process_gone(meta) else SILENT_S
+        return Monitor.GONE if age is None or age > limit else Monitor.LIVE
+
+    def heartbeat_age_s(self, meta: dict[str, str | None] | None = None) -> float | None:
+        """Seconds since the monitor last wrote; None where it never did."""
+        beat = number((self.meta if meta is None else meta).get("heartbeat_unix_s"))
+        return None if beat is None else max(0.0, time.time() - beat)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings, worst and newest first, cleared ones last."""
+        rows = self.query(
+            "SELECT json FROM finding ORDER BY cleared_s IS NOT NULL,"
+            " CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END, detected_s DESC, id"
+        )
+        out = []
+        for (text,) in rows:
+            with contextlib.suppress(msgspec.DecodeError, TypeError):  # one damaged record must not hide the others
+                out.append(_finding.decode(text))
+        return tuple(out)
+
+    def report(self) -> Report:
+        """The run as `distdiag diagnose --json` prints it."""
+        meta = self.meta
+        seen = self.query("SELECT count(*) FROM rank WHERE life IS NOT NULL AND life != 'missing'")[0][0]
+        world = number(meta.get("world_size"))
+        notes = []
+        if self.monitor(meta) is Monitor.GONE:
+            notes.append("the monitor is gone: nothing after its last row is known")
+        if self.note:
+            notes.append(self.note)
+        return Report(
+            run=str(self.path),
+            state=meta.get("state") or "waiting",
+            world_size=None if world is None else int(world),
+            ranks_seen=seen,
+            findings=self.findings(),
+            notes=tuple(notes),
+        )
+
+    # -- frames -------------------------------------------------------------------------------------------------
+
+    def latest_frame(self) -> Frame | None:
+        """The newest frame; None before the first."""
+        return self._frame("ORDER BY t_s DESC LIMIT 1")
+
+    def frame_at(self, t_s: float) -> Frame | None:
+        """The newest frame not after `t_s`, else the first one."""
+        return self._frame("WHERE t_s <= ? ORDER BY t_s DESC LIMIT 1", (t_s,)) or self._frame("ORDER BY t_s LIMIT 1")
+
+    def frame_times(self) -> list[float]:
+        """Times of all frames kept, rising."""
+        return [t for (t,) in self.query("SELECT t_s FROM frame ORDER BY t_s")]
+
+    def frame_step(self, t_s: float, count: int) -> float | None:
+        """Time of the frame `count` after (before, if negative) that at `t_s`, or the outermost one; None without frames."""
+        way, order = (">", "") if count > 0 else ("<", "DESC")
+        rows = self.query(f"SELECT t_s FROM frame WHERE t_s {way} ? ORDER BY t_s {order} LIMIT ?", (t_s, abs(count)))
+        return rows[-1][0] if rows else t_s
+
+    def frames(self, t0_s: float | None = None, t1_s: float | None = None) -> Iterator[Frame]:
+        """Frames from `t0_s` to `t1_s` (both inclusive, None = open), rising."""
+        low = float("-inf") if t0_s is None else t0_s
+        high = float("inf") if t1_s is None else t1_s
+        for (t,) in self.query("SELECT t_s FROM frame WHERE t_s >= ? AND t_s <= ? ORDER BY t_s", (low, high)):
+            frame = self._frame("WHERE t_s = ?", (t,))
+            if frame is not None:
+                yield frame
+
+    def _frame(self, where: str, args: Sequence[Any] = ()) -> Frame | None:
+        import zlib
+
+        rows = self.query(f"SELECT t_s, state, state_text, ranks FROM frame {where}", args)
+        if not rows:
+            return None
+        t_s, state, text, blob = rows[0]
+        try:
+            return Frame(t_s, state or "", text or "", unpack_table(blob))
+        except (msgspec.DecodeError, zlib.error, TypeError) as e:
+            raise RunUnreadable(
+                ReadStatus.CORRUPT, f"{self.database}: the frame at {t_s:.1f} s is damaged", _CORRUPT_HINT
+            ) from e
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def _structs(
+        self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
+    ) -> list[_T]:
+        names = ", ".join(f"{table}.{c}" for c in kind.__struct_fields__)
+        return [
+            kind(**dict(zip(kind.__struct_fields__, r, strict=True)))
+            for r in self.query(f"SELECT {names} FROM {table} {tail}", args)
+        ]
+
+    def ranks(self) -> list[RankRow]:
+        """Newest state of every rank that wrote, by rank; the columns of table `rank` only."""
+        from distdiag.store.frames import TABLE_COLUMNS
+
+        rows = self.query(f"SELECT {', '.join(TABLE_COLUMNS)} FROM rank ORDER BY rank")
+        return [RankRow(**dict(zip(TABLE_COLUMNS, r, strict=True))) for r in rows]
+
+    def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
+        """First and newest step with raw rows, not after `t_s`; None without any."""
+        first, last = self.query("SELECT (SELECT min(step) FROM step), (SELECT max(step) FROM step)")[0]
+        if first is None:
+            return None
+        if t_s is not None:
+            # steps end in order, so a search over the key finds the last one before t_s
+            low, high = first - 1, last
+            while low < high:
+                middle = (low + high + 1) // 2
+                end = self.query("SELECT min(t_end_s) FROM step WHERE step = ?", (middle,))[0][0]
+                if end is None or end <= t_s:
+                    low = middle
+                else:
+                    high = middle - 1
+            last = low
+            if last < first:
+                return None
+        return first, last
+
+    def steps(self, first: int, last: int, ranks: Sequence[int] | None = None) -> list[StepRow]:
+        """Step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
+        if ranks is None:
+            return self._structs(StepRow, "step", "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
+        marks = ",".join("?" * len(ranks))
+        return self._structs(
+            StepRow,
+            "step",
+            f"WHERE step BETWEEN ? AND ? AND rank IN ({marks}) ORDER BY step, rank",
+            (first, last, *ranks),
+        )
+
+    def step_column(
+        self, column: str, first: int, last: int, ranks: Sequence[int]
+    ) -> list[tuple[int, int, float | None]]:
+        """`(rank, step, value)` of one column of table step, for these ranks: what a heat map draws."""
+        if column not in StepRow.__struct_fields__:
+            raise ValueError(f"no column {column}")
+        marks = ",".join("?" * len(ranks))
+        return self.query(
+            f"SELECT rank, step, {column} FROM step WHERE step BETWEEN ? AND ? AND rank IN ({marks})",
+            (first, last, *ranks),
+        )
+
+    def step_totals(self, first: int, last: int) -> list[StepTotal]:
+        """One row per step over all ranks."""
+        rows = self.query(
+            "SELECT step, max(t_end_s), max(step_ms), sum(samples), avg(loss), count(*) FROM step"
+            " WHERE step BETWEEN ? AND ? GROUP BY step ORDER BY step",
+            (first, last),
+        )
+        return [StepTotal(*r) for r in rows]
+
+    def collectives(self, last_steps: int = 50, t_s: float | None = None, limit: int = 5000) -> list[CollectiveRow]:
+        """Completed collectives of the last steps (newest first), or the newest `limit` where steps are not known."""
+        newest = self.query("SELECT max(step) FROM collective WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
+        low = -1 if newest is None else newest - last_steps
+        return self._structs(
+            CollectiveRow,
+            "collective",
+            "WHERE (?1 IS NULL OR t_s <= ?1) AND (step IS NULL OR step > ?2) ORDER BY t_s DESC LIMIT ?3",
+            (t_s, low, limit),
+        )
+
+    def groups(self) -> list[GroupRow]:
+        """Process groups, largest first."""
+        out = []
+        for name, text, backend, ranks in self.query(
+            "SELECT name, description, backend, ranks FROM pgroup ORDER BY size DESC, name"
+        ):
+            try:
+                members = unfold_ranks(ranks or "")
+            except ValueError:
+                members = ()
+            out.append(GroupRow(name=name, ranks=members, description=text or "", backend=backend or ""))
+        return out
+
+    def hosts(self, t_s: float | None = None) -> list[HostRow]:
+        """Newest row of each node, not after `t_s`."""
+        return self._newest(HostRow, "host", "node", t_s)
+
+    def processes(self, t_s: float | None = None) -> list[ProcessRow]:
+        """Newest row of each rank's process, not after `t_s`."""
+        return self._newest(ProcessRow, "process", "rank", t_s)
+
+    def gpus(self, t_s: float | None = None) -> list[GpuRow]:
+        """Newest row of each GPU, not after `t_s`, by node and index."""
+        return self._newest(GpuRow, "gpu", "node, gpu", t_s)
+
+    def _newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:
+        # the last minute decides, so that the cost does not grow with the run
+        newest = self.query(f"SELECT max(t_s) FROM {table} WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
+        if newest is None:
+            return []
+        rows = self._structs(kind, table, f"WHERE t_s > ? AND t_s <= ? ORDER BY {key}, t_s", (newest - 60.0, newest))
+        keys = [k.strip() for k in key.split(",")]
+        return list({tuple(getattr(r, k) for k in keys): r for r in rows}.values())
+
+    def history(
+        self, table: str, column: str, t0_s: float, t1_s: float, **key: int
+    ) -> list[tuple[float, float | None]]:
+        """`(t_s, value)` of one column of host, process or gpu between two times, for one node, rank or GPU."""
+        kinds: dict[str, Any] = {"host": HostRow, "process": ProcessRow, "gpu": GpuRow}
+        if table not in kinds or column not in kinds[table].__struct_fields__:
+            raise ValueError(f"no column {table}.{column}")
+        where = " AND ".join(f"{k} = ?" for k in key)
+        return self.query(
+            f"SELECT t_s, {column} FROM {table} WHERE t_s BETWEEN ? AND ? AND {where} ORDER BY t_s",
+            (t0_s, t1_s, *key.values()),
+        )
+
+    def loaders(self) -> list[LoaderRow]:
+        """Newest state of every DataLoader, by rank; empty in runs that recorded none."""
+        if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'loader'"):
+            return []
+        return self._structs(LoaderRow, "loader", "ORDER BY rank, loader")
+
+    def scalars(self, name: str | None = None, limit: int = 10_000) -> list[ScalarRow]:
+        """Values that the job logged, newest last."""
+        rows = self._structs(
+            ScalarRow, "scalar", "WHERE (?1 IS NULL OR name = ?1) ORDER BY rowid DESC LIMIT ?2", (name, limit)
+        )
+        return rows[::-1]
+
+    def probes(self) -> list[ProbeResult]:
+        """Probe results recorded into this run, oldest first."""
+        return [ProbeResult(*r) for r in self.query("SELECT t_s, name, verdict, json FROM probe ORDER BY t_s")]
+
+    def events(self, limit: int = 200) -> list[Event]:
+        """The newest events, oldest first."""
+        rows = self.query("SELECT t_s, source, level, text FROM event ORDER BY rowid DESC LIMIT ?", (limit,))
+        return [Event(*r) for r in reversed(rows)]
+
+    # -- pandas -------------------------------------------------------------------------------------------------
+
+    def table(self, name: str) -> pd.DataFrame:
+        """A whole table as a pandas frame (imports pandas): step, step_minute, collective, gpu, host, process, …
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        import pandas as pd
+
+        if name not in {n for (n,) in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}:
+            raise ValueError(f"no table {name}")
+        columns = [r[1] for r in self.query(f"PRAGMA table_info({name})")]
+        return pd.DataFrame(self.query(f"SELECT * FROM {name}"), columns=columns)
+
+    def steps_frame(self) -> pd.DataFrame:
+        """Table `step` as a pandas frame: one row per rank and step, ms."""
+        return self.table("step")
+
+    def step_minutes_frame(self) -> pd.DataFrame:
+        """Per-minute means of steps older than the size bound allows."""
+        return self.table("step_minute")
+
+    def collectives_frame(self) -> pd.DataFrame:
+        """Table `collective` as a pandas frame."""
+        return self.table("collective")
+
+    def scalars_frame(self) -> pd.DataFrame:
+        """What the job logged."""
+        return self.table("scalar")
+
+    def gpus_frame(self) -> pd.DataFrame:
+        """Table `gpu` as a pandas frame."""
+        return self.table("gpu")
+
+    def hosts_frame(self) -> pd.DataFrame:
+        """Table `host` as a pandas frame."""
+        return self.table("host")
+
+    def processes_frame(self) -> pd.DataFrame:
+        """Table `process` as a pandas frame."""
+        return self.table("process")
+
+
+# -- opening ----------------------------------------------------------------------------------------------------
+
+_CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ beside it are separate files"
+
+
+def open_run(path: Path | str) -> Run:
+    """Open a run directory for reading.
+
+    Raises:
+        RunUnreadable: with its `status`; also where the monitor has not created the database yet.
+    """
+    path = Path(path)
+    if path.name == rundir.DATABASE:
+        path = path.parent
+    database = _locate(path)
+    try:
+        con, note = _connect(database)
+        try:
+            version = con.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        except BaseException:
+            con.close()
+            raise
+    except sqlite3.Error as e:
+        raise _unreadable(e, path, database) from e
+    if version is None:
+        con.close()
+        raise RunUnreadable(
+            ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
+        )
+    found = int(version[0]) if str(version[0]).isdigit() else 0
+    if found != SCHEMA_VERSION:
+        wrote = (con.execute("SELECT value FROM meta WHERE key = 'distdiag'").fetchone() or ["?"])[0]
+        con.close()
+        status = ReadStatus.OLDER if found < SCHEMA_VERSION else ReadStatus.NEWER
+        raise RunUnreadable(
+            status,
+            f"{database} was written by an {status} distdiag (schema {found}, this one reads {SCHEMA_VERSION})"
+            if status is ReadStatus.OLDER
+            else f"{database} was written by a newer distdiag (schema {found}, this one reads {SCHEMA_VERSION})",
+            "`pip install -U distdiag`" if status is ReadStatus.NEWER else f"`pip install distdiag=={wrote}` reads it",
+        )
+    return Run(path, database, con, note)
+
+
+def _locate(path: Path) -> Path:
+    """The database of a run directory: in it, or where its pointer says."""
+    database = path / rundir.DATABASE
+    if database.exists():
+        return database
+    try:
+        where = msgspec.json.decode((path / rundir.POINTER).read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError):
+        if not path.is_dir():
+            raise RunUnreadable(
+                ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
+            ) from None
+        raise RunUnreadable(
+            ReadStatus.MISSING, f"{path} has no {rundir.DATABASE} yet", "the job is starting, or was not recorded"
+        ) from None
+    local = Path(where.get("path", ""))
+    if where.get("host") == socket.gethostname() and local.exists():
+        return local
+    raise RunUnreadable(
+        ReadStatus.ELSEWHERE,
+        f"the database of {path} is on {where.get('host')} ({local}) until the run ends",
+        f"`ssh {where.get('host')} distdiag tui {path.absolute()}`",
+    )
+
+
+def _connect(database: Path) -> tuple[sqlite3.Connection, str | None]:
+    quoted = database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+    def connect(options: str) -> sqlite3.Connection:
+        con = sqlite3.connect(
+            f"file:{quoted}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            con.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except BaseException:
+            con.close()
+            raise
+        return con
+
+    try:
+        return connect("mode=ro"), None
+    except sqlite3.OperationalError as e:
+        # a WAL database needs its -shm file, which a read-only disk does not let us make
+        wal = database.with_name(database.name + "-wal")
+        if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
+            raise
+        note = "read without its newest rows: the directory is read-only" if _size(wal) else None
+        return connect("mode=ro&immutable=1"), note
+
+
+def _unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadable:
+    text = str(error)
+    if not database.exists():
+        return RunUnreadable(
+            ReadStatus.DELETED, f"{path} was deleted while it was open", "`distdiag tui RUN` opens another run"
+        )
+    if "locked" in text or "busy" in text:
+        return RunUnreadable(
+            ReadStatus.LOCKED,
+            f"{database} is locked by another process",
+            "try again; `fuser RUN/run.db` names who holds it",
+        )
+    if "no such table" in text or "no such column" in text:
+        if not _size(database):
+            return RunUnreadable(
+                ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
+            )
+        return RunUnreadable(
+            ReadStatus.OLDER,
+            f"{database} is not a run of this version ({text})",
+            "was it written by an older distdiag?",
+        )
+    if "malformed" in text or "not a database" in text or "corrupt" in text or "disk image" in text:
+        return RunUnreadable(ReadStatus.CORRUPT, f"{database} is damaged: {text}", _CORRUPT_HINT)
+    return RunUnreadable(ReadStatus.UNREADABLE, f"cannot read {database}: {text}", "check its permissions and the disk")
+
+
+def number(text: str | None) -> float | None:
+    """A meta value as a number; None where it is missing or not one."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        st = path.stat()
+    except OSError:
+        return None
+    return st.st_dev, st.st_ino
+
+
+def _process_gone(meta: dict[str, str | None]) -> bool:
+    pid = number(meta.get("monitor_pid"))
+    if pid is None or meta.get("monitor_host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -1,0 +1,175 @@
+"""Rows that the monitor hands to the writer: one frozen Struct per table, fields named and ordered as its columns.
+
+None is "not measured" and becomes NULL. Times are seconds since the run began.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One optimizer step of one rank, ms; `self_ms = step_ms - wait_ms`."""
+
+    rank: int
+    step: int
+    epoch: int | None = None
+    t_end_s: float | None = None
+    step_ms: float | None = None
+    data_ms: float | None = None
+    h2d_ms: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    other_ms: float | None = None
+    wait_ms: float | None = None
+    self_ms: float | None = None
+    late_ms: float | None = None
+    samples: int | None = None
+    loss: float | None = None
+    rss_bytes: int | None = None
+    device_bytes: int | None = None
+
+
+class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One collective that all members completed; `duration_us` on the rank that arrived last."""
+
+    pgroup: str
+    seq: int
+    op: str
+    dtype: str | None = None
+    bytes: int | None = None
+    ranks: int | None = None
+    t_s: float | None = None
+    duration_us: float | None = None
+    skew_us: float | None = None
+    late_rank: int | None = None
+    step: int | None = None
+
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One process group; `ranks` are global ranks, folded as '0-3,8' in the table."""
+
+    name: str
+    ranks: tuple[int, ...]
+    description: str = ""
+    backend: str = ""
+
+
+class HostRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One node at one moment (psutil)."""
+
+    t_s: float
+    node: int = 0
+    host: str = ""
+    cpu_pct: float | None = None
+    load1: float | None = None
+    cores: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    net_sent_bytes_per_s: float | None = None
+    net_recv_bytes_per_s: float | None = None
+
+
+class ProcessRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One rank's process and its children at one moment (psutil); 100 % = one core."""
+
+    t_s: float
+    rank: int
+    cpu_pct: float | None = None
+    rss_bytes: int | None = None
+    threads: int | None = None
+    children: int | None = None
+    children_cpu_pct: float | None = None
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
+
+
+class GpuRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One GPU at one moment (NVML); `throttle` holds NVML's reasons, comma-separated, '' = none."""
+
+    t_s: float
+    node: int
+    gpu: int
+    uuid: str | None = None
+    name: str | None = None
+    rank: int | None = None
+    utilization_pct: float | None = None
+    memory_utilization_pct: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_max_mhz: float | None = None
+    throttle: str | None = None
+    ecc_uncorrected: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlink_active: int | None = None
+    processes: int | None = None
+
+
+class ScalarRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One value that the job logged."""
+
+    rank: int
+    step: int | None
+    name: str
+    value: float | None
+    t_s: float | None = None
+
+
+class LoaderRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One DataLoader of one rank, newest state; what the Data screen shows."""
+
+    rank: int
+    loader: int = 0  # the how-many-th loader of the rank
+    file: str | None = None
+    line: int | None = None
+    length: int | None = None  # batches per epoch; None for iterable data without a length
+    batch_size: int | None = None
+    dataset_length: int | None = None
+    drop_last: bool | None = None
+    distributed_sampler: bool | None = None
+    sampler_epoch: int | None = None
+    shuffle: bool | None = None
+    epoch: int | None = None  # iterations started
+    batches: int | None = None  # handed out in this epoch
+    exhausted: bool | None = None
+    in_training: bool | None = None
+    workers: int | None = None
+    fingerprint: int | None = None  # of the first batches of this epoch; equal on two ranks = same data
+    previous_fingerprint: int | None = None
+
+
+def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """`(0, 1, 2, 3, 8)` as '0-3,8', the form of column `pgroup.ranks`."""
+    rs = sorted(set(ranks))
+    parts: list[str] = []
+    i = 0
+    while i < len(rs):
+        j = i
+        while j + 1 < len(rs) and rs[j + 1] == rs[j] + 1:
+            j += 1
+        parts.append(str(rs[i]) if i == j else f"{rs[i]}-{rs[j]}")
+        i = j + 1
+    return ",".join(parts)
+
+
+def unfold_ranks(text: str) -> tuple[int, ...]:
+    """Inverse of `fold_ranks`.
+
+    Raises:
+        ValueError: `text` is not of that form.
+    """
+    out: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        out.extend(range(int(first), int(last or first) + 1))
+    return tuple(out)

@@ -1,0 +1,167 @@
+"""Run directories: where a run is written, how a reader finds it, `latest`, attempts after elastic restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distdiag.errors import DistdiagError, ExitCode
+
+ENV = "DISTDIAG_RUN_DIR"
+ROOT = Path("reports")
+DATABASE = "run.db"
+POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
+CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
+
+
+def default_run_dir(name: str = "run", root: Path | str | None = None) -> Path:
+    """`ROOT/<time>-<name>`, not existing yet; nothing is created.
+
+    Args:
+        name: Of the job; everything but letters, digits, `._-` becomes `-`.
+        root: Default `./reports`.
+    """
+    base = Path(root) if root is not None else ROOT
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "run"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{clean}"
+    path = base / stem
+    n = 2
+    while path.exists():
+        path = base / f"{stem}-{n}"
+        n += 1
+    return path
+
+
+def choose(option: str | Path | None, name: str = "run") -> Path:
+    """The run directory for a writer: `--run-dir` > DISTDIAG_RUN_DIR > `./reports/<time>-<name>`."""
+    chosen = option or os.environ.get(ENV)
+    return Path(chosen) if chosen else default_run_dir(name)
+
+
+def prepare(run_dir: Path, force: bool = False) -> Path:
+    """Create the run directory and return it.
+
+    Raises:
+        DistdiagError: it holds a run already and `force` is not set; it cannot be created or written.
+    """
+    if not force and has_run(run_dir):
+        raise DistdiagError(f"{run_dir} already holds a run", "choose another --run-dir, or overwrite it with --force")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".write.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise DistdiagError(
+            f"cannot write the run directory {run_dir}: {e.strerror or e}", "choose another one with --run-dir"
+        ) from e
+    return run_dir
+
+
+def attempt_dir(run_dir: Path, attempt: int) -> Path:
+    """Where attempt `attempt` of an elastically restarted job writes: the run directory itself for 0."""
+    return run_dir if attempt <= 0 else run_dir / f"attempt_{attempt}"
+
+
+def attempts(run_dir: Path) -> list[Path]:
+    """All attempts of a run that wrote something, oldest first; `[run_dir]` for a job that was never restarted."""
+    base = run_dir.parent if _attempt_number(run_dir) else run_dir
+    found = [(0, base)] if has_run(base) else []
+    try:
+        children = list(base.iterdir())
+    except OSError:
+        children = []
+    found += [(n, p) for p in children if (n := _attempt_number(p)) and has_run(p)]
+    return [p for _, p in sorted(found)]
+
+
+def _attempt_number(path: Path) -> int:
+    m = re.fullmatch(r"attempt_(\d+)", path.name)
+    return int(m[1]) if m else 0
+
+
+def has_run(path: Path) -> bool:
+    """True where a monitor has written (or began to write) a run."""
+    return any((path / n).exists() for n in (DATABASE, POINTER, "run.json"))
+
+
+def resolve(run: str | Path | None = None) -> Path:
+    """The run directory a reader means: `run`, else DISTDIAG_RUN_DIR, else `reports/latest`; its newest attempt.
+
+    `run` may also name a `run.db`, one attempt, or a directory of runs (then its `latest`).
+
+    Raises:
+        DistdiagError: NO_DATA, with the command that would create a run.
+    """
+    named = run or os.environ.get(ENV)
+    path = Path(named) if named else ROOT / "latest"
+    if path.name == DATABASE and (path.is_file() or not path.exists()):
+        path = path.parent
+    if not path.is_dir():
+        what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
+        raise DistdiagError(what, f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run")
+    if _attempt_number(path) and has_run(path):
+        return path
+    found = attempts(path)
+    if not found and (path / "latest").is_dir():
+        found = attempts(path / "latest")
+    if not found:
+        raise DistdiagError(
+            f"{path} holds no run (no {DATABASE})", f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run"
+        )
+    return found[-1]
+
+
+def mark_latest(run_dir: Path) -> bool:
+    """Point the symlink `latest` beside `run_dir` to it, atomically; False where that is not possible.
+
+    Never raises: a file system without symlinks, or a real directory of that name, costs only the shortcut.
+    """
+    link = run_dir.parent / "latest"
+    part = run_dir.parent / f".latest.{os.getpid()}"
+    try:
+        if link.exists() and not link.is_symlink():
+            return False
+        part.unlink(missing_ok=True)
+        part.symlink_to(run_dir.name, target_is_directory=True)
+        os.replace(part, link)
+        return True
+    except (OSError, NotImplementedError):
+        try:
+            part.unlink(missing_ok=True)
+        except OSError:
+            pass
+        return False
+
+
+def write_run_json(run_dir: Path, info: Any) -> bool:
+    """Write `run.json` (what was started, where, with which versions) atomically; False where the disk refuses.
+
+    Args:
+        info: Anything msgspec can encode; keys with units.
+    """
+    part = run_dir / f".run.{os.getpid()}.json"
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+        os.replace(part, run_dir / "run.json")
+        return True
+    except OSError:
+        try:
+            part.unlink(missing_ok=True)
+        except OSError:
+            pass
+        return False
+
+
+def read_run_json(run_dir: Path) -> dict[str, Any]:
+    """Contents of `run.json`; empty where it is missing or damaged."""
+    try:
+        found = msgspec.json.decode((run_dir / "run.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}

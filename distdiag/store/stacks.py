@@ -1,0 +1,76 @@
+"""`RUN/stacks/latest.json`: the stacks of all ranks at one moment, written by `distdiag dump`, shown by the TUI."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+NAME = "stacks/latest.json"
+
+
+class RankStack(msgspec.Struct, frozen=True, kw_only=True):
+    """Main thread of one rank."""
+
+    stack: tuple[str, ...] = ()  # "function file:line", outermost first
+    op: str | None = None  # the collective it is in: "all_reduce #417 default_pg"
+    note: str | None = None  # why there is no stack ("did not answer within 2 s"), or "GIL held"
+
+
+class Stacks(msgspec.Struct, frozen=True, kw_only=True):
+    """Stacks of all ranks; keys of `ranks` are rank numbers as text, because JSON has no others."""
+
+    t_s: float  # seconds since the run began
+    ranks: dict[str, RankStack]
+
+
+class Branch(msgspec.Struct):
+    """A node of the merged prefix tree: the ranks whose stacks agree from the root down to here."""
+
+    frame: str
+    ranks: list[int]
+    children: list[Branch]
+
+
+def merge(stacks: Stacks) -> list[Branch]:
+    """Prefix tree of all stacks, outermost frame first; larger groups first, so that the odd one out stands last.
+
+    Ranks without a stack form branches of their own, by their note.
+    """
+
+    def grow(paths: list[tuple[int, tuple[str, ...]]], depth: int) -> list[Branch]:
+        by_frame: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+        for rank, path in paths:
+            if depth < len(path):
+                by_frame.setdefault(path[depth], []).append((rank, path))
+        out = [Branch(f, sorted(r for r, _ in members), grow(members, depth + 1)) for f, members in by_frame.items()]
+        return sorted(out, key=lambda b: (-len(b.ranks), b.ranks))
+
+    paths = []
+    for key, s in stacks.ranks.items():
+        path = s.stack or (s.note or "no stack",)
+        paths.append((int(key), (*path, f"in {s.op}") if s.op else path))
+    return grow(paths, 0)
+
+
+def write(run_dir: Path, stacks: Stacks) -> Path:
+    """Write `RUN/stacks/latest.json` atomically and return its path.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    path = run_dir / NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".latest.{os.getpid()}.json")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(stacks), indent=1))
+    os.replace(part, path)
+    return path
+
+
+def read(run_dir: Path) -> Stacks | None:
+    """Newest stacks; None where there are none, or what lies there is not of this form."""
+    try:
+        return msgspec.json.decode((run_dir / NAME).read_bytes(), type=Stacks)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,396 @@
+"""The single writer of run.db: rows are collected during a tick and written in one transaction by `commit()`.
+
+A full disk or a read-only directory must never end the monitor, and through it the record of a long job: nothing
+here raises after construction; what could not be written is kept (within a bound), retried, and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.store import filesystem, rundir
+from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
+from distdiag.store.keep import Keeper
+from distdiag.store.rows import (
+    CollectiveRow,
+    GpuRow,
+    GroupRow,
+    HostRow,
+    LoaderRow,
+    ProcessRow,
+    ScalarRow,
+    StepRow,
+    fold_ranks,
+)
+
+SCHEMA_VERSION = 1
+SCHEMA = Path(__file__).with_name("schema.sql")
+KEEP_BYTES = 2 * 2**30
+RETRY_S = 1.0  # after a failed write
+HEARTBEAT_S = 1.0
+MAX_PENDING_ROWS = 200_000  # while the disk refuses: about 60 MB of step rows
+
+_INT64 = 2**63
+
+
+def _insert(table: str, columns: Sequence[str], verb: str = "INSERT OR REPLACE") -> str:
+    return f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_FRAME = "INSERT OR REPLACE INTO frame VALUES (?, ?, ?, ?)"
+_EVENT = "INSERT INTO event VALUES (?, ?, ?, ?)"
+_RANK = _insert("rank", TABLE_COLUMNS)
+_STEP = _insert("step", StepRow.__struct_fields__)
+_COLLECTIVE = _insert("collective", CollectiveRow.__struct_fields__)
+_GROUP = "INSERT OR REPLACE INTO pgroup VALUES (?, ?, ?, ?, ?)"
+_HOST = _insert("host", HostRow.__struct_fields__)
+_PROCESS = _insert("process", ProcessRow.__struct_fields__)
+_GPU = _insert("gpu", GpuRow.__struct_fields__)
+_LOADER = _insert("loader", LoaderRow.__struct_fields__)
+_SCALAR = _insert("scalar", ScalarRow.__struct_fields__, "INSERT")
+_PROBE = "INSERT INTO probe VALUES (?, ?, ?, ?)"
+_FINDING = """
+INSERT INTO finding (key, kind, cause, severity, certainty, first_seen_s, detected_s, cleared_s, message, json)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (key) DO UPDATE SET severity = excluded.severity, certainty = excluded.certainty,
+  first_seen_s = coalesce(excluded.first_seen_s, first_seen_s), detected_s = coalesce(excluded.detected_s, detected_s),
+  cleared_s = excluded.cleared_s, message = excluded.message, json = excluded.json
+"""
+_BULK = frozenset({_FRAME, _STEP, _COLLECTIVE, _HOST, _PROCESS, _GPU, _SCALAR})  # what may be dropped, oldest first
+
+_encode = msgspec.json.Encoder()
+
+
+def _value(v: Any) -> Any:
+    """A value SQLite can hold: unsigned 64-bit numbers (fingerprints) wrap to signed ones."""
+    if isinstance(v, int) and not -_INT64 <= v < _INT64:
+        return (v + _INT64) % (2 * _INT64) - _INT64
+    return v
+
+
+class Writer:
+    """Writes one run's database.
+
+    Attributes:
+        failed_writes: Transactions that failed so far.
+        last_error: Text of the newest failure; None once a write succeeded again.
+        dropped_rows: Rows given up because the disk refused for too long.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        keep_bytes: int = KEEP_BYTES,
+        max_pending_rows: int = MAX_PENDING_ROWS,
+        local_dir: Path | str | None = None,
+        fs_type: str | None = None,
+    ) -> None:
+        """Open (or create) `RUN/run.db`; a disk that refuses is retried at each `commit()`.
+
+        Args:
+            run_dir: Created if missing.
+            keep_bytes: Size bound of the database; older rows are thinned beyond it.
+            max_pending_rows: Rows kept in memory while the disk refuses.
+            local_dir: Where the database lives while `run_dir` is on a network file system; default: the system's
+                temporary directory.
+            fs_type: File system type of `run_dir`, for tests; default: as the kernel says.
+        """
+        self.run_dir = Path(run_dir)
+        self.path = self.run_dir / rundir.DATABASE
+        self.keep_bytes = keep_bytes
+        self.max_pending_rows = max_pending_rows
+        self.failed_writes = 0
+        self.dropped_rows = 0
+        self.last_error: str | None = None
+        self._con: sqlite3.Connection | None = None
+        self._keeper = Keeper(keep_bytes)
+        self._pending: list[tuple[str, list[tuple[Any, ...]]]] = []
+        self._retry_at = self._beat_at = 0.0
+        self._newest_t_s = 0.0
+        self._local: Path | None = None  # directory that holds the database instead of run_dir
+        self._closed = False
+        with contextlib.suppress(OSError):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._place(fs_type, Path(local_dir) if local_dir is not None else None)
+        self.meta(
+            schema_version=SCHEMA_VERSION,
+            monitor_pid=os.getpid(),
+            monitor_host=socket.gethostname(),
+            monitor_ended=False,
+        )
+        self.commit()
+
+    # -- opening ----------------------------------------------------------------------------------------------
+
+    def _place(self, fs_type: str | None, local_dir: Path | None) -> None:
+        fs_type = fs_type or filesystem.filesystem_type(self.run_dir)
+        if not filesystem.is_network(fs_type):
+            return
+        base = local_dir or Path(tempfile.gettempdir())
+        if local_dir is None and filesystem.is_network(filesystem.filesystem_type(base)):
+            self.event(0.0, "store", "warning", f"run.db is on {fs_type}, where SQLite's WAL is unsafe; no local disk")
+            return
+        try:
+            self._local = Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
+            self.path = self._local / rundir.DATABASE
+            where = {"host": socket.gethostname(), "path": str(self.path)}
+            (self.run_dir / rundir.POINTER).write_bytes(_encode.encode(where))
+        except OSError as e:
+            self._failed(e)
+            return
+        self.event(
+            0.0, "store", "info",
+            f"{self.run_dir} is on {fs_type}, where SQLite's WAL is unsafe: run.db is kept in {self._local} on "
+            f"{where['host']} and copied back when the run ends",
+        )  # fmt: skip
+
+    def _open(self) -> sqlite3.Connection:
+        if self._con is None:
+            # autocommit: transactions are ours alone; the monitor may hand the writer to another thread
+            con = sqlite3.connect(self.path, timeout=2.0, isolation_level=None, check_same_thread=False)
+            try:
+                con.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect only before the first table
+                con.execute("PRAGMA journal_mode = WAL")
+                con.execute("PRAGMA synchronous = NORMAL")
+                con.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
+                con.executescript(SCHEMA.read_text())
+            except BaseException:
+                con.close()
+                raise
+            self._con = con
+        return self._con
+
+    # -- rows of one tick -------------------------------------------------------------------------------------
+
+    def _add(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        batch = list(rows)
+        if batch:
+            self._pending.append((sql, batch))
+
+    def meta(self, **values: Any) -> None:
+        """Set keys of table `meta`; None is stored as NULL, booleans as 0 and 1."""
+        self._add(
+            _META, [(k, None if v is None else str(int(v) if isinstance(v, bool) else v)) for k, v in values.items()]
+        )
+
+    def ranks(self, rows: list[RankRow]) -> None:
+        """Replace the newest state of these ranks."""
+        n = len(TABLE_COLUMNS)
+        self._add(_RANK, (msgspec.structs.astuple(r)[:n] for r in rows))
+
+    def frame(self, t_s: float, state: str, state_text: str, rows: list[RankRow]) -> None:
+        """Keep the screen's data of this moment.
+
+        Args:
+            t_s: Seconds since the run began.
+            state: A `findings.State`.
+            state_text: What follows the state's word in the header: "no step for 31 s (usual 0.23 s)".
+            rows: Every rank, by rank.
+        """
+        self._newest_t_s = max(self._newest_t_s, t_s)
+        self._add(_FRAME, [(t_s, str(state), state_text, pack(rows))])
+        self.meta(state=str(state))
+
+    def steps(self, rows: list[StepRow]) -> None:
+        self._add(_STEP, map(msgspec.structs.astuple, rows))
+
+    def collectives(self, rows: list[CollectiveRow]) -> None:
+        self._add(_COLLECTIVE, map(msgspec.structs.astuple, rows))
+
+    def groups(self, rows: list[GroupRow]) -> None:
+        self._add(_GROUP, ((g.name, g.description, g.backend, len(g.ranks), fold_ranks(g.ranks)) for g in rows))
+
+    def hosts(self, rows: list[HostRow]) -> None:
+        self._add(_HOST, map(msgspec.structs.astuple, rows))
+
+    def processes(self, rows: list[ProcessRow]) -> None:
+        self._add(_PROCESS, map(msgspec.structs.astuple, rows))
+
+    def gpus(self, rows: list[GpuRow]) -> None:
+        self._add(_GPU, map(msgspec.structs.astuple, rows))
+
+    def scalars(self, rows: list[ScalarRow]) -> None:
+        self._add(_SCALAR, map(msgspec.structs.astuple, rows))
+
+    def loaders(self, rows: list[LoaderRow]) -> None:
+        """Replace the newest state of these DataLoaders."""
+        self._add(_LOADER, (tuple(map(_value, msgspec.structs.astuple(r))) for r in rows))
+
+    def finding(self, finding: Finding) -> None:
+        """Insert a finding, or update the record that has its key; times already known are not lost."""
+        f = finding
+        times = (f.first_seen_s, f.detected_s, f.cleared_s)
+        head = (f.key, f.kind, f.cause, str(f.severity), str(f.certainty))
+        self._add(_FINDING, [(*head, *times, f.message, _encode.encode(f).decode())])
+
+    def probe(self, t_s: float, name: str, verdict: str, json_text: str) -> None:
+        """Record a probe's result beside the run it was measured in."""
+        self._add(_PROBE, [(t_s, name, verdict, json_text)])
+
+    def event(self, t_s: float, source: str, level: str, text: str) -> None:
+        """Record what the monitor or the job said about itself; `level` is info, warning or error."""
+        self._add(_EVENT, [(t_s, source, level, text)])
+
+    # -- writing ----------------------------------------------------------------------------------------------
+
+    def commit(self) -> bool:
+        """Write all rows of this tick in one transaction; True where nothing is left unwritten. Never raises."""
+        now = time.monotonic()
+        if now >= self._beat_at:
+            self._beat_at = now + HEARTBEAT_S
+            self._pending = [(s, r) for s, r in self._pending if not (s is _META and r[0][0] == "heartbeat_unix_s")]
+            self.meta(heartbeat_unix_s=round(time.time(), 3))
+        if not self._pending:
+            return True
+        if now < self._retry_at:
+            self._bound_pending()
+            return False
+        try:
+            con = self._open()
+            con.execute("BEGIN IMMEDIATE")
+            for sql, rows in self._pending:
+                con.executemany(sql, rows)
+            con.execute("COMMIT")
+        except (sqlite3.OperationalError, sqlite3.DatabaseError, OSError) as e:
+            self._rollback()
+            if isinstance(e, (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)):
+                self._drop_unwritable()
+            self._failed(e)
+            return False
+        except Exception as e:  # a value SQLite cannot hold (OverflowError, a foreign type): a defect, not a disk
+            self._rollback()
+            self._drop_unwritable()
+            self._failed(e)
+            return False
+        self._pending.clear()
+        if self.last_error is not None:
+            said, self.last_error = self.last_error, None
+            self.event(
+                self._newest_t_s, "store", "warning",
+                f"writing works again after {self.failed_writes} failures ({said}); rows given up: {self.dropped_rows}",
+            )  # fmt: skip
+        try:
+            for text in self._keeper.tick(con, self._newest_t_s):
+                self.event(self._newest_t_s, "store", "info", text)
+        except sqlite3.Error as e:
+            self._rollback()
+            self._failed(e)
+        return True
+
+    def _rollback(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            if self._con is not None and self._con.in_transaction:
+                self._con.execute("ROLLBACK")
+
+    def _failed(self, error: Exception) -> None:
+        self.failed_writes += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+        self._retry_at = time.monotonic() + RETRY_S
+        self._bound_pending()
+
+    def _bound_pending(self) -> None:
+        """Give up the oldest bulk rows, never findings, ranks, events or meta.
+
+        Of frames, whose one row is worth as many as it holds ranks, only the newest eight are kept.
+        """
+        frames = [i for i, (sql, _) in enumerate(self._pending) if sql is _FRAME]
+        give_up = set(frames[:-8])
+        excess = sum(len(rows) for _, rows in self._pending) - self.max_pending_rows
+        for i, (sql, rows) in enumerate(self._pending):
+            if excess <= 0:
+                break
+            if sql in _BULK and i not in give_up:
+                give_up.add(i)
+                excess -= len(rows)
+        self.dropped_rows += sum(len(self._pending[i][1]) for i in give_up)
+        kept = [p for i, p in enumerate(self._pending) if i not in give_up]
+        newest_meta: dict[str, tuple[Any, ...]] = {}
+        newest_rank: dict[int, tuple[Any, ...]] = {}
+        rest: list[tuple[str, list[tuple[Any, ...]]]] = []
+        for sql, rows in kept:  # these replace each other: only the newest of each is worth keeping
+            if sql is _META:
+                newest_meta.update((r[0], r) for r in rows)
+            elif sql is _RANK:
+                newest_rank.update((r[0], r) for r in rows)
+            else:
+                rest.append((sql, rows))
+        self._pending = rest
+        self._add(_META, newest_meta.values())
+        self._add(_RANK, newest_rank.values())
+
+    def _drop_unwritable(self) -> None:
+        """Find the batches that SQLite refuses for their values and drop them, so that the others can be written."""
+        good: list[tuple[str, list[tuple[Any, ...]]]] = []
+        for sql, rows in self._pending:
+            try:
+                con = self._open()
+                con.execute("BEGIN IMMEDIATE")
+                con.executemany(sql, rows)
+                good.append((sql, rows))
+            except sqlite3.OperationalError:
+                good.append((sql, rows))  # the disk's fault, not the row's
+            except Exception:
+                self.dropped_rows += len(rows)
+            finally:
+                self._rollback()
+        self._pending = good
+
+    def close(self) -> bool:
+        """Write what is left, fold the WAL into run.db, and bring it into the run directory; never raises.
+
+        Afterwards run.db is one ordinary file that can be read on a read-only disk, unless a reader held it open
+        at this moment. Returns False where something could not be written (see `last_error`).
+        """
+        if self._closed:
+            return self.last_error is None
+        self._closed = True
+        self._retry_at = 0.0
+        self.meta(monitor_ended=True)
+        ok = self.commit() and self.commit()  # the first may leave an event of its own
+        con, self._con = self._con, None
+        if con is not None:
+            with contextlib.suppress(sqlite3.Error):
+                con.execute("PRAGMA busy_timeout = 200")
+                con.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                con.execute("PRAGMA journal_mode = DELETE")  # refused while readers are connected: then it stays WAL
+            with contextlib.suppress(sqlite3.Error):
+                con.close()
+        if self._local is not None:
+            ok = self._bring_home() and ok
+        return ok
+
+    def _bring_home(self) -> bool:
+        assert self._local is not None
+        part = self.run_dir / f".{rundir.DATABASE}.{os.getpid()}"
+        try:
+            shutil.copyfile(self.path, part)
+            os.replace(part, self.run_dir / rundir.DATABASE)
+            (self.run_dir / rundir.POINTER).unlink(missing_ok=True)
+        except OSError as e:  # the pointer stays: readers on this host still find the database
+            self._failed(e)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            return False
+        shutil.rmtree(self._local, ignore_errors=True)
+        self.path = self.run_dir / rundir.DATABASE
+        return True
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

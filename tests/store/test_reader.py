@@ -1,0 +1,221 @@
+"""Readers: what cannot be read is named, with a status and a next step; time travel; live and gone monitors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.store import rundir, stacks
+from distdiag.store.frames import RankRow
+from distdiag.store.reader import Monitor, ReadStatus, RunUnreadable, open_run
+from distdiag.store.writer import Writer
+
+
+def _run(path: Path, frames: int = 5) -> Path:
+    with Writer(path) as w:
+        for i in range(frames):
+            w.frame(float(i), "running", "", [RankRow(rank=0, step=i)])
+    return path
+
+
+def _status(path: Path) -> ReadStatus:
+    with pytest.raises(RunUnreadable) as e:
+        open_run(path).latest_frame()
+    assert e.value.message and e.value.hint and "\n" not in e.value.message
+    return e.value.status
+
+
+def test_time_travel(tmp_path: Path) -> None:
+    with open_run(_run(tmp_path)) as run:
+        assert run.frame_times() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        at = run.frame_at(2.7)
+        assert at is not None and at.t_s == 2.0 and at.ranks[0].step == 2
+        assert (before := run.frame_at(-1.0)) is not None and before.t_s == 0.0
+        assert run.frame_step(2.0, 1) == 3.0 and run.frame_step(2.0, -2) == 0.0 and run.frame_step(2.0, 10) == 4.0
+        assert run.frame_step(4.0, 1) == 4.0
+        assert [f.t_s for f in run.frames(1.0, 3.0)] == [1.0, 2.0, 3.0]
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert _status(tmp_path / "none") is ReadStatus.DELETED
+    (tmp_path / "starting").mkdir()
+    assert _status(tmp_path / "starting") is ReadStatus.MISSING
+    (tmp_path / "starting" / "run.db").touch()
+    assert _status(tmp_path / "starting") is ReadStatus.MISSING
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "run.db").write_text("not a database, " * 100)
+    assert _status(tmp_path / "text") is ReadStatus.CORRUPT
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    con = sqlite3.connect(foreign / "run.db")
+    con.execute("CREATE TABLE t (x)")
+    con.commit()
+    con.close()
+    assert _status(foreign) is ReadStatus.OLDER
+    for version, status in ((0, ReadStatus.OLDER), (99, ReadStatus.NEWER)):
+        path = _run(tmp_path / f"v{version}")
+        con = sqlite3.connect(path / "run.db")
+        con.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
+        con.commit()
+        con.close()
+        assert _status(path) is status
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / rundir.POINTER).write_text('{"host": "node-far-away", "path": "/tmp/x/run.db"}')
+    assert _status(away) is ReadStatus.ELSEWHERE
+
+
+def test_damage_in_the_middle_of_the_file_is_corrupt(tmp_path: Path) -> None:
+    path = _run(tmp_path, 2000) / "run.db"
+    data = bytearray(path.read_bytes())
+    data[3 * 4096 :] = os.urandom(len(data) - 3 * 4096)
+    path.write_bytes(data)
+    with pytest.raises(RunUnreadable) as e, open_run(tmp_path) as run:
+        list(run.frames())
+    assert e.value.status is ReadStatus.CORRUPT
+
+
+def test_a_locked_database_is_said_soon(tmp_path: Path) -> None:
+    _run(tmp_path)
+    holder = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")  # in rollback mode this also keeps readers out
+    try:
+        assert _status(tmp_path) is ReadStatus.LOCKED
+    finally:
+        holder.close()
+
+
+def test_a_run_deleted_under_its_reader(tmp_path: Path) -> None:
+    path = _run(tmp_path / "r")
+    with open_run(path) as run:
+        run.check()
+        shutil.rmtree(path)
+        with pytest.raises(RunUnreadable) as e:
+            run.check()
+        assert e.value.status is ReadStatus.DELETED
+        _run(path)
+        with pytest.raises(RunUnreadable):
+            run.check()  # another run under the same name is not the one that was opened
+
+
+def test_readers_see_a_live_writer_and_its_death(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom distdiag.store.writer import Writer\nfrom distdiag.store.frames import RankRow\n"
+        "w = Writer(sys.argv[1])\nw.frame(1.0, 'running', '', [RankRow(rank=0, step=1)])\nassert w.commit()\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        with open_run(tmp_path) as run:
+            assert run.monitor() is Monitor.LIVE
+            process.kill()
+            process.wait()
+            frame = run.latest_frame()  # what it committed outlives it
+            assert frame is not None and frame.ranks[0].step == 1
+            deadline = time.monotonic() + 20
+            while run.monitor() is not Monitor.GONE:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert "gone" in run.report().notes[0]
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def test_a_finished_run_reads_on_a_read_only_disk(tmp_path: Path) -> None:
+    path = _run(tmp_path / "r")
+    con = sqlite3.connect(path / "run.db")
+    con.execute("PRAGMA journal_mode = WAL")  # as a reader that was connected at the end leaves it
+    con.close()
+    path.chmod(0o555)
+    (path / "run.db").chmod(0o444)
+    try:
+        with open_run(path) as run:
+            assert run.latest_frame() is not None
+    finally:
+        path.chmod(0o755)
+
+
+def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(rundir.ENV, raising=False)
+    with pytest.raises(DistdiagError) as e:
+        rundir.resolve()
+    assert e.value.code is ExitCode.NO_DATA and "torchrun" in e.value.hint
+    a, b = _run(tmp_path / "reports" / "a"), _run(tmp_path / "reports" / "b")
+    assert rundir.mark_latest(a) and rundir.mark_latest(b)
+    assert rundir.resolve().resolve() == b
+    assert rundir.resolve("reports").resolve() == b
+    assert rundir.resolve("reports/a/run.db").resolve() == a
+    monkeypatch.setenv(rundir.ENV, str(a))
+    assert rundir.resolve() == a and rundir.resolve(b) == b
+    _run(rundir.attempt_dir(a, 1))
+    _run(rundir.attempt_dir(a, 10))
+    assert rundir.resolve() == a / "attempt_10" and rundir.resolve(a / "attempt_1") == a / "attempt_1"
+    assert [p.name for p in rundir.attempts(a / "attempt_1")] == ["a", "attempt_1", "attempt_10"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DistdiagError) as e:
+        rundir.resolve("empty")
+    assert e.value.code is ExitCode.NO_DATA
+
+
+def test_latest_never_raises_and_never_replaces_a_real_directory(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    assert rundir.mark_latest(tmp_path / "r") is False and (tmp_path / "latest").is_dir()
+    assert rundir.mark_latest(tmp_path / "missing" / "r") is False
+
+
+def test_run_directories_are_new_and_clean(tmp_path: Path) -> None:
+    one = rundir.default_run_dir("../my job\n!", tmp_path)
+    assert one.parent == tmp_path and "\n" not in one.name and " " not in one.name
+    one.mkdir()
+    assert rundir.default_run_dir("../my job\n!", tmp_path) != one
+    rundir.prepare(one)
+    assert rundir.write_run_json(one, {"argv": ["train.py"]}) and rundir.read_run_json(one) == {"argv": ["train.py"]}
+    with pytest.raises(DistdiagError):
+        rundir.prepare(one)
+    rundir.prepare(one, force=True)
+
+
+def test_stacks_merge_into_a_tree_with_the_odd_one_last(tmp_path: Path) -> None:
+    common = ("main train.py:10", "step train.py:20")
+    rank = stacks.RankStack
+    s = stacks.Stacks(
+        t_s=3.0,
+        ranks={
+            "0": rank(stack=(*common, "all_reduce train.py:30"), op="all_reduce #4 default_pg"),
+            "1": rank(stack=(*common, "evaluate train.py:40")),
+            "2": rank(stack=(*common, "all_reduce train.py:30"), op="all_reduce #4 default_pg"),
+            "3": rank(note="did not answer within 2 s"),
+        },
+    )
+    stacks.write(tmp_path, s)
+    again = stacks.read(tmp_path)
+    assert again == s
+    root, silent = stacks.merge(s)
+    assert root.ranks == [0, 1, 2] and silent.ranks == [3] and "did not answer" in silent.frame
+    assert [b.ranks for b in root.children[0].children] == [[0, 2], [1]]
+    (tmp_path / stacks.NAME).write_text("{")
+    assert stacks.read(tmp_path) is None
+
+
+def test_the_store_costs_no_heavy_import() -> None:
+    code = (
+        "import sys, distdiag.store.writer, distdiag.store.reader, distdiag.store.rundir, distdiag.store.stacks\n"
+        "print(sorted({'torch', 'pandas', 'numpy', 'textual', 'rich'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

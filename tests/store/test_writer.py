@@ -1,0 +1,274 @@
+"""The single writer: what goes in comes out; disks that refuse; the size bound."""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from distdiag.diagnosis.findings import CollectiveRef, Finding, Where
+from distdiag.store import filesystem
+from distdiag.store.frames import RankRow
+from distdiag.store.keep import Keeper, database_bytes
+from distdiag.store.reader import Monitor, open_run
+from distdiag.store.rows import (
+    CollectiveRow,
+    GpuRow,
+    GroupRow,
+    HostRow,
+    LoaderRow,
+    ProcessRow,
+    ScalarRow,
+    StepRow,
+    fold_ranks,
+    unfold_ranks,
+)
+from distdiag.store.writer import Writer
+
+
+def _row(rank: int, step: int = 7) -> RankRow:
+    return RankRow(rank=rank, host=f"node{rank // 8}", life="running", step=step, self_ms=100.0 + rank, loss=0.5)
+
+
+def test_rows_of_every_table_come_back(tmp_path: Path) -> None:
+    with Writer(tmp_path / "r") as w:
+        w.meta(name="job", world_size=2, started_unix_s=1.5, amp=True, max_steps=None)
+        w.ranks([_row(0), _row(1)])
+        w.frame(1.0, "running", "2 ranks", [_row(0), _row(1)])
+        w.steps(
+            [
+                StepRow(rank=r, step=s, t_end_s=s * 0.1, step_ms=100.0, self_ms=90.0 + r)
+                for s in range(1, 5)
+                for r in (0, 1)
+            ]
+        )
+        w.collectives([CollectiveRow(pgroup="default_pg", seq=1, op="all_reduce", t_s=0.1, step=1, bytes=4096)])
+        w.groups([GroupRow(name="default_pg", ranks=(0, 1), backend="gloo")])
+        w.hosts([HostRow(t_s=1.0, node=0, host="node0", cpu_pct=50.0)])
+        w.processes([ProcessRow(t_s=1.0, rank=1, cpu_pct=99.0)])
+        w.gpus([GpuRow(t_s=1.0, node=0, gpu=0, rank=0, utilization_pct=80.0, throttle="")])
+        w.scalars([ScalarRow(rank=0, step=1, name="loss", value=2.3, t_s=0.1)])
+        w.loaders([LoaderRow(rank=0, length=10, fingerprint=2**64 - 1)])
+        w.probe(2.0, "allreduce", "pass", "{}")
+        w.event(0.5, "monitor", "info", "no NVIDIA driver")
+        assert w.commit()
+    with open_run(tmp_path / "r") as run:
+        meta = run.meta
+        assert (meta["world_size"], meta["amp"], meta["max_steps"]) == ("2", "1", None)
+        assert run.monitor(meta) is Monitor.ENDED
+        frame = run.latest_frame()
+        assert frame is not None and frame.ranks == [_row(0), _row(1)] and frame.state == "running"
+        assert run.ranks()[1].host == "node0" and run.ranks()[1].self_ms is None
+        assert [(s.step, s.rank, s.self_ms) for s in run.steps(2, 3, [1])] == [(2, 1, 91.0), (3, 1, 91.0)]
+        assert run.step_range() == (1, 4) and run.step_range(0.25) == (1, 2) and run.step_range(0.01) is None
+        assert [t.ranks for t in run.step_totals(1, 4)] == [2] * 4
+        assert run.collectives()[0].bytes == 4096
+        assert run.groups()[0].ranks == (0, 1)
+        assert run.hosts()[0].cpu_pct == 50.0 and run.processes()[0].rank == 1 and run.gpus()[0].throttle == ""
+        assert run.history("gpu", "utilization_pct", 0, 9, node=0, gpu=0) == [(1.0, 80.0)]
+        assert run.scalars("loss")[0].value == 2.3
+        assert run.loaders()[0].fingerprint == -1
+        assert run.probes()[0].verdict == "pass" and run.events()[0].text == "no NVIDIA driver"
+        steps = run.steps_frame()
+        assert len(steps) == 8 and steps.self_ms.max() == 91.0
+        assert run.report().state == "running" and run.report().ranks_seen == 2
+
+
+def test_a_finding_keeps_one_record_as_it_develops_and_clears(tmp_path: Path) -> None:
+    found = Finding(
+        kind="deadlock", cause="missing_rank", severity="error", certainty="suspected", culprits=(1,), victims=(0,),
+        collective=CollectiveRef("all_reduce", "default_pg", 3, 8), where=(Where(1, "/a/train.py", 4, "main", "user_code"),),
+        first_seen_s=1.0, detected_s=1.5, message="rank 1 is missing",
+    )  # fmt: skip
+    import msgspec
+
+    with Writer(tmp_path) as w:
+        w.finding(found)
+        w.commit()
+        w.finding(msgspec.structs.replace(found, certainty="proved"))
+        w.finding(msgspec.structs.replace(found, certainty="proved", cleared_s=9.0))
+        w.finding(Finding(kind="input_bound", severity="warning", detected_s=2.0))
+        w.commit()
+    with open_run(tmp_path) as run:
+        first, second = run.findings()
+        assert first.kind == "input_bound"  # open before cleared, whatever the severity
+        assert second.where == found.where and second.cleared_s == 9.0 and second.certainty == "proved"
+
+
+def test_not_a_number_is_not_mistaken_for_a_measurement(tmp_path: Path) -> None:
+    with Writer(tmp_path) as w:
+        w.steps([StepRow(rank=0, step=1, loss=math.nan), StepRow(rank=0, step=2, loss=math.inf)])
+    with open_run(tmp_path) as run:
+        assert [s.loss for s in run.steps(1, 2)] == [None, math.inf]
+
+
+def test_a_full_disk_is_counted_retried_and_said(tmp_path: Path) -> None:
+    w = Writer(tmp_path)
+    assert w._con is not None
+    pages = w._con.execute("PRAGMA page_count").fetchone()[0]
+    w._con.execute(f"PRAGMA max_page_count = {pages}")  # SQLITE_FULL, as a full disk gives it
+    w.steps([StepRow(rank=0, step=s, step_ms=1.0) for s in range(20_000)])
+    w.finding(Finding(kind="deadlock", severity="error", message="kept"))
+    assert w.commit() is False
+    assert w.failed_writes == 1 and w.last_error is not None and "full" in w.last_error
+    assert w.commit() is False and w.failed_writes == 1  # waits before it tries again
+    w._retry_at = 0.0
+    assert w.commit() is False and w.failed_writes == 2
+    w._con.execute("PRAGMA max_page_count = 1000000")
+    w._retry_at = 0.0
+    assert w.commit() is True and w.last_error is None
+    w.close()
+    with open_run(tmp_path) as run:
+        assert run.query("SELECT count(*) FROM step") == [(20_000,)]
+        assert run.findings()[0].message == "kept"
+        assert any("2 failures" in e.text for e in run.events())
+
+
+def test_a_disk_that_stays_full_costs_bounded_memory_and_bulk_rows_only(tmp_path: Path) -> None:
+    w = Writer(tmp_path, max_pending_rows=1000)
+    assert w._con is not None
+    w._con.execute("PRAGMA max_page_count = 1")
+    for i in range(50):
+        w.steps([StepRow(rank=r, step=i) for r in range(100)])
+        w.ranks([_row(r, i) for r in range(100)])
+        w.frame(float(i), "running", "", [_row(0, i)])
+        w.finding(Finding(kind="stall", cause=str(i)))
+        w._retry_at = 0.0
+        w.commit()
+    assert sum(len(rows) for _, rows in w._pending) < 1500
+    assert w.dropped_rows > 3000
+    w._con.execute("PRAGMA max_page_count = 1000000")
+    w._retry_at = 0.0
+    assert w.commit()
+    w.close()
+    with open_run(tmp_path) as run:
+        assert len(run.findings()) == 50
+        assert len(run.ranks()) == 100 and run.ranks()[5].step == 49
+        assert run.frame_times()[-1] == 49.0
+        assert any("rows given up" in e.text for e in run.events())
+
+
+def test_a_directory_that_cannot_be_written_never_raises(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    w = Writer(blocked / "run")
+    w.frame(0.0, "running", "", [_row(0)])
+    assert w.commit() is False and w.failed_writes >= 1 and w.last_error
+    blocked.unlink()
+    (blocked / "run").mkdir(parents=True)
+    w._retry_at = 0.0
+    assert w.commit() is True
+    w.close()
+    with open_run(blocked / "run") as run:
+        assert run.latest_frame() is not None
+
+
+def test_a_value_that_sqlite_cannot_hold_costs_its_batch_alone(tmp_path: Path) -> None:
+    w = Writer(tmp_path)
+    w.scalars([ScalarRow(rank=0, step=1, name="huge", value=2**70)])  # type: ignore[arg-type]
+    w.steps([StepRow(rank=0, step=1, step_ms=1.0)])
+    assert w.commit() is False and w.dropped_rows == 1
+    w._retry_at = 0.0
+    assert w.commit() is True
+    w.close()
+    with open_run(tmp_path) as run:
+        assert run.step_range() == (1, 1) and run.scalars() == []
+
+
+def test_the_finished_run_is_one_file_readable_on_a_read_only_disk(tmp_path: Path) -> None:
+    with Writer(tmp_path / "r") as w:
+        w.frame(1.0, "ended", "exit 0", [_row(0)])
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == ["run.db"]
+    assert sqlite3.connect(tmp_path / "r" / "run.db").execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_on_a_network_file_system_the_database_lives_locally_and_comes_home(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    w = Writer(tmp_path / "nfs", local_dir=local, fs_type="nfs4")
+    w.frame(1.0, "running", "", [_row(0)])
+    w.commit()
+    assert w.path.is_relative_to(local) and not (tmp_path / "nfs" / "run.db").exists()
+    with open_run(tmp_path / "nfs") as run:  # a reader on the same host follows
+        assert run.latest_frame() is not None
+        assert any("nfs4" in e.text for e in run.events())
+    w.close()
+    assert (tmp_path / "nfs" / "run.db").exists() and not list(local.iterdir())
+    with open_run(tmp_path / "nfs") as run:
+        assert run.latest_frame() is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/data/nfs/run", True),
+        ("/data/nfs2/run", False),
+        ("/mnt/sp ace/x", True),
+        ("/home/u/r", False),
+        ("/scratch/a", True),
+    ],
+)
+def test_network_file_systems_are_recognised(path: str, expected: bool) -> None:
+    mounts = (
+        "overlay / overlay rw 0 0\nserver:/x /data/nfs nfs4 rw 0 0\n"
+        "sshfs /mnt/sp\\040ace fuse.sshfs rw 0 0\nlus /scratch lustre rw 0 0\n/dev/sda1 /home ext4 rw 0 0\n"
+    )
+    assert filesystem.is_network(filesystem.filesystem_type(Path(path), mounts)) is expected
+
+
+def test_the_size_bound_thins_old_rows_and_keeps_the_new_and_the_said(tmp_path: Path) -> None:
+    w = Writer(tmp_path, keep_bytes=2 * 2**20)
+    w._keeper.check_s = w._keeper._check_at = 0.0
+    ranks, steps = 16, 4000
+    for s in range(1, steps + 1):  # one step a second for more than an hour
+        w.steps(
+            [
+                StepRow(rank=r, step=s, t_end_s=float(s), step_ms=10.0, self_ms=float(r), samples=4, loss=1.0)
+                for r in range(ranks)
+            ]
+        )
+        w.hosts([HostRow(t_s=float(s), node=0, cpu_pct=float(s))])
+        w.collectives([CollectiveRow(pgroup="g", seq=s, op="all_reduce", t_s=float(s), step=s)])
+        if s % 5 == 0:
+            w.frame(float(s), "stalled" if s == 1000 else "running", "", [_row(r, s) for r in range(ranks)])
+        if s % 20 == 0:
+            assert w.commit()
+    for _ in range(40):
+        w.event(float(steps), "test", "info", "tick")
+        w.commit()
+    assert w._con is not None
+    assert database_bytes(w._con) <= 2 * 2**20
+    w.close()
+    with open_run(tmp_path) as run:
+        first, last = run.step_range() or (0, 0)
+        assert last == steps and 1 < first <= steps - 64
+        minutes = run.step_minutes_frame()
+        assert minutes.steps.sum() == (first - 1) * ranks  # nothing lost, only averaged
+        assert minutes.samples.sum() == (first - 1) * ranks * 4
+        assert minutes[minutes["rank"] == 3].self_ms.sub(3.0).abs().max() < 1e-9
+        times = run.frame_times()
+        assert times[-1] == steps and 1000.0 in times  # newest, and the one where the state changed
+        assert any("reached its bound" in e.text for e in run.events())
+    assert os.path.getsize(tmp_path / "run.db") <= 3 * 2**20  # freed pages are given back
+
+
+def test_a_bound_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+    con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+    con.executescript((Path(filesystem.__file__).parent / "schema.sql").read_text())
+    keeper = Keeper(keep_bytes=1000, check_s=0.0)
+    said: list[str] = []
+    for _ in range(20):
+        said += keeper.tick(con, 0.0)
+        keeper._check_at = 0.0
+    con.close()
+    assert sum("stays at" in s for s in said) == 1
+
+
+def test_rank_sets_fold_and_unfold() -> None:
+    assert fold_ranks((3, 1, 2, 0, 8)) == "0-3,8" and unfold_ranks("0-3,8") == (0, 1, 2, 3, 8)
+    assert unfold_ranks("") == ()
+    with pytest.raises(ValueError):
+        unfold_ranks("a-b")
