@@ -23,6 +23,7 @@ STAMP = VENV / ".installed"
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"
 OLDEST_TORCH = (2, 10)
 
+_COMMANDS = {"ruff": "ruff", "pyright": "pyright", "import-linter": "lint-imports"}  # package: command
 _ASK_TORCH = "import os, torch; print(torch.__version__, os.path.dirname(os.path.dirname(torch.__file__)))"
 
 
@@ -54,6 +55,9 @@ def main() -> int:
         except subprocess.CalledProcessError:
             print("the versions in constraints.txt are not to be had here; installing the newest allowed", flush=True)
             pip(*install)
+        # packages seen in the outer environment were not installed again, so their commands are not in .venv/bin
+        if missing := [p for p, command in _COMMANDS.items() if not (VENV / "bin" / command).exists()]:
+            pip("--ignore-installed", "--no-deps", "-c", str(constraints), *missing)
     except subprocess.CalledProcessError as e:
         return fail(
             f"`{' '.join(map(str, e.cmd))}` ended with {e.returncode}",

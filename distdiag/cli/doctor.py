@@ -1,0 +1,90 @@
+"""`distdiag doctor`: one line per check, the remedy under what did not pass."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+if TYPE_CHECKING:
+    from distdiag.doctor.check import Check, Examination
+
+_COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise DistdiagError(
+            f"--reach {text}: not HOST:PORT", "for example --reach node0:29500, torchrun's default port"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _examine(ranks: int, reach: tuple[str, ...], with_torch: bool) -> Examination:
+    from distdiag.doctor import host, network, torch_checks
+    from distdiag.doctor.check import examination, skipped
+    from distdiag.store import rundir
+
+    endpoints = [_endpoint(r) for r in reach]
+    facts = torch_checks.ask_torch() if with_torch else None
+    checks: list[Check] = [host.python()]
+    checks += torch_checks.torch(facts) if facts is not None else [skipped("torch", "not asked (--no-torch)")]
+    checks += torch_checks.gpus(facts)
+    checks += [
+        host.cores(os.environ, ranks),
+        host.memory(),
+        host.shared_memory(),
+        host.open_files(),
+        host.locked_memory(),
+        host.processes(),
+        network.host_name(),
+        network.interfaces(os.environ),
+        host.clock(),
+        host.run_directory(Path(os.environ.get(rundir.ENV) or rundir.ROOT)),
+        host.variables(os.environ),
+    ]
+    checks += [network.reach(name, port) for name, port in endpoints]
+    return examination(checks)
+
+
+@click.command()
+@click.option(
+    "--ranks", default=2, show_default=True, type=click.IntRange(1), help="Local ranks that the job will have."
+)
+@click.option("--reach", multiple=True, metavar="HOST:PORT", help="Also connect to this rendezvous (repeatable).")
+@click.option("--no-torch", is_flag=True, help="Leave out what needs torch (and takes seconds).")
+@click.option(
+    "--fail-on", type=click.Choice(["warn", "fail"]), default="fail", show_default=True, help="Exit 1 from here on."
+)
+@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.doctor/1.")
+def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as_json: bool) -> int:
+    """Is this machine fit to run distributed jobs, and if not, what to do.
+
+    Looks at torch and its backends (with one real rendezvous of two local ranks), GPUs, cores, memory, limits, /dev/shm,
+    host name, network interfaces, clock, disk, and variables of the shell that change a job unseen.
+
+    Exit codes: 0 fit (warnings included), 1 not fit, 2 bad option.
+    """
+    import msgspec
+
+    found = _examine(ranks, reach, not no_torch)
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or bool(os.environ.get("FORCE_COLOR"))
+        width = max(len(c.name) for c in found.checks)
+        for c in found.checks:
+            word = click.style(c.verdict.value, fg=_COLOURS[c.verdict]) if colour else c.verdict.value
+            print(f"{word}  {c.name:<{width}}  {c.found}")
+            if c.remedy:
+                print(f"{'':<{width + 6}}  → {c.remedy}")
+        count = {v: sum(c.verdict == v for c in found.checks) for v in ("pass", "warn", "fail")}
+        print(f"\n{count['fail']} failed, {count['warn']} to look at, {count['pass']} passed")
+    bad = {"fail"} if fail_on == "fail" else {"fail", "warn"}
+    return int(ExitCode.FAILED if found.verdict in bad else ExitCode.OK)

@@ -1,0 +1,269 @@
+"""Checks of the host that need no torch: cores, memory, limits, shared memory, disk, clock, the shell's variables."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from distdiag.diagnosis.findings import size_text
+from distdiag.doctor.check import Check, failed, passed, skipped, warned
+from distdiag.store import filesystem
+
+GIB = 2**30
+OLDEST_PYTHON = (3, 11)
+FEW_FILES = 4096  # a rank holds sockets to its peers, DataLoader workers a pipe and a semaphore each, files of the data
+SMALL_SHM_BYTES = GIB  # DataLoader workers hand over batches in it; Docker's default is 64 MiB
+FEW_PROCESSES = 4096
+RUN_BYTES = 2 * GIB  # default bound of run.db (`--keep`)
+
+
+def python() -> Check:
+    version = platform.python_version()
+    if sys.version_info < OLDEST_PYTHON:
+        return failed("python", version, "install Python 3.11 or newer")
+    return passed("python", f"{version} ({sys.executable})")
+
+
+def cores(env: Mapping[str, str], ranks: int) -> Check:
+    """Cores that this process may use, against the threads that `ranks` local ranks would start."""
+    usable = len(os.sched_getaffinity(0))
+    quota = cgroup_cores()
+    limit = min(usable, quota) if quota else usable
+    found = f"{usable} usable" + (f", cgroup quota {quota:g}" if quota and quota < usable else "")
+    text = env.get("OMP_NUM_THREADS")
+    if text is None:
+        found += "; OMP_NUM_THREADS is not set (torchrun sets 1 per rank)"
+        if limit / ranks >= 4:
+            return warned(
+                "cores",
+                found,
+                f"export OMP_NUM_THREADS={int(limit // ranks)} for {ranks} ranks, if they compute on CPU",
+            )
+        return passed("cores", found)
+    try:
+        threads = int(text.split(",")[0])
+    except ValueError:
+        return warned("cores", f"{found}; OMP_NUM_THREADS={text!r} is not a number", "unset OMP_NUM_THREADS")
+    found += f"; OMP_NUM_THREADS={threads}"
+    if threads * ranks > limit:
+        return warned(
+            "cores",
+            f"{found}: {ranks} ranks want {threads * ranks} threads",
+            f"export OMP_NUM_THREADS={max(1, int(limit // ranks))}",
+        )
+    return passed("cores", found)
+
+
+def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPU quota of this process's cgroup in cores; None where there is none, or it cannot be read."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()[:2]
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def memory(root: Path = Path("/sys/fs/cgroup")) -> Check:
+    vm = psutil.virtual_memory()
+    available = vm.available
+    found = f"{size_text(vm.total)}, {size_text(available)} available"
+    try:
+        limit = int((root / "memory.max").read_text())
+        left = limit - int((root / "memory.current").read_text())
+        if left < available:
+            available = left
+            found += f"; cgroup limit {size_text(limit)}, {size_text(left)} left"
+    except (OSError, ValueError):
+        pass
+    if available < 2 * GIB:
+        return warned(
+            "memory", found, "free some, or raise the container's limit: each rank with torch takes 0.3–1 GiB"
+        )
+    return passed("memory", found)
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Check:
+    try:
+        usage = shutil.disk_usage(path)
+        with tempfile.NamedTemporaryFile(dir=path):
+            pass
+    except OSError as e:
+        return failed(
+            "shared memory",
+            f"{path}: {e.strerror}",
+            "mount a tmpfs there (docker run --shm-size=8g, or --ipc=host): DataLoader workers and NCCL need it",
+        )
+    found = f"{path}: {size_text(usage.total)}, {size_text(usage.free)} free"
+    if usage.free < SMALL_SHM_BYTES:
+        return warned(
+            "shared memory",
+            found,
+            "docker run --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium: Memory); "
+            "DataLoader workers die with 'bus error' when it is full",
+        )
+    return passed("shared memory", found)
+
+
+def open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
+        return passed("open files", f"ulimit -n {_limit(soft)}")
+    how = (
+        f"ulimit -n {_limit(hard)}"
+        if hard == resource.RLIM_INFINITY or hard >= FEW_FILES
+        else "raise it in /etc/security/limits.conf or with docker run --ulimit nofile=65536"
+    )
+    return warned(
+        "open files",
+        f"ulimit -n {soft} (hard limit {_limit(hard)})",
+        f"{how}: 'too many open files' with DataLoader workers",
+    )
+
+
+def locked_memory(devices: Path = Path("/sys/class/infiniband")) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rdma = sorted(p.name for p in devices.iterdir()) if devices.is_dir() else []
+    found = f"ulimit -l {_limit(soft, kib=True)}"
+    if not rdma:
+        return passed("locked memory", f"{found}; no RDMA device, so none is needed")
+    if soft != resource.RLIM_INFINITY:
+        return warned(
+            "locked memory",
+            f"{found} with RDMA devices {', '.join(rdma[:4])}",
+            "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL over InfiniBand fails to register memory",
+        )
+    return passed("locked memory", f"{found}; RDMA devices {', '.join(rdma[:4])}")
+
+
+def processes(root: Path = Path("/sys/fs/cgroup")) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [soft] if soft != resource.RLIM_INFINITY else []
+    try:
+        limits.append(int((root / "pids.max").read_text()))
+    except (OSError, ValueError):
+        pass
+    if limits and min(limits) < FEW_PROCESSES:
+        return warned(
+            "processes",
+            f"at most {min(limits)} processes and threads",
+            "ulimit -u 65536 (docker run --pids-limit=-1): every rank starts dozens of threads",
+        )
+    return passed("processes", f"at most {min(limits):,}" if limits else "no limit")
+
+
+def _limit(n: int, kib: bool = False) -> str:
+    if n == resource.RLIM_INFINITY:
+        return "unlimited"
+    return f"{n // 1024:,} KiB" if kib else f"{n:,}"
+
+
+def run_directory(root: Path) -> Check:
+    """Where run directories go: can it be written, is there room, is it on a network file system."""
+    existing = root.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing):
+            pass
+        free = shutil.disk_usage(existing).free
+    except OSError as e:
+        return failed(
+            "run directory", f"{root}: cannot be written ({e.strerror})", "set DISTDIAG_RUN_DIR, or use --run-dir"
+        )
+    kind = filesystem.filesystem_type(existing)
+    found = f"{root} on {kind or 'an unknown file system'}, {size_text(free)} free"
+    if free < RUN_BYTES // 10:
+        return failed("run directory", found, "free some space, or record elsewhere: DISTDIAG_RUN_DIR, --run-dir")
+    if free < RUN_BYTES:
+        return warned("run directory", found, "a run may take 2 GiB: lower --keep, or record elsewhere with --run-dir")
+    if filesystem.is_network(kind):
+        return warned(
+            "run directory",
+            found,
+            "nothing to do: the database is kept on a local disk and copied back at the end; a local --run-dir avoids it",
+        )
+    return passed("run directory", found)
+
+
+class _Timex(ctypes.Structure):
+    """`struct timex` of adjtimex(2), 64-bit Linux; the tail is padding that the kernel may grow into."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("constant", ctypes.c_long),
+        ("precision", ctypes.c_long),
+        ("tolerance", ctypes.c_long),
+        ("tv_sec", ctypes.c_long),
+        ("tv_usec", ctypes.c_long),
+        ("tick", ctypes.c_long),
+        ("tail", ctypes.c_char * 256),
+    )
+
+
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+_STA_UNSYNC = 0x40
+
+
+def clock() -> Check:
+    """Whether the kernel holds its clock for synchronized (adjtimex, read-only); times of nodes are compared."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        timex = _Timex()
+        state = libc.adjtimex(ctypes.byref(timex))
+    except (OSError, AttributeError):
+        state = -1
+    if state < 0:
+        return skipped("clock", "the kernel does not say whether it is synchronized")
+    if state == _TIME_ERROR or timex.status & _STA_UNSYNC:
+        return warned(
+            "clock",
+            "not synchronized",
+            "matters on several nodes only: start chronyd or systemd-timesyncd, or times of nodes cannot be compared",
+        )
+    return passed("clock", f"synchronized, error at most {timex.maxerror / 1000:.0f} ms")
+
+
+# Variables that change what a job does and that people forget in their shell; what each costs.
+_TRAPS = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "segfaults DDP on some builds and slows every collective; INFO is enough"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "makes every kernel synchronous"),
+    "NCCL_P2P_DISABLE": ("1", "turns off NVLink and PCIe peer copies"),
+    "NCCL_IB_DISABLE": ("1", "turns off InfiniBand and RoCE"),
+    "NCCL_SHM_DISABLE": ("1", "turns off shared memory between the GPUs of a node"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "makes every wait block the host"),
+    "TORCH_FR_BUFFER_SIZE": ("0", "turns the flight recorder off: a hang cannot be traced to its collective"),
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": ("0", "turns the flight recorder off: a hang cannot be traced to its collective"),
+}
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def variables(env: Mapping[str, str]) -> Check:
+    """Variables of the shell that a job would obey without anyone remembering them."""
+    said = [f"{n}={env[n]} {why}" for n, (value, why) in _TRAPS.items() if env.get(n, "").upper() == value]
+    names = [n for n, (value, _) in _TRAPS.items() if env.get(n, "").upper() == value]
+    left = [n for n in _OF_A_LAUNCHER if n in env]
+    if left and "TORCHELASTIC_RUN_ID" not in env and "SLURM_PROCID" not in env:
+        said.append(f"{', '.join(left)} set by hand: a script started without torchrun waits for ranks that never come")
+        names += left
+    if said:
+        return warned("variables", "; ".join(said), f"unset {' '.join(names)}")
+    return passed("variables", "none that changes a job unseen")

@@ -1,0 +1,177 @@
+"""Checks of the network: what other nodes would be told, which interface gloo and NCCL would take."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+import psutil
+
+from distdiag.doctor.check import Check, failed, passed, warned
+
+RESOLVE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+SLOW_RESOLVE_S = 1.0
+# Bridges and tunnels that lead to no other node; gloo and NCCL pick them readily.
+_VIRTUAL = (
+    "docker",
+    "br-",
+    "virbr",
+    "veth",
+    "cni",
+    "flannel",
+    "cali",
+    "podman",
+    "vmnet",
+    "tailscale",
+    "tun",
+    "wg",
+    "zt",
+)
+
+
+def host_name() -> Check:
+    """What this host's name resolves to: gloo and torchrun tell it to the other ranks."""
+    name = socket.gethostname()
+    addresses, took_s = resolve(name)
+    if addresses is None:
+        return warned(
+            "host name",
+            f"{name} did not resolve within {RESOLVE_TIMEOUT_S:g} s",
+            f"add '127.0.0.1 {name}' (one node) or its real address (several) to /etc/hosts: every start waits for this",
+        )
+    if not addresses:
+        return warned(
+            "host name",
+            f"{name} does not resolve",
+            f"add it to /etc/hosts, or export GLOO_SOCKET_IFNAME={candidate() or 'lo'}",
+        )
+    found = f"{name} is {', '.join(addresses[:3])}"
+    if took_s > SLOW_RESOLVE_S:
+        return warned("host name", f"{found}, after {took_s:.1f} s", f"add it to /etc/hosts: {addresses[0]} {name}")
+    if all(ipaddress.ip_address(a).is_loopback for a in addresses):
+        return warned(
+            "host name",
+            f"{found}: loopback",
+            "fine on one node; on several, the others are told an address that is their own: correct /etc/hosts or "
+            f"export GLOO_SOCKET_IFNAME={candidate() or '<interface>'} and --master-addr by number",
+        )
+    return passed("host name", found)
+
+
+def resolve(name: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[list[str] | None, float]:
+    """Addresses of `name` and the seconds it took; None where there was no answer in time, [] where it has none."""
+    answer: list[list[str]] = []
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            answer.append(list(dict.fromkeys(str(i[4][0]).partition("%")[0] for i in infos)))
+        except (OSError, UnicodeError):
+            answer.append([])
+
+    began = time.monotonic()
+    # getaddrinfo has no timeout; the thread is left to its fate
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return (answer[0] if answer else None), time.monotonic() - began
+
+
+def addresses() -> dict[str, str]:
+    """IPv4 (else IPv6) address of every interface that is up, loopback and link-local ones left out."""
+    stats = psutil.net_if_stats()
+    found: dict[str, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        if name not in stats or not stats[name].isup:
+            continue
+        for family in (socket.AF_INET, socket.AF_INET6):
+            usable = [e.address for e in entries if e.family == family and _reachable(e.address)]
+            if usable:
+                found[name] = usable[0]
+                break
+    return found
+
+
+def _reachable(address: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    return not (ip.is_loopback or ip.is_link_local)
+
+
+def is_virtual(name: str) -> bool:
+    """True for bridges, container and tunnel interfaces, by the names that their makers give them."""
+    return name.startswith(_VIRTUAL)
+
+
+def candidate() -> str | None:
+    """The interface that another node could reach; None where there is none."""
+    return next((n for n in addresses() if not is_virtual(n)), None)
+
+
+def interfaces(env: Mapping[str, str], up: Mapping[str, str] | None = None) -> Check:
+    """Which interfaces gloo and NCCL may take, and whether the ones named in the environment exist.
+
+    Args:
+        env: Holds GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
+        up: Name to address; default: those of this host.
+    """
+    up = addresses() if up is None else up
+    found = ", ".join(f"{n} {a}" for n, a in up.items()) or "loopback only"
+    known = {*up, "lo"}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        value = env.get(variable)
+        if not value:
+            continue
+        # NCCL: prefixes, '=' for exact names, '^' for names to leave out; gloo: exact names
+        names = [n for n in value.lstrip("=^").split(",") if n]
+        exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
+        missing = [n for n in names if not (n in known if exact else any(k.startswith(n) for k in known))]
+        if missing and not value.startswith("^"):
+            return failed(
+                "interfaces",
+                f"{variable}={value}: no interface {', '.join(missing)} is up ({found})",
+                f"export {variable}={next(iter(up), 'lo')}",
+            )
+        found += f"; {variable}={value}"
+    if not env.get("GLOO_SOCKET_IFNAME") and not env.get("NCCL_SOCKET_IFNAME"):
+        real = [n for n in up if not is_virtual(n)]
+        if (len(real) != len(up) and real) or len(real) > 1:
+            return warned(
+                "interfaces",
+                found,
+                "on several nodes name the one they share: "
+                f"export GLOO_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}",
+            )
+    return passed("interfaces", found)
+
+
+def reach(host: str, port: int) -> Check:
+    """Whether `host:port` accepts a connection, and from which address of ours; the rendezvous of several nodes."""
+    name = f"reach {host}:{port}"
+    found, _ = resolve(host)
+    if not found:
+        return failed(name, f"{host} does not resolve", "use the head node's address by number as --master-addr")
+    try:
+        with socket.create_connection((found[0], port), CONNECT_TIMEOUT_S) as s:
+            ours = s.getsockname()[0]
+    except TimeoutError:
+        return failed(
+            name, f"{found[0]} does not answer", "a firewall, or another network: open the port between the nodes"
+        )
+    except OSError as e:
+        return failed(
+            name,
+            f"{found[0]}: {e.strerror or e}",
+            "nothing listens there: start the job on the head node first, and compare --master-port",
+        )
+    if ipaddress.ip_address(found[0]).is_loopback:
+        return warned(
+            name, f"connected, but {host} is {found[0]}, this host itself", "give the head node's real address"
+        )
+    return passed(name, f"connected to {found[0]} from {ours}")

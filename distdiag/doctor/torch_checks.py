@@ -1,0 +1,200 @@
+"""Checks of torch and of the GPUs, made of what a subprocess and NVML said."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from distdiag.diagnosis.findings import size_text
+from distdiag.doctor.check import Check, failed, passed, skipped, warned
+from distdiag.doctor.torch_facts import TorchFacts
+
+TIMEOUT_S = 90.0  # torch from a cold network disk takes half a minute
+OLDEST_TORCH = (2, 10)
+SLOW_INIT_MS = 3000.0
+
+
+def ask_torch(timeout_s: float = TIMEOUT_S) -> TorchFacts:
+    """What torch says of itself in a process of its own, which is ended (with all it started) after `timeout_s`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distdiag.doctor.torch_facts"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"},
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return TorchFacts(error=f"no answer within {timeout_s:g} s")
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
+    try:
+        return msgspec.json.decode(out.strip().splitlines()[-1], type=TorchFacts)
+    except (IndexError, msgspec.DecodeError):
+        last = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
+        return TorchFacts(error=f"ended with {process.returncode}: {last}"[:300])
+
+
+def torch(facts: TorchFacts) -> list[Check]:
+    """torch itself, its backends, what the recorder needs of it, and the rendezvous."""
+    if facts.error or facts.version is None:
+        return [failed("torch", facts.error or "no answer", "install it: https://pytorch.org/get-started/locally")]
+    numbers = tuple(int(n) for n in re.findall(r"\d+", facts.version)[:2])
+    build = f"{facts.version} ({f'CUDA {facts.cuda}' if facts.cuda else 'CPU build'})"
+    checks = [
+        passed("torch", build)
+        if numbers >= OLDEST_TORCH
+        else warned("torch", build, "2.10 or newer: what an older one does not show, distdiag cannot record")
+    ]
+    if not facts.distributed:
+        checks.append(failed("torch.distributed", "not in this build", "install a build with USE_DISTRIBUTED=1"))
+        return checks
+    backends = ", ".join(facts.backends) or "none"
+    if "gloo" not in facts.backends:
+        checks.append(warned("backends", backends, "without gloo no CPU tensors can be exchanged"))
+    else:
+        checks.append(passed("backends", backends + (f" (NCCL {facts.nccl})" if facts.nccl else "")))
+    checks.append(
+        passed("flight recorder", "present")
+        if facts.flight_recorder
+        else warned(
+            "flight recorder", "not in this torch", "collectives are seen by the wrappers only; a newer torch has it"
+        )
+    )
+    checks.append(
+        passed("worker server", "present")
+        if facts.worker_server
+        else warned(
+            "worker server",
+            "not in this torch",
+            "stacks of a rank that holds the GIL cannot be read; a newer torch has it",
+        )
+    )
+    if facts.rendezvous is not None:
+        checks.append(_rendezvous(facts))
+    return checks
+
+
+def _rendezvous(facts: TorchFacts) -> Check:
+    r = facts.rendezvous
+    assert r is not None
+    if r.error is not None or r.init_ms is None or r.all_reduce_us is None:
+        return failed(
+            "rendezvous",
+            f"two local gloo ranks did not meet: {r.error}",
+            "see 'host name' and 'interfaces'; GLOO_SOCKET_IFNAME=lo is enough on one node",
+        )
+    found = f"two local gloo ranks met in {r.init_ms:.0f} ms; all_reduce of 4 B {r.all_reduce_us:.0f} µs (median)"
+    if r.init_ms > SLOW_INIT_MS:
+        return warned("rendezvous", found, "slow name resolution? see 'host name'")
+    return passed("rendezvous", found)
+
+
+class _Gpu(msgspec.Struct, frozen=True):
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int
+    others: int  # processes on it
+    problems: tuple[str, ...]
+
+
+def gpus(facts: TorchFacts | None) -> list[Check]:
+    """The GPUs as NVML and torch see them; one line where there is no NVIDIA driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        if facts is not None and facts.cuda:
+            return [
+                warned(
+                    "GPU", f"no NVIDIA driver; torch is a build for CUDA {facts.cuda}", "jobs here run on CPU with gloo"
+                )
+            ]
+        return [skipped("GPU", "no NVIDIA driver: jobs here run on CPU with gloo")]
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        found = [_gpu(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as e:
+        return [failed("GPU", f"NVML: {e}", "nvidia-smi tells more; after a driver update reboot or reload the module")]
+    finally:
+        pynvml.nvmlShutdown()
+    if not found:
+        return [warned("GPU", f"driver {driver}, no device", "docker run --gpus all")]
+    checks = [_as_torch_sees_them(facts, driver, found)] if facts is not None and facts.version else []
+    return checks + [_one(i, g) for i, g in enumerate(found)]
+
+
+def _as_torch_sees_them(facts: TorchFacts, driver: str, found: Sequence[_Gpu]) -> Check:
+    said = f"driver {driver}, {len(found)} devices, torch sees {len(facts.gpus)}"
+    if not facts.cuda:
+        return failed("GPU", f"{said}: this torch is a CPU build", "install a CUDA build of torch")
+    if facts.gpu_error or not facts.gpus:
+        return failed(
+            "GPU",
+            f"{said}: {facts.gpu_error or 'CUDA is not available'}",
+            f"a driver for CUDA {facts.cuda} or newer; see `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+        )
+    if len(facts.gpus) < len(found):
+        return warned("GPU", said, "CUDA_VISIBLE_DEVICES or MIG hides some")
+    if "nccl" not in facts.backends:
+        return warned(
+            "GPU",
+            f"{said}; no NCCL in this torch",
+            "gloo moves CUDA tensors through the host: install a build with NCCL",
+        )
+    return passed("GPU", said)
+
+
+def _one(index: int, g: _Gpu) -> Check:
+    said = f"{g.name}, {size_text(g.memory_total_bytes)}, {size_text(g.memory_used_bytes)} used"
+    said += f" by {g.others} processes" if g.others else ""
+    if g.problems:
+        return warned(f"GPU {index}", f"{said}; {'; '.join(g.problems)}", "distdiag probe gpu")
+    if g.others:
+        return warned(f"GPU {index}", said, "another job is on it: nvidia-smi; it costs memory and time")
+    return passed(f"GPU {index}", said)
+
+
+def _gpu(nvml, index: int) -> _Gpu:  # pyright: ignore[reportMissingParameterType] - the module, which has no stubs
+    device = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(name: str, *arguments: object) -> int | None:
+        """The answer, or None where this device does not know it."""
+        try:
+            return getattr(nvml, name)(device, *arguments)
+        except (nvml.NVMLError, AttributeError):
+            return None
+
+    memory = nvml.nvmlDeviceGetMemoryInfo(device)
+    problems: list[str] = []
+    lost = ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    if lost:
+        problems.append(f"{lost} uncorrected memory errors since the last reset")
+    width, most = ask("nvmlDeviceGetCurrPcieLinkWidth"), ask("nvmlDeviceGetMaxPcieLinkWidth")
+    if width and most and width < most:  # the generation drops when idle, the width does not
+        problems.append(f"PCIe x{width} of x{most}")
+    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    slow = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    if reasons & slow:
+        problems.append("clocks lowered by heat or power")
+    try:
+        others = len(nvml.nvmlDeviceGetComputeRunningProcesses(device))
+    except nvml.NVMLError:
+        others = 0
+    return _Gpu(str(nvml.nvmlDeviceGetName(device)), int(memory.total), int(memory.used), others, tuple(problems))

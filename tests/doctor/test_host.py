@@ -1,0 +1,161 @@
+"""The host's checks against made-up limits, folders and shells."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from distdiag.doctor import host
+from distdiag.doctor.check import Verdict, examination, failed, passed, skipped, warned
+
+GIB = 2**30
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_the_examination_is_as_bad_as_its_worst_check() -> None:
+    ok, bad, worst, absent = passed("a", "x"), warned("b", "y", "do"), failed("c", "z", "do"), skipped("d", "none")
+    assert examination([ok, absent]).verdict == Verdict.PASS
+    assert examination([bad, ok]).verdict == Verdict.WARN
+    assert examination([ok, worst, bad]).verdict == Verdict.FAIL
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host, "cgroup_cores", lambda: None)
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("env", "ranks", "verdict", "says"),
+    [
+        ({}, 8, "pass", "8 usable"),
+        ({}, 2, "warn", "OMP_NUM_THREADS=4"),
+        ({"OMP_NUM_THREADS": "4"}, 2, "pass", "OMP_NUM_THREADS=4"),
+        ({"OMP_NUM_THREADS": "8"}, 2, "warn", "16 threads"),
+        ({"OMP_NUM_THREADS": "4,2"}, 2, "pass", "OMP_NUM_THREADS=4"),
+        ({"OMP_NUM_THREADS": "many"}, 2, "warn", "not a number"),
+    ],
+)
+def test_cores_against_threads(env: dict[str, str], ranks: int, verdict: str, says: str) -> None:
+    check = host.cores(env, ranks)
+    assert check.verdict == verdict
+    assert says in f"{check.found} {check.remedy}"
+
+
+def test_a_quota_counts_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(host, "cgroup_cores", lambda: 2.0)
+    check = host.cores({"OMP_NUM_THREADS": "4"}, 1)
+    assert check.verdict == "warn" and "cgroup quota 2" in check.found and check.remedy == "export OMP_NUM_THREADS=2"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu.max": "nonsense"}, None),
+        ({}, None),
+    ],
+)
+def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host.cgroup_cores(tmp_path) == cores
+
+
+def test_the_memory_limit_of_a_container_is_what_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(str(GIB))
+    (tmp_path / "memory.current").write_text(str(GIB // 2))
+    check = host.memory(tmp_path)
+    assert check.verdict == "warn" and "cgroup limit 1.0 GiB, 512.0 MiB left" in check.found
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(64 * 2**20, "warn"), (8 * GIB, "pass")])
+def test_shared_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, verdict: str) -> None:
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: Usage(free, 0, free))
+    check = host.shared_memory(tmp_path)
+    assert check.verdict == verdict
+    assert check.remedy is None or "--shm-size" in check.remedy
+
+
+def test_no_shared_memory_at_all(tmp_path: Path) -> None:
+    assert host.shared_memory(tmp_path / "absent").verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "verdict", "remedy"),
+    [
+        (1024, 1_048_576, "warn", "ulimit -n 1,048,576"),
+        (1024, 1024, "warn", "limits.conf"),
+        (65536, 65536, "pass", None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "pass", None),
+    ],
+)
+def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, verdict: str, remedy: str | None) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    check = host.open_files()
+    assert check.verdict == verdict
+    assert check.remedy is None if remedy is None else remedy in (check.remedy or "")
+
+
+def test_locked_memory_matters_only_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    assert host.locked_memory(tmp_path / "absent").verdict == "pass"
+    (tmp_path / "mlx5_0").mkdir()
+    check = host.locked_memory(tmp_path)
+    assert check.verdict == "warn" and "mlx5_0" in check.found and "ulimit -l unlimited" in (check.remedy or "")
+
+
+def test_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (tmp_path / "pids.max").write_text("512\n")
+    assert host.processes(tmp_path).verdict == "warn"
+    (tmp_path / "pids.max").write_text("max\n")
+    assert host.processes(tmp_path).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("free", "kind", "verdict"),
+    [(100 * GIB, "ext4", "pass"), (100 * GIB, "nfs4", "warn"), (GIB, "ext4", "warn"), (2**20, "ext4", "fail")],
+)
+def test_room_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: str, verdict: str) -> None:
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: Usage(free, 0, free))
+    monkeypatch.setattr(host.filesystem, "filesystem_type", lambda _: kind)
+    check = host.run_directory(tmp_path / "reports" / "not yet")
+    assert check.verdict == verdict and (kind in check.found)
+    assert not (tmp_path / "reports").exists(), "looking must not create it"
+
+
+def test_runs_cannot_be_written() -> None:
+    assert host.run_directory(Path("/proc/none")).verdict == "fail"
+
+
+def test_the_clock_says_something() -> None:
+    check = host.clock()
+    assert check.verdict in ("pass", "warn", "skip")
+    assert (check.remedy is None) == (check.verdict != "warn")
+
+
+@pytest.mark.parametrize(
+    ("env", "unset"),
+    [
+        ({}, None),
+        ({"TORCH_DISTRIBUTED_DEBUG": "INFO"}, None),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "TORCH_DISTRIBUTED_DEBUG"),
+        ({"NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING NCCL_P2P_DISABLE"),
+        ({"MASTER_ADDR": "localhost", "RANK": "0"}, "RANK MASTER_ADDR"),
+        ({"MASTER_ADDR": "node0", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, None),
+    ],
+)
+def test_forgotten_variables(env: dict[str, str], unset: str | None) -> None:
+    check = host.variables(env)
+    assert check.remedy == (f"unset {unset}" if unset else None)
