@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from distdiag.cli.errors import report_error
 from distdiag.errors import DistdiagError, ExitCode
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -69,13 +70,6 @@ def app() -> None:
     distdiag tui                                             watch it
     distdiag diagnose                                        the verdict
     """
-
-
-def report_error(error: DistdiagError) -> int:
-    """Print an error as every command does (two lines on stderr) and return its exit code."""
-    print(f"distdiag: error: {error.message}", file=sys.stderr)
-    print(f"hint: {error.hint}", file=sys.stderr)
-    return int(error.code)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,213 @@
+"""Sampled checks inside the rank: unused parameters, non-finite values, replica checksums.
+
+Each costs microseconds when it runs and runs rarely; none adds communication. On a GPU nothing is waited for: values are
+copied to pinned memory and read when the copy has been seen to be done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import weakref
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distdiag.recorder import state
+from distdiag.recorder.page import SAMPLES, SampleKind
+from distdiag.recorder.state import guarded, now_ns
+
+if TYPE_CHECKING:
+    from distdiag.recorder.collectives import Collectives
+    from distdiag.recorder.phases import Model
+
+CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
+NONFINITE_REPORTS = 4
+_INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
+
+
+def checksum_due(step: int) -> bool:
+    """The same steps on every rank: 2, 4, 8, … 64, then every 64th."""
+    return step % 64 == 0 or (step < 64 and step >= 2 and step & (step - 1) == 0)
+
+
+class Checks:
+    def __init__(self, r: state.Recorder, col: Collectives) -> None:
+        self.r, self.h, self.page, self.col = r, r.h, r.page, col
+        self._nonfinite = 0
+        self._grad_probe: tuple[Any, list[Any]] | None = None
+        self._later: list[tuple[Any, torch.Tensor, Any]] = []
+        self._names: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]] = weakref.WeakKeyDictionary()
+        self._models: dict[int, Model] = {}
+
+    def sample(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
+        h = self.h
+        number = h.n_samples + 1
+        rec = self.page.page.samples[h.n_samples % SAMPLES]
+        rec.number = 0
+        rec.kind, rec.step, rec.value, rec.key = int(kind), step, value, key
+        rec.name, rec.site, rec.t_ns = self.page.text(name), site, now_ns()
+        rec.number = number
+        h.n_samples = number
+
+    # -- loss and gradients ----------------------------------------------------------------------------
+
+    def loss(self, tensors: Any, site: int) -> float | None:
+        """The scalar that backward is called on; None where it is no scalar or lies on a device."""
+        t = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+        if not isinstance(t, torch.Tensor) or t.numel() != 1:
+            return None
+        if t.device.type != "cpu":
+            if self.h.micro_steps % 8 == 0:
+                self._when_copied(t.detach().float().reshape(1), lambda v, s=site: self._loss_value(v[0].item(), s))
+            self.poll()
+            return None
+        value = float(t.detach().item())
+        self._loss_value(value, site)
+        return value
+
+    def _loss_value(self, value: float, site: int) -> None:
+        if not math.isfinite(value) and self._nonfinite < NONFINITE_REPORTS:
+            self._nonfinite += 1
+            self.sample(SampleKind.NONFINITE_LOSS, self.h.step + 1, value, site=site)
+
+    def _when_copied(self, t: torch.Tensor, then: Any) -> None:
+        if len(self._later) > 16 or t.device.type != "cuda":
+            return
+        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        host.copy_(t, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._later.append((event, host, then))
+
+    @guarded
+    def poll(self) -> None:
+        """Read what has arrived from the device meanwhile; never waits."""
+        while self._later and self._later[0][0].query():
+            _, host, then = self._later.pop(0)
+            then(host)
+
+    def before_optimizer(self, optimizer: Any, models: dict[int, Model]) -> None:
+        self._models = models
+        step = self.h.step + 1
+        self._gradients(optimizer, step)
+        for m in models.values():
+            if m.slot.forwards and (m.slot.unused_checks < 4 or step - m.last_check >= m.check_every):
+                m.last_check = step
+                self._unused(m, step)
+
+    def _gradients(self, optimizer: Any, step: int) -> None:
+        probe = self._grad_probe
+        if probe is None or probe[0]() is not optimizer:
+            if probe is not None and step % 16:
+                return
+            params = [p for g in optimizer.param_groups for p in g["params"] if p.numel() <= 65536]
+            params.sort(key=lambda p: p.numel())
+            probe = self._grad_probe = (weakref.ref(optimizer), params[:1])
+        if self._nonfinite >= NONFINITE_REPORTS:
+            return
+        for p in probe[1]:
+            g = p.grad
+            if g is None or g.is_sparse or g.device.type != "cpu":
+                continue
+            # one pass over a small gradient: a sum is finite only if no element is NaN (or inf, but for +inf -inf)
+            total = float(g.sum())
+            if not math.isfinite(total):
+                self._nonfinite += 1
+                self.sample(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))
+                return
+
+    def _name_of(self, p: Any) -> str:
+        for m in self._models.values():
+            for name, q in self._named(m):
+                if q is p:
+                    return name
+        return ""
+
+    def _named(self, m: Model) -> list[tuple[str, Any]]:
+        """DDP's own parameter order: what it ignores is not in it."""
+        ddp = m.ref()
+        if ddp is None:
+            return []
+        named = self._names.get(ddp)
+        if named is None:
+            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
+            named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+            self._names[ddp] = named
+            m.check_every = max(1, len(named) // 64)
+        return named
+
+    # -- unused parameters ------------------------------------------------------------------------------
+
+    def _unused(self, m: Model, step: int) -> None:
+        named = self._named(m)
+        m.slot.unused_checks += 1
+        missing = [(n, p.numel()) for n, p in named if p.grad is None]
+        if missing and len(missing) < len(named):
+            self._write_unused(m, missing, step)
+
+    def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
+        m.slot.unused_hits += 1
+        m.slot.unused = self.page.text(json.dumps(missing[:200]))
+        m.slot.unused_step = step
+
+    @guarded
+    def crashed_unused(self, m: Model, error: BaseException, site: int) -> None:
+        """DDP refused the next forward: its message has the indices, the module has the names."""
+        found = _INDICES.search(str(error))
+        named = self._named(m)
+        missing: list[tuple[str, int]] = []
+        if found:
+            indices = [int(i) for i in found.group(1).split()]
+            missing = [(named[i][0], named[i][1].numel()) for i in indices if i < len(named)]
+        m.slot.unused_site = site
+        if missing:
+            self._write_unused(m, missing, self.h.step)
+
+    def before_forward(self, m: Model) -> None:
+        self.poll()
+
+    # -- replicas ----------------------------------------------------------------------------------------
+
+    def after_optimizer(self, optimizer: Any) -> None:
+        """At the end of a step, on the same steps of every rank: checksums of a few elements of a few parameters."""
+        step = self.h.step + 1
+        reduced, self.col.reduced_elements = self.col.reduced_elements, 0
+        if not checksum_due(step):
+            return
+        params = [p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)]
+        if not params or len(params) < sum(len(g["params"]) for g in optimizer.param_groups):
+            return  # sharded parameters (DTensor) differ by design
+        elements = sum(p.numel() for p in params)
+        self.sample(SampleKind.REDUCED, step, reduced / elements if elements else 0.0)
+        self._checksum(SampleKind.PARAMETERS, params, step)
+        buffers: list[torch.Tensor] = []
+        for m in self._models.values():
+            ddp = m.ref()
+            if ddp is not None:
+                buffers += [
+                    b
+                    for n, b in ddp.module.named_buffers()
+                    if b.is_floating_point() and not n.endswith(("running_mean", "running_var"))
+                ]
+        if buffers:
+            self._checksum(SampleKind.BUFFERS, buffers, step)
+
+    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
+        shapes = zlib.crc32(repr([tuple(t.shape) for t in tensors]).encode())
+        stride = max(1, len(tensors) // CHECKSUM_TENSORS)
+        with torch.no_grad():
+            parts = []
+            for i, t in enumerate(tensors[::stride][:CHECKSUM_TENSORS]):
+                flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()[:CHECKSUM_ELEMENTS]
+                some = flat[:: max(1, flat.numel() // CHECKSUM_ELEMENTS)][:CHECKSUM_ELEMENTS]
+                parts.append(some.double().sum() * (1.0 + i / 16))
+            if not parts:
+                return
+            total = torch.stack(parts).sum()
+        if total.device.type == "cpu":
+            self.sample(kind, step, float(total), key=shapes)
+        else:
+            self._when_copied(total.reshape(1), lambda v, k=kind, s=step, x=shapes: self.sample(k, s, v[0].item(), key=x))

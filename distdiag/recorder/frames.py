@@ -1,0 +1,96 @@
+"""Which frames are the user's, and where the main thread stands in them.
+
+A frame is the user's unless its file belongs to Python's own library, to torch, to a package in site-packages, or to
+distdiag itself (its reference training job and its probes count as user code: they are what is being watched).
+Where every frame lies in packages (a console script of an installed trainer), the innermost frame outside torch
+and the standard library is the next best answer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+USER, PACKAGE, LIBRARY = 2, 1, 0
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_WATCHED = tuple(_OURS + p + os.sep for p in ("train", "probes")) + (
+    os.path.join(os.path.dirname(os.path.dirname(_OURS)), "probes") + os.sep,
+)
+_STDLIB = tuple(
+    {os.path.realpath(p) + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
+    | {p + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
+)
+_kinds: dict[CodeType, int] = {}
+_files: dict[str, str] = {}
+
+
+def kind_of_file(file: str) -> int:
+    """USER, PACKAGE or LIBRARY for a code object's file name."""
+    if file.startswith("<"):  # <frozen …>, <string>, generated code
+        return LIBRARY
+    path = os.path.abspath(file)
+    if path.startswith(_WATCHED):
+        return USER
+    if path.startswith(_OURS):
+        return LIBRARY
+    if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
+        return LIBRARY if f"-packages{os.sep}torch{os.sep}" in path else PACKAGE
+    return LIBRARY if path.startswith(_STDLIB) else USER
+
+
+def _kind(code: CodeType) -> int:
+    k = _kinds.get(code)
+    if k is None:
+        k = _kinds[code] = kind_of_file(code.co_filename)
+    return k
+
+
+def absolute(file: str) -> str:
+    """Absolute path of a code object's file, remembered: the job may change its working directory later."""
+    path = _files.get(file)
+    if path is None:
+        path = _files[file] = os.path.abspath(file)
+    return path
+
+
+def user_frame(start: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's own at or above `start`, else of an installed package."""
+    f = start
+    package: FrameType | None = None
+    while f is not None:
+        k = _kind(f.f_code)
+        if k == USER:
+            return f
+        if k == PACKAGE and package is None:
+            package = f
+        f = f.f_back
+    return package
+
+
+def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
+    """Up to `depth` frames of the user's, innermost first; packages' frames only where there is no other."""
+    out: list[FrameType] = []
+    packages: list[FrameType] = []
+    f = start
+    while f is not None and len(out) < depth:
+        k = _kind(f.f_code)
+        if k == USER:
+            out.append(f)
+        elif k == PACKAGE and len(packages) < depth:
+            packages.append(f)
+        f = f.f_back
+    return out or packages
+
+
+def raw_name(frame: FrameType) -> str:
+    """`queue.get` for a frame in queue.py: module stem and function of the innermost Python frame."""
+    stem = os.path.splitext(os.path.basename(frame.f_code.co_filename))[0]
+    return f"{stem}.{frame.f_code.co_name}"
+
+
+def caller() -> FrameType | None:
+    """The user's innermost frame above the caller of this function."""
+    return user_frame(sys._getframe(2))

@@ -1,0 +1,173 @@
+"""What each DataLoader (or watched iterator) promised and gave: lengths, batches, exhaustion, fingerprints.
+
+A fingerprint is 64 bits of the first batches of an epoch: the upper half from the first integer tensor (labels survive
+random augmentation), the lower half from the first floating tensor. Sixteen elements of each are looked at, of the first
+six batches only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
+from distdiag.recorder import state
+from distdiag.recorder.page import LOADERS, LoaderSlot
+from distdiag.recorder.state import guarded, now_ns
+
+FINGERPRINTS = 6
+
+
+class Loaders:
+    """The loader slots of the page, one per place in the code that iterates one."""
+
+    def __init__(self, r: state.Recorder) -> None:
+        self.r, self.h, self.page = r, r.h, r.page
+        self._slots: dict[int, LoaderSlot] = {}
+        self._by_iterator: dict[int, LoaderSlot] = {}
+        self._last: LoaderSlot | None = None
+
+    def _slot(self, site: int) -> LoaderSlot | None:
+        slot = self._slots.get(site)
+        if slot is None:
+            n = self.h.n_loaders
+            if n >= LOADERS:
+                self.h.dropped += 1
+                return None
+            slot = self.page.page.loaders[n]
+            slot.site = site
+            slot.length = slot.dataset_length = slot.batch_size = slot.sampler_epoch = -1
+            slot.drop_last = slot.shuffle = -1
+            self._slots[site] = slot
+            self.h.n_loaders = n + 1
+        return slot
+
+    @guarded
+    def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
+        """A DataLoader begins an epoch."""
+        slot = self._begin(iterator, self.r.site(frame))
+        if slot is None:
+            return
+        iterable = isinstance(loader.dataset, IterableDataset)
+        slot.dataset = self.page.text(type(loader.dataset).__name__)
+        slot.length = -1 if iterable else _length(loader)
+        slot.dataset_length = -1 if iterable else _length(loader.dataset)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
+        slot.batch_size = size if isinstance(size, int) else -1
+        drop = getattr(batch_sampler, "drop_last", loader.drop_last)
+        slot.drop_last = int(bool(drop))
+        sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
+        slot.distributed_sampler = int(isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"))
+        epoch = getattr(sampler, "epoch", None)
+        slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
+        if isinstance(sampler, RandomSampler):
+            slot.shuffle = 1
+        else:
+            shuffle = getattr(sampler, "shuffle", None)
+            slot.shuffle = int(shuffle) if isinstance(shuffle, bool) else -1
+        slot.workers = loader.num_workers
+
+    @guarded
+    def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
+        slot = self._begin(key, self.r.site(frame))
+        if slot is not None:
+            slot.length = length if length is not None else _length(iterable)
+            slot.dataset = self.page.text(type(iterable).__name__)
+
+    def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:
+        slot = self._slot(site)
+        if slot is None:
+            return None
+        slot.n_previous = slot.n_first
+        for i in range(slot.n_first):
+            slot.previous[i] = slot.first[i]
+        slot.n_first = 0
+        slot.batches = 0
+        slot.exhausted = 0
+        slot.iterations += 1
+        slot.active_ns = now_ns()
+        if len(self._by_iterator) > 64:
+            self._by_iterator.clear()
+        self._by_iterator[id(iterator)] = slot
+        return slot
+
+    @guarded
+    def gives(self, iterator: Any, batch: Any) -> None:
+        slot = self._by_iterator.get(id(iterator))
+        if slot is None:
+            return
+        slot.batches += 1
+        slot.active_ns = now_ns()
+        self._last = slot
+        n = slot.n_first
+        if n < FINGERPRINTS:
+            slot.first[n] = fingerprint(batch)
+            slot.n_first = n + 1
+
+    @guarded
+    def ends(self, iterator: Any) -> None:
+        slot = self._by_iterator.pop(id(iterator), None)
+        if slot is not None:
+            slot.exhausted = 1
+            slot.exhausted_ns = now_ns()
+
+    def trains(self) -> None:
+        """A backward pass followed the last batch."""
+        if self._last is not None:
+            self._last.in_training = 1
+
+    def batch_length(self, batch: Any) -> int:
+        """Samples in a batch: the first dimension of its first tensor; 0 where there is none."""
+        t = first_tensor(batch, lambda t: t.dim() > 0)
+        return int(t.shape[0]) if t is not None else 0
+
+
+def _length(x: Any) -> int:
+    try:
+        return len(x)
+    except (TypeError, NotImplementedError, AttributeError, ValueError):
+        return -1
+
+
+def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None:
+    """The first tensor in a (nested) batch that `wanted` accepts."""
+    if isinstance(batch, torch.Tensor):
+        return batch if wanted(batch) else None
+    if depth > 3:
+        return None
+    values: Any = ()
+    if isinstance(batch, dict):
+        values = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        values = batch
+    elif hasattr(batch, "data") and not isinstance(batch, (str, bytes)) and isinstance(getattr(batch, "data", None), dict):
+        values = batch.data.values()
+    for v in values:
+        t = first_tensor(v, wanted, depth + 1)
+        if t is not None:
+            return t
+    return None
+
+
+def fingerprint(batch: Any) -> int:
+    """64 bits of a batch; a half that could not be taken is 0."""
+    labels = first_tensor(batch, lambda t: not t.is_floating_point() and t.numel() >= 4 and t.device.type == "cpu")
+    values = first_tensor(batch, lambda t: t.is_floating_point() and t.numel() >= 4 and t.device.type == "cpu")
+    return _crc(labels) << 32 | _crc(values)
+
+
+def _crc(t: torch.Tensor | None) -> int:
+    if t is None:
+        return 0
+    flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach()[:1].reshape(-1)
+    n = flat.numel()
+    part = flat[:: max(1, n // 16)][:16].tolist()
+    if len(set(part)) < 2:  # a constant says nothing about which data it is
+        return 0
+    return zlib.crc32(repr((n, part)).encode())
+
+

@@ -1,0 +1,371 @@
+"""Attaching: from a plain process to a recorded rank, and back.
+
+The order matters and is the same everywhere: page first (so that a crash in the next line is seen), monitor next, then
+the hooks as soon as torch is there. Nothing here may delay, print into, or end the user's job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from distdiag.recorder import place, state
+from distdiag.recorder.frames import absolute, user_stack
+from distdiag.recorder.page import SCALARS, STACK, LifeWord, PageWriter, Phase, page_path
+from distdiag.recorder.pulse import Pulse
+from distdiag.recorder.state import Recorder, guarded, now_ns
+
+T = TypeVar("T")
+ENV_QUIET = "DISTDIAG_QUIET"
+
+
+class Session:
+    """Everything of ours that lives in this process."""
+
+    def __init__(self, recorder: Recorder, run_dir: Path, pages: Path) -> None:
+        self.recorder = recorder
+        self.run_dir = run_dir
+        self.pages = pages
+        self.pulse = Pulse(recorder)
+        self.phases: Any = None
+        self.server: Any = None
+        self._hook_before = sys.excepthook
+
+    # -- hooks ---------------------------------------------------------------------------------------
+
+    @guarded
+    def install(self) -> None:
+        """Hook torch, which has been imported."""
+        if self.phases is not None:
+            return
+        import torch
+
+        r = self.recorder
+        facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+        missing = [] if torch.distributed.is_available() else ["torch.distributed"]
+        if not missing:
+            from distdiag.recorder import collectives, phases
+
+            col = collectives.install(r)
+            self.phases = phases.install(r, col)
+            self.pulse.collectives = col
+            if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+                missing.append("flight recorder (JSON)")
+            if not hasattr(torch._C._distributed_c10d, "_WorkerServer"):
+                missing.append("worker server")
+            if torch.distributed.is_initialized():
+                collectives._initialised(col)
+        if missing:
+            facts["unsupported"] = ", ".join(missing)
+        self.note(**facts)
+        self._witness()
+
+    @guarded
+    def _witness(self) -> None:
+        from distdiag.recorder import witness
+
+        path = self.pages / f"r{self.recorder.h.rank}.sock"
+        self.server = witness.start(path)
+        if self.server is not None:
+            self.recorder.h.witness = self.recorder.page.text(str(path))
+
+    def note(self, **facts: Any) -> None:
+        """Facts about the job: kept as one JSON text, replaced whole."""
+        r = self.recorder
+        r.facts.update(facts)
+        r.h.facts = r.page.text(json.dumps(r.facts, default=str))
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        self.record_exception(error, tb)
+        self._hook_before(kind, error, tb)
+
+    @guarded
+    def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
+        """The exception that ends the script: its text, and the user's frames, innermost first."""
+        r, h = self.recorder, self.recorder.h
+        last = "".join(traceback.format_exception_only(type(error), error)).strip()
+        h.exception = r.page.text(last[:2000])
+        h.exception_ns = now_ns()
+        frames = []
+        while tb is not None:
+            frames.append((tb.tb_frame, tb.tb_lineno))
+            tb = tb.tb_next
+        sites: list[int] = []
+        if frames:
+            wanted = set(map(id, user_stack(frames[-1][0], 64)))
+            for frame, line in reversed(frames):
+                if id(frame) in wanted and len(sites) < STACK:
+                    code = frame.f_code
+                    sites.append(r.page.site(absolute(code.co_filename), line, code.co_name))
+        for i, s in enumerate(sites):
+            h.exception_stack[i] = s
+        h.exception_depth = len(sites)
+        h.life = LifeWord.RAISED
+        h.exit_code = 1
+
+    @guarded
+    def exiting(self, code: int | None = None) -> None:
+        """The interpreter begins to shut down: whatever aborts from here on is not the script's end."""
+        h = self.recorder.h
+        if code is not None:
+            h.exit_code = code
+        if h.life != LifeWord.RAISED:
+            h.life = LifeWord.EXITING
+            h.phase = Phase.DONE
+            h.phase_since_ns = now_ns()
+        self.pulse.stop()
+
+    def close(self) -> None:
+        self.exiting()
+        if self.server is not None:
+            server, self.server = self.server, None
+            try:
+                from distdiag.recorder import witness
+
+                witness.stop(server)
+            except Exception as e:
+                self.recorder.failed(e)
+
+
+current: Session | None = None
+_lock = threading.Lock()
+
+
+def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
+    """Make this process a recorded rank: page, monitor, pulse; hooks if torch is imported already.
+
+    Returns None, after one line on stderr, where no page can be had (disk full, read-only directory): the job goes on.
+    """
+    global current
+    with _lock:
+        if current is not None:
+            return current
+        try:
+            current = _start(run_dir, name, rank, world_size, local_rank)
+        except Exception as e:
+            if state.RAISE:
+                raise
+            if local_rank == 0:
+                reason = e.strerror or e if isinstance(e, OSError) else e
+                print(f"distdiag: this job is not recorded: {reason}", file=sys.stderr)
+                print("hint: choose a writable directory with --run-dir; the job itself goes on", file=sys.stderr)
+            return None
+    if "torch" in sys.modules and hasattr(sys.modules["torch"], "distributed"):
+        current.install()
+    return current
+
+
+def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session:
+    label = name or place.script_name()
+    directory = place.claim(run_dir, label)
+    pages = place.page_dir(directory)
+    _own_directory(pages)
+    # ours to size where the user did not: a dump of it is evidence, and costs its length
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
+    try:
+        writer = PageWriter(page_path(pages, rank))
+    except OSError:
+        pages = directory / f"pages.{os.environ.get('GROUP_RANK', '0')}"
+        writer = PageWriter(page_path(pages, rank))
+    h = writer.h
+    h.pid = os.getpid()
+    h.rank, h.local_rank, h.world_size = rank, local_rank, world_size
+    h.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    h.node = int(os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) or 0)
+    h.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+    h.started_wall_ns, h.started_mono_ns = time.time_ns(), now_ns()
+    h.phase_since_ns = h.started_mono_ns
+    h.heartbeat_ns = h.started_mono_ns
+    h.process_start_ticks = _own_start_ticks()
+    h.host = writer.text(socket.gethostname())
+    h.script = writer.text(label)
+    recorder = Recorder(writer)
+    state.current = recorder
+    session = Session(recorder, directory, pages)
+    session.note(python=platform.python_version(), command=_command())
+    writer.publish()
+    os.register_at_fork(after_in_child=lambda: _in_child(session))
+    sys.excepthook = session.excepthook
+    atexit.register(session.close)
+    place.link_pages(directory, pages)
+    from distdiag.recorder.launch import start_monitor
+
+    start_monitor(directory, pages)
+    session.pulse.start()
+    return session
+
+
+def _own_directory(pages: Path) -> None:
+    """Create the page directory, private to this user.
+
+    Raises:
+        PermissionError: somebody else owns the place.
+    """
+    for d in (pages.parent, pages):
+        d.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if pages.parent.name.startswith("distdiag-") and pages.parent.stat().st_uid != os.getuid():
+        raise PermissionError(f"{pages.parent} belongs to another user")
+
+
+def _own_start_ticks() -> int:
+    try:
+        return int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _command() -> str:
+    try:
+        return Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:2000]
+    except OSError:
+        return " ".join(sys.argv)
+
+
+def _in_child(session: Session) -> None:
+    """After a fork the child (a DataLoader worker, mostly) must not write into its parent's page.
+
+    Every view we hold points into the mapping, so the mapping itself is replaced, at the same address, by private memory.
+    """
+    global current
+    page = session.recorder.page.page
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    size = (ctypes.sizeof(page) + 4095) // 4096 * 4096
+    private_anonymous_fixed, read_write = 0x02 | 0x20 | 0x10, 0x1 | 0x2
+    libc.mmap(ctypes.addressof(page), size, read_write, private_anonymous_fixed, -1, 0)
+    current = None
+    state.current = None
+    session.server = None  # its threads stayed behind
+    atexit.unregister(session.close)
+
+
+class Handle:
+    """What `attach()` returns; every method is optional and none raises into the job."""
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+        self._previous: int | None = None
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Directory of this run; None where nothing could be recorded."""
+        return self._session.run_dir if self._session else None
+
+    @guarded
+    def step(self, samples: int | None = None) -> None:
+        """End a step here: for loops without a `torch.optim` optimizer."""
+        if self._session and self._session.phases:
+            ph = self._session.phases
+            if samples is not None:
+                ph.samples = samples
+            ph.close_step(now_ns())
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """`with handle.phase("validate"):` names what the rank does: init, validate, checkpoint, data, …"""
+        return self._phase(name)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        before = self._enter(name)
+        try:
+            yield
+        finally:
+            self._leave(before)
+
+    @guarded
+    def _enter(self, name: str) -> Any:
+        ph = self._session.phases if self._session else None
+        if ph is None:
+            return None
+        before, ph.idle = ph.idle, ph.user_phase(name)
+        ph.enter(ph.idle)
+        return before
+
+    @guarded
+    def _leave(self, before: Any) -> None:
+        if before is not None and self._session and self._session.phases:
+            self._session.phases.idle = before
+            self._session.phases.enter(before)
+
+    @guarded
+    def epoch(self, epoch: int) -> None:
+        """Number of the epoch that begins."""
+        if self._session:
+            self._session.recorder.h.epoch = epoch
+
+    @guarded
+    def log(self, **scalars: float) -> None:
+        """Values worth a line: `handle.log(loss=1.2, accuracy=0.4)`."""
+        if not self._session:
+            return
+        r, h = self._session.recorder, self._session.recorder.h
+        for name, value in scalars.items():
+            rec = r.page.page.scalars[h.n_scalars % SCALARS]
+            rec.number = 0
+            rec.name, rec.step, rec.value, rec.t_ns = r.page.text(name), h.step, float(value), now_ns()
+            rec.number = h.n_scalars + 1
+            h.n_scalars += 1
+
+    @guarded
+    def meta(self, **facts: Any) -> None:
+        """Facts about the job that belong into its record: data set, model, planned steps (`max_steps=…`)."""
+        if self._session:
+            if isinstance(facts.get("max_steps"), int):
+                self._session.recorder.h.max_steps = facts["max_steps"]
+            self._session.note(**facts)
+
+    def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:
+        """Watch an iterator of batches that is no DataLoader: its waits, its length, its end."""
+        if self._session is None or self._session.phases is None:
+            return iterable
+        from distdiag.recorder.phases import batches
+
+        return batches(self._session.phases, iterable, length)
+
+    @guarded
+    def detach(self) -> None:
+        """This rank has done its training: what follows is not watched."""
+        if self._session:
+            self._session.close()
+
+
+def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
+    """See `distdiag.attach`."""
+    if current is not None:
+        return Handle(current)
+    rank, world, local = _from_environment()
+    return Handle(start(run_dir, name, rank, world, local))
+
+
+def _from_environment() -> tuple[int, int, int]:
+    """(rank, world_size, local_rank) by torchrun, srun or mpirun, or of an initialised process group; 0, 1, 0 else."""
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        r, w = dist.get_rank(), dist.get_world_size()
+        return r, w, int(os.environ.get("LOCAL_RANK", r))
+    for rank, world, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ):
+        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
+            r = int(os.environ[rank])
+            return r, int(os.environ[world]), int(os.environ.get(local, r) or r)
+    return 0, 1, 0

@@ -1,0 +1,84 @@
+"""The recorder of this process: its page, its failures, and the small helpers every hook uses.
+
+Nothing here may raise into the job: hooks are wrapped by `guarded`, which counts a failure in the page and goes on,
+and re-raises only under pytest.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from distdiag.recorder.frames import absolute, user_frame
+from distdiag.recorder.page import PageWriter, Phase
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+now_ns = time.monotonic_ns
+RAISE = "PYTEST_CURRENT_TEST" in os.environ or os.environ.get("DISTDIAG_RAISE") == "1"
+
+
+class Recorder:
+    """State of the recorder in this process; one instance at most, in `current`."""
+
+    def __init__(self, writer: PageWriter) -> None:
+        self.page = writer
+        self.h = writer.h
+        self.main_thread = threading.main_thread().ident
+        self.quiet = False
+        self._sites: dict[tuple[CodeType, int], int] = {}
+        self.phase = int(Phase.INIT)
+        self.facts: dict[str, Any] = {}
+
+    def site(self, frame: FrameType | None) -> int:
+        """Heap offset of the place where `frame` stands; 0 for None."""
+        if frame is None:
+            return 0
+        code, line = frame.f_code, frame.f_lineno or 0
+        off = self._sites.get((code, line))
+        if off is None:
+            off = self.page.site(absolute(code.co_filename), line, code.co_name)
+            if len(self._sites) < 4096:
+                self._sites[(code, line)] = off
+        return off
+
+    def user_site(self, frame: FrameType | None) -> int:
+        return self.site(user_frame(frame))
+
+    def failed(self, error: BaseException) -> None:
+        """Count a failure of ours; the reader shows the count and the last text."""
+        try:
+            self.h.errors += 1
+            last = traceback.extract_tb(error.__traceback__)
+            where = f" at {os.path.basename(last[-1].filename)}:{last[-1].lineno}" if last else ""
+            self.h.error = self.page.text(f"{type(error).__name__}: {str(error)[:200]}{where}")
+        except Exception:  # the page itself is unusable: nothing is left to write to
+            if RAISE:
+                raise
+
+
+current: Recorder | None = None
+
+
+def guarded(f: Callable[P, R]) -> Callable[P, R | None]:
+    """Run `f` so that its failure is counted in the page and never reaches the job (it does under pytest)."""
+
+    @functools.wraps(f)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return f(*args, **kwargs)
+        except Exception as e:
+            if RAISE:
+                raise
+            if current is not None:
+                current.failed(e)
+            return None
+
+    return inner

@@ -1,0 +1,153 @@
+"""`torchrun … -m distdiag.run [--run-dir DIR] SCRIPT|-m MODULE [ARGS…]`: record any script, no line changed.
+
+The script sees what it would see without us: argv, `__main__`, `__file__`, sys.path, working directory, signals, exit
+code; a traceback shows its own frames only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+USAGE = "torchrun [torchrun options] -m distdiag.run [--run-dir DIR] [--name NAME] [--quiet] SCRIPT|-m MODULE [ARGS…]"
+HELP = f"""usage: {USAGE}
+
+Record a training script on every rank and watch it while it runs; no line of it is changed.
+
+  --run-dir DIR   where the run is written (default: DISTDIAG_RUN_DIR, else ./reports/<time>-<name>)
+  --name NAME     name of the run (default: the script's)
+  --quiet         findings are recorded but not said on stderr
+  -m MODULE       run a module instead of a script
+
+While it runs: distdiag tui. The verdict: distdiag diagnose.
+"""
+
+
+def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str]]:
+    """Our options end at the script or at -m; everything after belongs to the script."""
+    from distdiag.errors import DistdiagError
+
+    options: dict[str, str | bool] = {}
+    i = 0
+    while i < len(argv):
+        arg = argv[i]
+        if arg in ("-h", "--help"):
+            print(HELP, end="")
+            raise SystemExit(0)
+        if arg == "--quiet":
+            options["quiet"] = True
+        elif arg in ("--run-dir", "--name") or arg.startswith(("--run-dir=", "--name=")):
+            key, eq, value = arg.partition("=")
+            if not eq:
+                i += 1
+                if i >= len(argv):
+                    raise DistdiagError(f"{key} needs a value", USAGE)
+                value = argv[i]
+            options[key[2:].replace("-", "_")] = value
+        elif arg == "-m":
+            if i + 1 >= len(argv):
+                raise DistdiagError("-m needs the name of a module", USAGE)
+            return options, argv[i + 1], argv[i + 1 :]
+        elif arg.startswith("-") and arg != "-":
+            raise DistdiagError(f"unknown option {arg} before the script", USAGE)
+        else:
+            return options, None, argv[i:]
+        i += 1
+    raise DistdiagError("no script given", USAGE)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point: attach, then run the user's script as `__main__`."""
+    from distdiag.cli.errors import report_error
+    from distdiag.errors import DistdiagError
+
+    try:
+        options, module, rest = _parse(sys.argv[1:] if argv is None else argv)
+        if module is None and not Path(rest[0]).exists():
+            raise DistdiagError(f"no script {rest[0]}", "give the path of a Python file, or -m and a module's name")
+        if module is None and Path(rest[0]).is_dir():
+            raise DistdiagError(f"{rest[0]} is a directory", "give the path of a Python file, or -m and a module's name")
+    except DistdiagError as e:
+        # every rank has the same error to tell; one of them does
+        sys.exit(report_error(e) if os.environ.get("RANK", "0") == "0" else int(e.code))
+    if options.get("quiet"):
+        os.environ["DISTDIAG_QUIET"] = "1"
+    from distdiag.recorder.deferred import record_process
+
+    run_dir = options.get("run_dir")
+    name = options.get("name") or (module or Path(rest[0]).stem)
+    record_process(str(run_dir) if run_dir else None, str(name))
+    if module is None:
+        _run_script(rest)
+    else:
+        _run_module(module, rest)
+
+
+def _run_script(argv: list[str]) -> NoReturn:
+    path = argv[0]
+    sys.argv[:] = argv
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None, __spec__=None)
+    from importlib.machinery import SourceFileLoader
+
+    main_module.__loader__ = SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main_module
+    _finish(lambda: exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main_module.__dict__))
+
+
+def _run_module(module: str, argv: list[str]) -> NoReturn:
+    import runpy
+
+    sys.argv[:] = argv
+    sys.path[0] = os.getcwd()
+    _finish(lambda: runpy._run_module_as_main(module, alter_argv=True))  # type: ignore[attr-defined]
+
+
+def _finish(body: object) -> NoReturn:
+    """Run the script to its end and end as it did."""
+    from distdiag.recorder import session
+
+    try:
+        body()  # type: ignore[operator]
+    except SystemExit as e:
+        _exiting(session.current, e.code if isinstance(e.code, int) else (0 if e.code is None else 1))
+        raise
+    except KeyboardInterrupt as e:
+        _show(e)
+        # Python itself ends an interrupted script by the signal, so that the launcher sees an interruption
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as e:
+        _show(e)
+        sys.exit(1)
+    _exiting(session.current, 0)
+    sys.exit(0)
+
+
+def _exiting(current: object, code: int) -> None:
+    if current is not None:
+        current.exiting(code)  # type: ignore[attr-defined]
+
+
+def _show(error: BaseException) -> None:
+    """The traceback as the script alone would print it: frames of ours and of the module runner are taken off."""
+    tb = error.__traceback__
+    while tb is not None and _is_ours(tb):
+        tb = tb.tb_next
+    error.__traceback__ = tb
+    sys.excepthook(type(error), error, tb)
+
+
+def _is_ours(tb: TracebackType) -> bool:
+    file = tb.tb_frame.f_code.co_filename
+    return file == __file__ or file == "<frozen runpy>" or os.path.basename(file) == "runpy.py"
+
+
+if __name__ == "__main__":
+    main()
