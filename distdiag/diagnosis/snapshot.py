@@ -79,6 +79,59 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 
 
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """One DDP-wrapped module of one rank."""
+
+    name: str = ""
+    group: str | None = None
+    site: Site | None = None  # of the wrapping
+    parameters: int = 0  # that require a gradient
+    elements: int = 0
+    frozen: int = 0
+    shape_hash: int = 0
+    find_unused: bool | None = None  # None: the constructor has not come back
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    forwards: int = 0  # with gradients
+    synced_backwards: int = 0
+    unused_checks: int = 0
+    unused_hits: int = 0
+    unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last look that found any
+    unused_step: int = 0
+    unused_site: Site | None = None  # the forward that DDP refused because of them
+    search_ms: float | None = None  # per step, spent looking for unused parameters
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One sampled check: kind is parameters, buffers, nonfinite_loss, nonfinite_gradient or reduced."""
+
+    kind: str
+    step: int
+    value: float
+    key: int = 0
+    name: str = ""
+    site: Site | None = None
+    t_s: float | None = None
+
+
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """One optimizer step of one rank, ms; `ready_s` is when it was ready to synchronise (run time)."""
+
+    step: int
+    end_s: float
+    step_ms: float
+    data_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    wait_ms: float
+    other_ms: float
+    ready_s: float | None
+    batch: int
+    samples: int
+    loss: float | None
+
+
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
     """One rank at the moment of the snapshot."""
 
@@ -113,6 +166,24 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> how often
     host_blocked: bool | None = None  # the OS says that the main thread sleeps and used no CPU since the last snapshot
+
+    # What the live recorder knows beyond the collectives; empty in dumps.
+    user_stack: tuple[Site, ...] = ()  # the user's frames, innermost first
+    loaders: tuple[Loader, ...] = ()
+    models: tuple[Model, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    steps: tuple[Step, ...] = ()  # the last 64, oldest first
+    in_join: bool = False  # inside torch's Join context: uneven inputs are legal
+    caught: str | None = None  # the last exception out of torch that the script may have caught
+    caught_s: float | None = None
+    memory: tuple[tuple[float, int], ...] = ()  # (t_s, resident bytes), oldest first
+    device_bytes: int | None = None
+    device_total_bytes: int | None = None
+    cpu_pct: float | None = None
+    phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # where samples of a phase fell, most frequent first
+    phase_stacks: dict[str, tuple[Site, ...]] = {}  # one whole user stack of the most frequent place of a phase
+    holds_up: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (the kernel's own table)
+    longest_usual_s: float = 0.0  # the longest it kept others waiting so far, and let them go on
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
