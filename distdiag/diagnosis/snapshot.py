@@ -53,6 +53,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     entered_s: float | None = None
     completed_s: float | None = None  # None: in flight
     asynchronous: bool = False  # async_op=True: the host did not wait at the call
+    failed: bool = False  # it raised in the host
 
     @property
     def p2p(self) -> bool:
@@ -195,6 +196,33 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
 
 
+class Arrival(msgspec.Struct, frozen=True, gc=False):
+    """One collective that all members have left: who came last, and by how much."""
+
+    group: str
+    seq: int
+    op: str
+    t_s: float  # first arrival
+    skew_ms: float
+    late_rank: int
+
+
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU over the last samples; None where NVML does not tell."""
+
+    node: int
+    gpu: int
+    rank: int | None = None
+    utilization_pct: float | None = None
+    throttle: str | None = None
+    ecc_uncorrected: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    throttled_share: float | None = None  # of the last minute's samples, for heat or hardware
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a job at one moment."""
 
@@ -203,4 +231,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     ranks: dict[int, RankState]
     groups: dict[str, Group]
     source: str = "live"  # live | dumps
+    arrivals: tuple[Arrival, ...] = ()  # of the last collectives that Python issued, oldest first
+    gpus: tuple[GpuState, ...] = ()
+    host_cpu_pct: float | None = None  # of the busiest node over the last seconds, all cores = 100
+    usual_step_s: float | None = None  # median of all ranks' recent steps
     stable_since_s: float | None = None  # since when no rank issued, completed or left anything; None = not known
