@@ -1,0 +1,118 @@
+"""`distdiag compare`: runs against the first of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+if TYPE_CHECKING:
+    from distdiag.report.compare import Comparison, Difference
+
+# names of effects by Romano et al. 2006
+_EFFECTS = ((0.147, "negligible"), (0.33, "small"), (0.474, "medium"), (2.0, "large"))
+
+
+def _print(found: Comparison) -> None:
+    from distdiag.report.words import milliseconds, number, visible
+
+    runs = found.runs
+    rows: list[list[str]] = [["", *(visible(c.name) for c in runs)], ["state", *(c.state for c in runs)]]
+    rows.append(["ranks", *(number(c.world_size) for c in runs)])
+    rows.append(["steps (without warm-up)", *(number(c.step.n if c.step else 0) for c in runs)])
+    rows.append(["step ms, median", *(milliseconds(c.step.p50_ms if c.step else None) for c in runs)])
+    rows.append(["  95 % interval", *(_interval(c.step.ci95_ms if c.step else None) for c in runs)])
+    rows.append(["  p95", *(milliseconds(c.step.p95_ms if c.step else None) for c in runs)])
+    rows.append(["samples/s", *(number(c.samples_per_s) for c in runs)])
+    for name in runs[0].phases_ms:
+        cells = []
+        for c in runs:
+            change = c.phases_change_ms.get(name)
+            cells.append(milliseconds(c.phases_ms[name]) + (f" ({change:+.1f})" if change is not None else ""))
+        rows.append([f"{name} ms", *cells])
+    kinds = sorted({k for c in runs for k in c.findings})
+    rows += [[visible(kind), *(c.findings.get(kind, "·") for c in runs)] for kind in kinds]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(runs) + 1)]
+    for row in rows:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *rest]).rstrip())
+    if not kinds:
+        print("no findings of warning or above in any of them")
+    for note in found.notes:
+        print(f"note: {note}")
+    print()
+    for c in runs[1:]:
+        print(f"{visible(c.name)} against {visible(runs[0].name)}: {_sentence(c.against_baseline)}")
+
+
+def _interval(ci: tuple[float, float] | None) -> str:
+    from distdiag.report.words import NA, milliseconds
+
+    return f"{milliseconds(ci[0])}–{milliseconds(ci[1])}" if ci else NA
+
+
+def _sentence(d: Difference | None) -> str:
+    if d is None or d.change_pct is None or d.ci95_pct is None or d.cliffs_delta is None:
+        return "too few steps: at least 20 are needed in each run"
+    low, high = d.ci95_pct
+    delta = abs(d.cliffs_delta)
+    size = next(word for limit, word in _EFFECTS if delta < limit)
+    return (
+        f"{d.outcome}, {d.change_pct:+.1f} % of step time (95 % interval {low:+.1f} to {high:+.1f}), "
+        f"effect {size} (Cliff's delta {d.cliffs_delta:+.2f})"
+    )
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="RUN RUN…", type=click.Path())
+@click.option(
+    "--skip",
+    type=click.IntRange(0),
+    help="Steps left out at the beginning of each run.  [default: 10 where there are at least 40]",
+)
+@click.option(
+    "--fail-above",
+    type=click.FloatRange(0),
+    metavar="PCT",
+    help="Exit 1 where a run is slower than the first by more than PCT %, the whole interval being above it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.compare/1.")
+def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, as_json: bool) -> int:
+    """Compare RUNs with the first of them: step time with a 95 % interval and the size of the effect, phases, findings.
+
+    Exit codes: 0 compared, 1 slower than --fail-above allows, 2 bad option or file, 3 too few steps to decide (with
+    --fail-above), 4 no such run.
+    """
+    if len(runs) < 2:
+        raise DistdiagError("compare needs two runs", "distdiag compare reports/OLD reports/NEW")
+    import contextlib
+
+    import msgspec
+
+    from distdiag.report.compare import Outcome, compare_runs
+    from distdiag.store import rundir
+    from distdiag.store.reader import open_run
+
+    with contextlib.ExitStack() as stack:
+        found = compare_runs([stack.enter_context(open_run(rundir.resolve(r))) for r in runs], skip)
+    if all(c.step is None for c in found.runs):
+        raise DistdiagError(
+            "none of these runs has recorded a step",
+            "`distdiag diagnose RUN` says what each of them did",
+            ExitCode.NO_DATA,
+            "no_steps",
+        )
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        _print(found)
+    if fail_above is None:
+        return int(ExitCode.OK)
+    compared = [c.against_baseline for c in found.runs if c.against_baseline is not None]
+    if any(d.ci95_pct and d.ci95_pct[0] > fail_above for d in compared):
+        return int(ExitCode.FAILED)
+    return int(ExitCode.INCONCLUSIVE if any(d.outcome == Outcome.UNKNOWN for d in compared) else ExitCode.OK)

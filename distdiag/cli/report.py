@@ -1,0 +1,107 @@
+"""`distdiag report`: what was found in a run, to keep and to send."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import IO
+
+import click
+
+from distdiag.errors import DistdiagError
+
+FORMATS = {
+    "html": "report.html",
+    "text": None,
+    "perfetto": "trace.json",
+    "json": None,
+}  # default file in the run; None: stdout
+
+
+def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -> None:
+    import msgspec
+
+    from distdiag.store.reader import open_run
+
+    with open_run(run_dir) as run:
+        if format == "perfetto":
+            from distdiag.report import perfetto
+
+            perfetto.write(run, out, last_steps)
+            return
+        from distdiag.report.facts import read_facts
+
+        facts = read_facts(run)
+    if format == "json":
+        out.write(msgspec.json.encode(facts) + b"\n")
+    elif format == "html":
+        import logging
+
+        from distdiag.report import html
+
+        # where it keeps its cache of fonts is not what a person asked for
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)
+
+        out.write(html.render(facts).encode())
+    else:
+        from distdiag.report import text
+
+        out.write(text.render(facts).encode())
+
+
+@click.command()
+@click.argument("run", required=False, type=click.Path())
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="File to write; - is standard output.  [default: RUN/report.html, RUN/trace.json; text and json: standard output]",
+)
+@click.option(
+    "--format",
+    "format",
+    type=click.Choice(list(FORMATS)),
+    default="html",
+    show_default=True,
+    help="perfetto: a trace for ui.perfetto.dev.",
+)
+@click.option("--last-steps", type=click.IntRange(1), metavar="N", help="perfetto: only the newest N steps.")
+@click.option("--force", is_flag=True, help="Overwrite the file if it is there.")
+def command(run: str | None, output: str | None, format: str, last_steps: int | None, force: bool) -> int:
+    """Write what was found in RUN (default: reports/latest), running or finished: the verdict, who, where and what it
+    costs; step time, phases per rank, collectives, hosts, GPUs, versions.
+
+    The HTML file is complete in itself: it needs no network, and can be mailed.
+
+    Exit codes: 0 written, 2 bad option or file, 4 no such run.
+    """
+    from distdiag.report.output import new_file
+    from distdiag.store import rundir
+
+    if last_steps is not None and format != "perfetto":
+        raise DistdiagError(
+            "--last-steps is for --format perfetto only", "leave it out: the other formats show the whole run"
+        )
+    run_dir = rundir.resolve(run)
+    default = FORMATS[format]
+    if output == "-" or (output is None and default is None):
+        _write(run_dir, format, sys.stdout.buffer, last_steps)
+        sys.stdout.buffer.flush()
+        return 0
+    path = Path(output) if output is not None else run_dir / str(default)
+    with new_file(path, force) as out:
+        _write(run_dir, format, out, last_steps)
+    print(path)
+    print(f"open it:  {_how_to_open(path, format)}", file=sys.stderr)
+    return 0
+
+
+def _how_to_open(path: Path, format: str) -> str:
+    if format == "perfetto":
+        return f"https://ui.perfetto.dev, 'Open trace file', {path}"
+    if format == "html":
+        opener = next((c for c in ("xdg-open", "open") if shutil.which(c)), None)
+        return f"{opener} {shlex.quote(str(path))}" if opener else path.resolve().as_uri()
+    return f"less {shlex.quote(str(path))}"

@@ -1,0 +1,95 @@
+"""The report's charts as inline SVG; they hold numbers only, no text from the job.
+
+The salt makes the same run give the same file, and keeps the ids of two charts on one page apart.
+
+Colours are Okabe and Ito's, told apart by every kind of colour vision; no pair of red and green carries meaning.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.report.facts import RankSummary
+from distdiag.report.steps import PHASES, SeriesPoint
+
+COLOURS = {
+    "data": "#E69F00",
+    "h2d": "#F0E442",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#009E73",
+    "other": "#BBBBBB",
+    "wait": "#D55E00",
+}
+LABELS = {"data": "data", "h2d": "host to device", "wait": "of it: waiting in collectives"}
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: small, searchable
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+}
+
+
+def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -> str:
+    """Step time of the job over steps; the loss beneath, where it was logged; first step of each finding marked."""
+    has_loss = any(p.loss is not None for p in points)
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "step time"}):
+        figure = Figure(figsize=(9, 3.9 if has_loss else 2.6), layout="constrained")
+        rows = figure.subplots(2 if has_loss else 1, 1, sharex=True, squeeze=False)[:, 0]
+        x = np.array([p.step for p in points])
+        rows[0].fill_between(
+            x, [p.low_ms for p in points], [p.high_ms for p in points], color="#56B4E9", alpha=0.35, linewidth=0
+        )
+        rows[0].plot(x, [p.step_ms for p in points], color="#0072B2", linewidth=1.2)
+        rows[0].set_ylabel("step time, ms")
+        # one slow first step (compilation, warm-up) must not flatten the rest
+        high = np.array([p.high_ms for p in points])
+        top = float(np.percentile(high, 99))
+        rows[0].set_ylim(0, max(top, float(np.median(high))) * 1.25 or 1)
+        for f in findings:
+            if f.step is not None and points[0].step <= f.step <= points[-1].step_end:
+                rows[0].axvline(f.step, color="#D55E00", linewidth=0.9, linestyle="--")
+        if has_loss:
+            known = [p for p in points if p.loss is not None]
+            rows[1].plot([p.step for p in known], [p.loss for p in known], color="#444444", linewidth=1.0)
+            rows[1].set_ylabel("loss")
+        rows[-1].set_xlabel("step")
+        return _svg(figure)
+
+
+def phases(ranks: Sequence[RankSummary]) -> str:
+    """A bar per rank: its step by phases, and beneath it the part that was waiting in collectives."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "phases"}):
+        figure = Figure(figsize=(9, 0.9 + 0.34 * len(ranks)), layout="constrained")
+        axes = figure.subplots()
+        y = np.arange(len(ranks))
+        left = np.zeros(len(ranks))
+        for phase in PHASES:
+            width = np.array([getattr(r, f"{phase}_ms") or 0.0 for r in ranks])
+            axes.barh(y - 0.1, width, 0.5, left=left, color=COLOURS[phase], label=LABELS.get(phase, phase))
+            left += width
+        waits = np.array([r.wait_ms or 0.0 for r in ranks])
+        axes.barh(y + 0.28, waits, 0.16, color=COLOURS["wait"], label=LABELS["wait"])
+        axes.set_yticks(y, [f"rank {r.rank}" for r in ranks])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms per step (medians)")
+        axes.grid(visible=False, axis="y")
+        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,170 @@
+"""Two runs and more against a baseline: is the step time different, by how much, and where does it come from.
+
+The difference of medians has an interval by block bootstrap (steps are autocorrelated), drawn for each run on its own.
+"Different" needs both: an interval that leaves out zero, and an effect that matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.probing.statistics import bootstrap_medians, compare
+from distdiag.report.steps import (
+    ENOUGH_FOR_INTERVAL,
+    PHASES,
+    Floats,
+    Quantiles,
+    Steps,
+    job_steps,
+    median,
+    quantiles,
+    read_steps,
+    throughput,
+)
+from distdiag.store import rundir
+from distdiag.store.reader import Run, number
+
+SCHEMA = "distdiag.compare/1"
+WARM_UP_STEPS = 10  # left out where at least four times as many were recorded: compilation, caches, allocators
+REPLICATES = 1_000
+MATTERS_PCT = 1.0  # a smaller difference is not called one, however sure
+MATTERS_DELTA = 0.147  # Cliff's delta below which an effect is called negligible (Romano et al. 2006)
+
+
+class Outcome(StrEnum):
+    SLOWER = "slower"
+    FASTER = "faster"
+    SAME = "no difference"
+    UNKNOWN = "too few steps"
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Step time of a run against the baseline's."""
+
+    outcome: Outcome
+    change_pct: float | None = None  # of the median; above 0 is slower
+    ci95_pct: tuple[float, float] | None = None
+    cliffs_delta: float | None = None  # P(a step is slower than the baseline's) - P(it is faster)
+    p_value: float | None = None  # Mann-Whitney U; of steps, which are not independent: the interval decides
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    run: str
+    name: str
+    state: str
+    world_size: int | None
+    torch: str | None
+    skipped_steps: int  # warm-up
+    step: Quantiles | None
+    samples_per_s: float | None
+    phases_ms: dict[str, float | None]  # medians over all ranks' steps, with `wait` and `self`
+    against_baseline: Difference | None  # None: this is the baseline
+    phases_change_ms: dict[str, float | None]
+    findings: dict[str, str]  # "kind/cause": who, of severity warning and above
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What `distdiag compare --json` prints; the first run is the baseline."""
+
+    schema: str = SCHEMA
+    runs: tuple[Column, ...]
+    notes: tuple[str, ...] = ()
+
+
+def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
+    """Compare each run with the first.
+
+    Args:
+        skip: Steps left out at the beginning of each run; default: `WARM_UP_STEPS` where there are enough.
+    """
+    columns: list[Column] = []
+    baseline: Floats | None = None
+    for run in runs:
+        steps = read_steps(run)
+        job = job_steps(steps)
+        left_out = skip if skip is not None else WARM_UP_STEPS if len(job) >= 4 * WARM_UP_STEPS else 0
+        used = steps.where(steps["step"] >= (job.step[left_out] if left_out < len(job) else np.inf))
+        times = job.step_ms[left_out:]
+        phases = _phases(used)
+        first = columns[0] if columns else None
+        columns.append(
+            Column(
+                run=str(run.path),
+                name=run.path.resolve().name,
+                state=run.meta.get("state") or "waiting",
+                world_size=None if (n := number(run.meta.get("world_size"))) is None else int(n),
+                torch=run.meta.get("torch") or _recorded_torch(run),
+                skipped_steps=left_out,
+                step=quantiles(times),
+                samples_per_s=throughput(job_steps(used)),
+                phases_ms=phases,
+                against_baseline=None if baseline is None else difference(baseline, times),
+                phases_change_ms={
+                    k: None if (before := first.phases_ms[k]) is None or v is None else v - before
+                    for k, v in phases.items()
+                }
+                if first
+                else {},
+                findings={_kind(f): _who(f) for f in reversed(run.findings()) if f.severity != "info"},
+            )
+        )
+        if baseline is None:
+            baseline = times
+    return Comparison(runs=tuple(columns), notes=tuple(_notes(columns)))
+
+
+def difference(before: Floats, after: Floats) -> Difference:
+    """Step times `after` against `before`, ms."""
+    if min(len(before), len(after)) < ENOUGH_FOR_INTERVAL:
+        return Difference(outcome=Outcome.UNKNOWN)
+    ratios = bootstrap_medians(after, REPLICATES, seed=1) / bootstrap_medians(before, REPLICATES, seed=2)
+    low, high = (float(100 * (np.percentile(ratios, q) - 1)) for q in (2.5, 97.5))
+    pair = compare(before, after)
+    change = 100 * (pair.ratio - 1)
+    matters = abs(change) >= MATTERS_PCT and abs(pair.cliffs_delta) >= MATTERS_DELTA
+    outcome = Outcome.SAME
+    if matters and low > 0:
+        outcome = Outcome.SLOWER
+    elif matters and high < 0:
+        outcome = Outcome.FASTER
+    return Difference(
+        outcome=outcome, change_pct=change, ci95_pct=(low, high), cliffs_delta=pair.cliffs_delta, p_value=pair.p_value
+    )
+
+
+def _phases(steps: Steps) -> dict[str, float | None]:
+    return {name: median(steps[f"{name}_ms"]) for name in (*PHASES, "wait", "self")}
+
+
+def _recorded_torch(run: Run) -> str | None:
+    versions = rundir.read_run_json(run.path).get("versions")
+    return str(versions["torch"]) if isinstance(versions, dict) and versions.get("torch") else None
+
+
+def _kind(f: Finding) -> str:
+    return f"{f.kind}/{f.cause}" if f.cause else f.kind
+
+
+def _who(f: Finding) -> str:
+    from distdiag.diagnosis.findings import rank_list
+
+    who = rank_list(f.culprits or f.victims) if f.culprits or f.victims else "the job"
+    return who + (" (cleared)" if f.cleared_s is not None else "")
+
+
+def _notes(columns: list[Column]) -> list[str]:
+    notes = []
+    for what, values in (
+        ("numbers of ranks", {c.world_size for c in columns}),
+        ("versions of torch", {c.torch for c in columns}),
+    ):
+        if len(values) > 1:
+            notes.append(f"the runs have different {what}: {', '.join(str(v) for v in values)}")
+    return notes

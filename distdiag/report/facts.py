@@ -1,0 +1,331 @@
+"""What a report says of one run: read from run.db once, as plain values; the renderers add form only.
+
+Medians, because one slow step is not a slow job; quantiles are left out where the sample does not carry them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.probing.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.report import steps as step_tables
+from distdiag.report.steps import TIMES, Quantiles, SeriesPoint, Steps
+from distdiag.store import rundir
+from distdiag.store.reader import Event, ProbeResult, Run, number, open_run
+from distdiag.store.rows import LoaderRow
+
+SCHEMA = "distdiag.report/1"
+MAX_COLLECTIVE_ROWS = 400_000
+ENOUGH_FOR_P99 = 100
+# Operations whose recorded bytes are the S of nccl-tests; of the others one rank's part is recorded.
+_FULL_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce"})
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank; times are medians over its steps, ms."""
+
+    rank: int
+    node: int | None = None
+    host: str | None = None
+    gpu: int | None = None
+    life: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    exception: str | None = None
+    step: int | None = None  # newest
+    steps: int = 0  # that the medians are of
+    step_ms: float | None = None
+    self_ms: float | None = None
+    wait_ms: float | None = None
+    late_ms: float | None = None
+    data_ms: float | None = None
+    h2d_ms: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    other_ms: float | None = None
+    slowest_share: float | None = None  # of the steps, in how many its self time was the largest; sums to 1 over ranks
+    rss_bytes: int | None = None  # largest
+    device_bytes: int | None = None  # largest
+    place: str | None = None  # file:line in function, where it was last seen
+    waiting: str | None = None  # the collective it was last seen waiting in
+
+
+class CollectiveSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """All completed collectives of one operation, group, type and size."""
+
+    pgroup: str
+    op: str
+    dtype: str | None
+    bytes: int | None
+    ranks: int | None
+    count: int
+    p50_us: float | None  # on the rank that arrived last: nothing of it is waiting for a late rank
+    p99_us: float | None
+    algbw_gbps: float | None
+    busbw_gbps: float | None
+    skew_p50_us: float | None
+    late_rank: int | None  # the one that arrived last most often …
+    late_share: float | None  # … and in what share
+
+
+class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One node over the run: means, and the peak of memory."""
+
+    node: int
+    host: str | None
+    cores: int | None
+    cpu_pct: float | None
+    load1: float | None
+    memory_peak_bytes: int | None
+    memory_total_bytes: int | None
+    disk_read_bytes_per_s: float | None
+    disk_write_bytes_per_s: float | None
+    net_sent_bytes_per_s: float | None
+    net_recv_bytes_per_s: float | None
+
+
+class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU over the run: means, and peaks where named."""
+
+    node: int
+    gpu: int
+    name: str | None
+    rank: int | None
+    utilization_pct: float | None
+    memory_peak_bytes: int | None
+    memory_total_bytes: int | None
+    power_w: float | None
+    temperature_max_c: float | None
+    sm_clock_mhz: float | None
+    throttled_share: float | None  # of the samples
+    throttle: str | None  # the reasons seen
+    ecc_uncorrected: int | None
+    pcie: str | None  # "gen 4 of 5, x8 of x16"
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    schema: str = SCHEMA
+    run: str
+    name: str
+    state: str
+    monitor: str
+    started_unix_s: float | None
+    duration_s: float | None
+    world_size: int | None
+    ranks_seen: int
+    backend: str | None
+    command: str | None
+    versions: dict[str, str]
+    attempt: int | None
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    first_step: int | None
+    last_step: int | None
+    sampled_every: int  # 1: all steps; k: every k-th
+    step: Quantiles | None  # of the whole job
+    samples_per_s: float | None
+    steps_before_ms: float | None  # mean step time of the minutes whose step rows were thinned
+    series: tuple[SeriesPoint, ...]
+    ranks: tuple[RankSummary, ...]
+    collectives: tuple[CollectiveSummary, ...]
+    hosts: tuple[HostSummary, ...]
+    gpus: tuple[GpuSummary, ...]
+    loaders: tuple[LoaderRow, ...]
+    probes: tuple[ProbeResult, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def open_findings(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.cleared_s is None)
+
+    @property
+    def cleared_findings(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.cleared_s is not None)
+
+
+def read_facts(run: Run) -> RunFacts:
+    """All that a report shows of `run`.
+
+    Raises:
+        RunUnreadable: the database became unreadable meanwhile.
+    """
+    meta = run.meta
+    report = run.report()
+    steps = step_tables.read_steps(run)
+    job = step_tables.job_steps(steps)
+    newest = run.query("SELECT max(t_s) FROM frame")[0][0]
+    ended = number(meta.get("ended_s"))
+    world, attempt = number(meta.get("world_size")), number(meta.get("attempt"))
+    return RunFacts(
+        run=str(run.path),
+        name=meta.get("name") or run.path.resolve().name,
+        state=report.state,
+        monitor=str(run.monitor(meta)),
+        started_unix_s=number(meta.get("started_unix_s")),
+        duration_s=ended if ended is not None else newest,
+        world_size=None if world is None else int(world),
+        ranks_seen=report.ranks_seen,
+        backend=meta.get("backend"),
+        command=meta.get("command"),
+        versions=_versions(run, meta),
+        attempt=None if attempt is None else int(attempt),
+        findings=report.findings,
+        notes=report.notes,
+        first_step=int(job.step[0]) if len(job) else None,
+        last_step=int(job.step[-1]) if len(job) else None,
+        sampled_every=steps.every,
+        step=step_tables.quantiles(job.step_ms),
+        samples_per_s=step_tables.throughput(job),
+        steps_before_ms=run.query("SELECT sum(step_ms * steps) / sum(steps) FROM step_minute")[0][0],
+        series=step_tables.series(job),
+        ranks=_ranks(run, steps),
+        collectives=_collectives(run),
+        hosts=_hosts(run),
+        gpus=_gpus(run),
+        loaders=tuple(run.loaders()),
+        probes=tuple(run.probes()),
+        events=tuple(run.events(100)),
+    )
+
+
+def _versions(run: Run, meta: dict[str, str | None]) -> dict[str, str]:
+    known = {k: v for k in ("distdiag", "torch", "python", "cuda", "nccl") if (v := meta.get(k))}
+    recorded = rundir.read_run_json(run.path).get("versions")
+    if isinstance(recorded, dict):
+        known |= {str(k): str(v) for k, v in recorded.items() if v is not None}
+    return known
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------
+
+
+def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
+    by_rank = steps.by_rank()
+    slowest = step_tables.slowest_share(steps)
+    rows = {r.rank: r for r in run.ranks()}
+    found = []
+    for rank in sorted({*rows, *by_rank}):
+        r = rows.get(rank)
+        own = by_rank.get(rank)
+        times = {c: step_tables.median(own[c]) for c in TIMES} if own else {}
+        rss = step_tables.largest(own["rss_bytes"]) if own else None
+        device = step_tables.largest(own["device_bytes"]) if own else None
+        found.append(
+            RankSummary(
+                rank=rank,
+                node=r.node if r else None,
+                host=r.host if r else None,
+                gpu=r.gpu if r else None,
+                life=r.life if r else None,
+                exit_code=r.exit_code if r else None,
+                signal=r.signal if r else None,
+                exception=r.exception if r else None,
+                step=r.step if r else None,
+                steps=len(own) if own else 0,
+                slowest_share=slowest.get(rank),
+                rss_bytes=int(rss) if rss is not None else (r.rss_bytes if r else None),
+                device_bytes=None if device is None else int(device),
+                place=f"{r.file}:{r.line}" + (f" in {r.function}" if r.function else "") if r and r.file else None,
+                waiting=f"{r.waiting_op} #{r.waiting_seq} ({r.waiting_group})" if r and r.waiting_op else None,
+                **times,
+            )
+        )
+    return tuple(found)
+
+
+# -- collectives --------------------------------------------------------------------------------------------------
+
+
+def _collectives(run: Run) -> tuple[CollectiveSummary, ...]:
+    rows = run.query(
+        "SELECT pgroup, op, dtype, bytes, ranks, duration_us, skew_us, late_rank FROM collective"
+        " ORDER BY t_s DESC LIMIT ?",
+        (MAX_COLLECTIVE_ROWS,),
+    )
+    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    for row in rows:
+        groups.setdefault(row[:5], []).append(row[5:])
+    out = [_collective(key, members) for key, members in groups.items()]
+    # what took the longest in all comes first
+    return tuple(sorted(out, key=lambda c: -(c.p50_us or 0.0) * c.count))
+
+
+def _collective(key: tuple[Any, ...], members: Sequence[tuple[Any, ...]]) -> CollectiveSummary:
+    pgroup, op, dtype, size, ranks = key
+    times = np.array([(d, s) for d, s, _ in members], dtype=np.float64)
+    durations = times[:, 0][~np.isnan(times[:, 0])]
+    p50 = step_tables.median(durations)
+    late = Counter(r for *_, r in members if r is not None)
+    latest, latest_count = late.most_common(1)[0] if late else (None, 0)
+    algbw = busbw = None
+    if p50 and size and op in FACTORS:
+        algbw = algorithm_bandwidth(size, p50 / 1e6)
+        if op in _FULL_SIZE_OPS and ranks and ranks > 1:
+            busbw = bus_bandwidth(op, size, p50 / 1e6, ranks)
+    return CollectiveSummary(
+        pgroup=pgroup,
+        op=op,
+        dtype=dtype,
+        bytes=size,
+        ranks=ranks,
+        count=len(members),
+        p50_us=p50,
+        p99_us=float(np.percentile(durations, 99)) if len(durations) >= ENOUGH_FOR_P99 else None,
+        algbw_gbps=algbw,
+        busbw_gbps=busbw,
+        skew_p50_us=step_tables.median(times[:, 1]),
+        late_rank=latest,
+        late_share=latest_count / late.total() if late else None,
+    )
+
+
+# -- hosts and GPUs -----------------------------------------------------------------------------------------------
+
+
+def _hosts(run: Run) -> tuple[HostSummary, ...]:
+    rows = run.query(
+        "SELECT node, max(host), max(cores), avg(cpu_pct), avg(load1), max(memory_used_bytes), max(memory_total_bytes),"
+        " avg(disk_read_bytes_per_s), avg(disk_write_bytes_per_s), avg(net_sent_bytes_per_s),"
+        " avg(net_recv_bytes_per_s) FROM host GROUP BY node ORDER BY node"
+    )
+    return tuple(HostSummary(**dict(zip(HostSummary.__struct_fields__, r, strict=True))) for r in rows)
+
+
+def _gpus(run: Run) -> tuple[GpuSummary, ...]:
+    rows = run.query(
+        "SELECT node, gpu, max(name), max(rank), avg(utilization_pct), max(memory_used_bytes), max(memory_total_bytes),"
+        " avg(power_w), max(temperature_c), avg(sm_clock_mhz), avg(throttle != ''), group_concat(DISTINCT throttle),"
+        " max(ecc_uncorrected), max(pcie_generation), max(pcie_generation_max), max(pcie_width), max(pcie_width_max)"
+        " FROM gpu GROUP BY node, gpu ORDER BY node, gpu"
+    )
+    out = []
+    for row in rows:
+        # the generation drops while a GPU is idle: the largest seen is what it can do here
+        generation, generation_max, width, width_max = row[-4:]
+        values = dict(zip(GpuSummary.__struct_fields__, row[:-4], strict=False))
+        values["throttle"] = ",".join(sorted({t for t in (row[11] or "").split(",") if t})) or None
+        values["pcie"] = (
+            f"gen {generation} of {generation_max}, x{width} of x{width_max}" if generation and width else None
+        )
+        out.append(GpuSummary(**values))
+    return tuple(out)
+
+
+def open_and_read(run: str | Path | None) -> RunFacts:
+    """Facts of the run that a person names on the command line (see `rundir.resolve`).
+
+    Raises:
+        DistdiagError: there is no such run, or it cannot be read.
+    """
+    with open_run(rundir.resolve(run)) as opened:
+        return read_facts(opened)

@@ -1,0 +1,226 @@
+"""A run as Chrome trace events, for ui.perfetto.dev and chrome://tracing.
+
+One process per rank with its steps; the phases of a step are drawn one after the other in the order of a training loop,
+because what was recorded is how long each took, not when. Collectives have a process of their own with a track per group,
+hosts and GPUs have counters, findings are marks over all tracks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import IO, Any
+
+import msgspec
+
+from distdiag.report.steps import PHASES
+from distdiag.report.words import visible
+from distdiag.store.reader import Run
+
+Event = dict[str, Any]
+
+# Process ids of what is no rank; ranks follow from 100.
+FINDINGS, COLLECTIVES, HOSTS, GPUS, FIRST_RANK = 1, 2, 3, 4, 100
+STEPS, WAITING = 1, 2  # tracks of a rank
+MAX_STEP_ROWS = 60_000  # about 400,000 events, 60 MB: what the viewer still opens at once
+MAX_COLLECTIVES = 100_000
+
+_encode = msgspec.json.Encoder().encode
+
+
+def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:
+    """Write the trace of `run` and return the number of events.
+
+    Args:
+        out: Receives one JSON object.
+        last_steps: Only the newest that many steps; default: as many as `MAX_STEP_ROWS` rows allow.
+    """
+    first, low_s = _window(run, last_steps)
+    meta = run.meta
+    head = {"run": str(run.path), "distdiag": meta.get("distdiag"), "first_step": first}
+    out.write(b'{"displayTimeUnit":"ms","otherData":' + _encode(head) + b',"traceEvents":[\n')
+    count = 0
+    for event in _events(run, first, low_s):
+        out.write((b",\n" if count else b"") + _encode(event))
+        count += 1
+    out.write(b"\n]}\n")
+    return count
+
+
+def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
+    """First step to show, and the time from which all else is shown."""
+    newest, ranks = run.query("SELECT max(step), count(DISTINCT rank) FROM step")[0]
+    if newest is None:
+        return 0, 0.0
+    most = max(1, MAX_STEP_ROWS // max(1, ranks))
+    first = max(0, newest - min(last_steps or most, most) + 1)
+    low = run.query(
+        "SELECT min(t_end_s - step_ms / 1e3) FROM step WHERE step = (SELECT min(step) FROM step WHERE step >= ?)",
+        (first,),
+    )
+    return first, (low[0][0] or 0.0) if low and first > 0 else 0.0
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _named(pid: int, name: str, order: int) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": visible(name)}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}
+
+
+def _track(pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": visible(name)}}
+
+
+def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
+    yield from _findings(run)
+    yield from _steps(run, first)
+    yield from _collectives(run, low_s)
+    yield from _counters(run, low_s)
+
+
+def _findings(run: Run) -> Iterator[Event]:
+    yield from _named(FINDINGS, "findings", 0)
+    for i, f in enumerate(run.findings()):
+        began = f.first_seen_s if f.first_seen_s is not None else f.detected_s
+        if began is None:
+            continue
+        name = visible(f"{f.severity}: {f.kind}" + (f"/{f.cause}" if f.cause else ""))
+        args = {"message": visible(f.message), "culprits": list(f.culprits), "do": visible(f.advice)}
+        yield _track(FINDINGS, i, f.kind)
+        yield {"ph": "i", "s": "g", "name": name, "pid": FINDINGS, "tid": i, "ts": _us(began), "args": args}
+        if f.cleared_s is not None:
+            yield {
+                "ph": "X",
+                "name": name,
+                "pid": FINDINGS,
+                "tid": i,
+                "ts": _us(began),
+                "dur": _us(f.cleared_s - began),
+                "args": args,
+            }
+
+
+def _steps(run: Run, first: int) -> Iterator[Event]:
+    hosts = {r.rank: r.host for r in run.ranks()}
+    seen: set[int] = set()
+    columns = ["rank", "step", "epoch", "t_end_s", "step_ms", "wait_ms", "loss", *(f"{p}_ms" for p in PHASES)]
+    rows = run.query(
+        f"SELECT {', '.join(columns)} FROM step WHERE step >= ? AND t_end_s IS NOT NULL AND step_ms IS NOT NULL"
+        " ORDER BY step, rank",
+        (first,),
+    )
+    for rank, step, epoch, t_end_s, step_ms, wait_ms, loss, *phases in rows:
+        pid = FIRST_RANK + rank
+        if rank not in seen:
+            seen.add(rank)
+            host = hosts.get(rank)
+            yield from _named(pid, f"rank {rank}" + (f" ({host})" if host else ""), pid)
+            yield _track(pid, STEPS, "steps, phases in order")
+            yield _track(pid, WAITING, "of it: waiting in collectives")
+        start_us = _us(t_end_s) - step_ms * 1e3
+        args = {"step": step, "epoch": epoch, "loss": loss, "wait_ms": wait_ms}
+        yield {
+            "ph": "X",
+            "name": f"step {step}",
+            "cat": "step",
+            "pid": pid,
+            "tid": STEPS,
+            "ts": round(start_us, 3),
+            "dur": round(step_ms * 1e3, 3),
+            "args": args,
+        }
+        at_us, end_us = start_us, start_us + step_ms * 1e3
+        for phase, ms in zip(PHASES, phases, strict=True):
+            # rounding must not let a phase stick out of its step: the viewer would drop it
+            dur = min((ms or 0.0) * 1e3, end_us - at_us)
+            if dur > 0:
+                yield {
+                    "ph": "X",
+                    "name": phase,
+                    "cat": "phase",
+                    "pid": pid,
+                    "tid": STEPS,
+                    "ts": round(at_us, 3),
+                    "dur": round(dur, 3),
+                }
+                at_us += dur
+        if wait_ms:
+            dur = min(wait_ms, step_ms) * 1e3
+            yield {
+                "ph": "X",
+                "name": "wait",
+                "cat": "wait",
+                "pid": pid,
+                "tid": WAITING,
+                "ts": round(end_us - dur, 3),
+                "dur": round(dur, 3),
+            }
+
+
+def _collectives(run: Run, low_s: float) -> Iterator[Event]:
+    rows = run.query(
+        "SELECT pgroup, seq, op, dtype, bytes, ranks, t_s, duration_us, skew_us, late_rank, step FROM collective"
+        " WHERE t_s >= ? ORDER BY t_s DESC LIMIT ?",
+        (low_s, MAX_COLLECTIVES),
+    )
+    if not rows:
+        return
+    yield from _named(COLLECTIVES, "collectives: first to last arrival, then on the last rank", 1)
+    tracks: dict[str, int] = {}
+    for pgroup, seq, op, dtype, size, ranks, t_s, duration_us, skew_us, late_rank, step in reversed(rows):
+        if pgroup not in tracks:
+            tracks[pgroup] = len(tracks) + 1
+            yield _track(COLLECTIVES, tracks[pgroup], pgroup)
+        tid, skew = tracks[pgroup], skew_us or 0.0
+        args = {"seq": seq, "dtype": dtype, "bytes": size, "ranks": ranks, "late_rank": late_rank, "step": step}
+        if skew > 0:
+            yield {
+                "ph": "X",
+                "name": "skew",
+                "cat": "skew",
+                "pid": COLLECTIVES,
+                "tid": tid,
+                "ts": _us(t_s),
+                "dur": round(skew, 3),
+                "args": args,
+            }
+        if duration_us is not None:
+            yield {
+                "ph": "X",
+                "name": visible(op),
+                "cat": "collective",
+                "pid": COLLECTIVES,
+                "tid": tid,
+                "ts": round(_us(t_s) + skew, 3),
+                "dur": round(duration_us, 3),
+                "args": args,
+            }
+
+
+_HOST = {"CPU %": "cpu_pct", "memory GiB": "memory_used_bytes"}
+_GPU = {"utilisation %": "utilization_pct", "memory GiB": "memory_used_bytes", "power W": "power_w"}
+
+
+def _counters(run: Run, low_s: float) -> Iterator[Event]:
+    for pid, table, key, title, shown in (
+        (HOSTS, "host", "'node ' || node", "hosts", _HOST),
+        (GPUS, "gpu", "'node ' || node || ' GPU ' || gpu", "GPUs", _GPU),
+    ):
+        rows = run.query(
+            f"SELECT t_s, {key}, {', '.join(shown.values())} FROM {table} WHERE t_s >= ? ORDER BY t_s", (low_s,)
+        )
+        if rows:
+            yield from _named(pid, title, pid)
+        for t_s, who, *values in rows:
+            for name, value in zip(shown, values, strict=True):
+                if value is not None:
+                    scaled = value / 2**30 if "GiB" in name else value
+                    yield {
+                        "ph": "C",
+                        "name": f"{who} {name}",
+                        "pid": pid,
+                        "ts": _us(t_s),
+                        "args": {name: round(scaled, 3)},
+                    }

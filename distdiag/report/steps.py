@@ -1,0 +1,217 @@
+"""Step rows as numpy columns, and what is computed over them: per job, per rank, over time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from distdiag.probing.statistics import interval_of_median
+from distdiag.store.reader import Run
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
+TIMES = ("step_ms", "self_ms", "wait_ms", "late_ms", *(f"{p}_ms" for p in PHASES))
+COLUMNS = ("rank", "step", *TIMES, "t_end_s", "samples", "loss", "rss_bytes", "device_bytes")
+MAX_ROWS = 400_000  # read into memory; of longer runs every k-th step
+MAX_SERIES = 500  # points of a chart
+ENOUGH_FOR_INTERVAL = 20
+ENOUGH_FOR_P95 = 40
+
+
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of one kind, ms; None where the sample is too small."""
+
+    n: int
+    p50_ms: float
+    ci95_ms: tuple[float, float] | None = None  # of the median, block bootstrap
+    p95_ms: float | None = None
+    max_ms: float | None = None
+
+
+class SeriesPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps `step` to `step_end` (exclusive) of the whole job: the job's step time is that of its slowest rank."""
+
+    step: int
+    step_end: int
+    t_end_s: float | None
+    step_ms: float  # median
+    low_ms: float
+    high_ms: float
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Rows of table `step`, by step and rank; NaN is "not measured"."""
+
+    columns: dict[str, Floats]
+    every: int  # 1: all steps were read; k: every k-th
+
+    def __len__(self) -> int:
+        return len(self.columns["rank"])
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+    @property
+    def rank(self) -> Ints:
+        return self.columns["rank"].astype(np.int64)
+
+    @property
+    def step(self) -> Ints:
+        return self.columns["step"].astype(np.int64)
+
+    def where(self, rows: NDArray[np.bool_]) -> Steps:
+        return Steps({k: v[rows] for k, v in self.columns.items()}, self.every)
+
+    def by_rank(self) -> dict[int, Steps]:
+        """The rows of each rank, by step."""
+        if not len(self):
+            return {}
+        order = np.argsort(self.rank, kind="stable")
+        sorted_columns = {k: v[order] for k, v in self.columns.items()}
+        ranks, starts = np.unique(self.rank[order], return_index=True)
+        ends = [*starts[1:].tolist(), len(self)]
+        return {
+            int(r): Steps({k: v[a:b] for k, v in sorted_columns.items()}, self.every)
+            for r, a, b in zip(ranks, starts.tolist(), ends, strict=True)
+        }
+
+
+def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
+    """Step rows of a run; every k-th step only where there are more than `max_rows` rows."""
+    rows = run.query("SELECT count(*) FROM step")[0][0]
+    every = max(1, -(-rows // max_rows))
+    found = run.query(f"SELECT {', '.join(COLUMNS)} FROM step WHERE step % ? = 0 ORDER BY step, rank", (every,))
+    table = np.array(found, dtype=np.float64) if found else np.empty((0, len(COLUMNS)))
+    return Steps({name: table[:, i] for i, name in enumerate(COLUMNS)}, every)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSteps:
+    """The whole job, one value per step: the time of its slowest rank, the samples of all, the mean loss."""
+
+    step: Ints
+    step_ms: Floats
+    t_end_s: Floats
+    samples: Floats
+    loss: Floats
+    every: int
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def job_steps(steps: Steps) -> JobSteps:
+    """Steps of the whole job; the newest counts only once every rank of the one before it has finished it."""
+    measured = steps.where(~np.isnan(steps["step_ms"]))
+    if not len(measured):
+        none = np.empty(0)
+        return JobSteps(np.empty(0, dtype=np.int64), none, none, none, none, steps.every)
+    step, starts, counts = np.unique(measured.step, return_index=True, return_counts=True)
+    job = JobSteps(
+        step=step,
+        step_ms=np.maximum.reduceat(measured["step_ms"], starts),
+        t_end_s=np.fmax.reduceat(measured["t_end_s"], starts),
+        samples=np.add.reduceat(measured["samples"], starts),
+        loss=_mean_at(measured["loss"], starts),
+        every=steps.every,
+    )
+    if len(job) > 1 and counts[-1] < counts[-2]:
+        return JobSteps(job.step[:-1], job.step_ms[:-1], job.t_end_s[:-1], job.samples[:-1], job.loss[:-1], job.every)
+    return job
+
+
+def _mean_at(values: Floats, starts: Any) -> Floats:
+    """Means of the runs of `values` that begin at `starts`, NaN left out."""
+    known = ~np.isnan(values)
+    total = np.add.reduceat(np.where(known, values, 0.0), starts)
+    count = np.add.reduceat(known.astype(np.float64), starts)
+    return np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0)
+
+
+def quantiles(values_ms: Floats) -> Quantiles | None:
+    """Median with its interval, and what else the sample carries; None without any."""
+    values_ms = values_ms[~np.isnan(values_ms)]
+    n = len(values_ms)
+    if n == 0:
+        return None
+    ci = interval_of_median(values_ms) if n >= ENOUGH_FOR_INTERVAL else None
+    return Quantiles(
+        n=n,
+        p50_ms=float(np.median(values_ms)),
+        ci95_ms=(ci.low, ci.high) if ci else None,
+        p95_ms=float(np.percentile(values_ms, 95)) if n >= ENOUGH_FOR_P95 else None,
+        max_ms=float(values_ms.max()),
+    )
+
+
+def throughput(job: JobSteps) -> float | None:
+    """Samples per second over the run, its pauses (validation, checkpoints) included."""
+    known = ~(np.isnan(job.samples) | np.isnan(job.t_end_s))
+    samples, ends = job.samples[known], job.t_end_s[known]
+    if len(samples) < 2 or ends[-1] <= ends[0]:
+        return None
+    return float(samples[1:].sum() * job.every / (ends[-1] - ends[0]))
+
+
+def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
+    """The job's step time over its steps, neighbours folded so that at most `points` remain."""
+    width = max(1, -(-len(job) // points))
+    out = []
+    for a in range(0, len(job), width):
+        ms = job.step_ms[a : a + width]
+        loss = job.loss[a : a + width]
+        loss = loss[~np.isnan(loss)]
+        last = min(a + width, len(job)) - 1
+        out.append(
+            SeriesPoint(
+                step=int(job.step[a]),
+                step_end=int(job.step[last]) + job.every,
+                t_end_s=some(job.t_end_s[last]),
+                step_ms=float(np.median(ms)),
+                low_ms=float(ms.min()),
+                high_ms=float(ms.max()),
+                loss=float(loss.mean()) if len(loss) else None,
+            )
+        )
+    return tuple(out)
+
+
+def median(values: Floats) -> float | None:
+    """Median of what was measured; None where nothing was."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def largest(values: Floats) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.max()) if len(known) else None
+
+
+def slowest_share(steps: Steps) -> dict[int, float]:
+    """Of the steps that at least two ranks measured, the share in which each rank's self time was the largest."""
+    known = steps.where(~np.isnan(steps["self_ms"]))
+    if not len(known):
+        return {}
+    _, starts, counts = np.unique(known.step, return_index=True, return_counts=True)
+    largest_ms = np.repeat(np.maximum.reduceat(known["self_ms"], starts), counts)
+    shared = np.repeat(counts > 1, counts)
+    slowest = np.flatnonzero(shared & (known["self_ms"] == largest_ms))
+    if not len(slowest):
+        return {}
+    _, first = np.unique(known.step[slowest], return_index=True)  # of two that are equal, the lower rank
+    ranks, times = np.unique(known.rank[slowest[first]], return_counts=True)
+    share = dict(zip(ranks.tolist(), (times / times.sum()).tolist(), strict=True))
+    return {int(r): share.get(int(r), 0.0) for r in np.unique(known.rank[shared])}
+
+
+def some(value: float) -> float | None:
+    """None for NaN."""
+    return None if value != value else float(value)

@@ -1,0 +1,128 @@
+"""The HTML report: complete in itself, and nothing from the job is ever markup."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.findings import Finding, Where
+from distdiag.report import html
+from distdiag.report.facts import RankSummary, open_and_read
+from distdiag.report.words import visible
+from distdiag.store.writer import Writer
+from tests.report.runs import DEADLOCK, STRAGGLER, make_run
+
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7*7 }} $x^2$ \x1b[31m\x07\u202e\x00end'
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a document; an unbalanced one is an error."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words = ""
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def page(path: Path) -> tuple[str, Page]:
+    text = html.render(open_and_read(path))
+    return text, Page(text)
+
+
+def test_the_verdict_comes_first_with_who_where_cost_and_what_to_do(tmp_path: Path) -> None:
+    _, p = page(make_run(tmp_path / "r", state="deadlocked", findings=(STRAGGLER, DEADLOCK)))
+    order = ["deadlocked", DEADLOCK.message, "/home/me/train.py:88", DEADLOCK.cost, DEADLOCK.advice, STRAGGLER.message, "The job", "Ranks"]  # fmt: skip
+    places = [p.words.index(word) for word in order]
+    assert places == sorted(places)
+    assert "proved" in p.words and "cleared after 20.0 s" in p.words
+
+
+def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
+    text, p = page(make_run(tmp_path / "r", findings=(DEADLOCK,), gpus=True))
+    assert "script" not in p.tags and "link" not in p.tags and "img" not in p.tags
+    for name, value in p.attributes:
+        assert not name.startswith("on"), name
+        if name in ("href", "src", "xlink:href"):
+            assert (value or "").startswith("#"), value
+    assert not re.search(r"url\((?!#)", text)
+    assert "default-src 'none'" in text
+
+
+def test_text_from_the_job_is_shown_and_never_obeyed(tmp_path: Path) -> None:
+    finding = Finding(
+        kind="rank_lost", cause=HOSTILE, severity="error", message=HOSTILE, cost=HOSTILE, advice=HOSTILE, culprits=(0,),
+        where=(Where(0, HOSTILE, 1, HOSTILE, HOSTILE),), names=(HOSTILE,), evidence=(HOSTILE,), detected_s=1.0,
+    )  # fmt: skip
+    run = make_run(
+        tmp_path / "r", name=HOSTILE, host=HOSTILE, command=HOSTILE, exception=HOSTILE, torch=HOSTILE, findings=(finding,),
+    )  # fmt: skip
+    plain, quiet = page(make_run(tmp_path / "plain", findings=(DEADLOCK,)))
+    with Writer(run) as w:
+        w.event(1.0, HOSTILE, "warning", HOSTILE)
+        w.probe(1.0, HOSTILE, HOSTILE, "{}")
+    text, p = page(run)
+    assert set(p.tags) <= set(quiet.tags) and not any(name.startswith("on") for name, _ in p.attributes)
+    assert "{{ 7*7 }}" in p.words and "49" not in p.words.split("{{")[1][:5]
+    assert "\\x1b[31m\\x07\\u202e\\x00end" in p.words
+    assert not set(text) & set("\x1b\x07\x00\u202e")
+    assert "\x1b" not in plain
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 300])
+def test_every_size_of_job(tmp_path: Path, ranks: int) -> None:
+    _, p = page(make_run(tmp_path / "r", ranks=ranks, steps=12, slow_rank=ranks - 1))
+    assert f"{ranks} of {ranks} reported" in p.words
+    if ranks > html.MAX_RANKS:
+        assert f"{html.MAX_RANKS} of {ranks} ranks" in p.words
+        assert "rank 299" in p.words, "the slow one must not be among those left out"
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    Writer(tmp_path / "r").close()
+    text, p = page(tmp_path / "r")
+    assert "No findings." in p.words and "<svg" not in text
+    assert "waiting" in p.words
+
+
+def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r")
+    assert page(run)[0] == page(run)[0]
+
+
+def test_dead_ranks_are_among_those_shown() -> None:
+    ranks = tuple(RankSummary(rank=r, self_ms=float(r), life="running") for r in range(100))
+    dead = msgspec.structs.replace(ranks[3], life="killed", self_ms=None)
+    shown = html.notable_ranks((*ranks[:3], dead, *ranks[4:]), 10)
+    assert [r.rank for r in shown] == [3, *range(91, 100)]
+
+
+def test_control_characters_are_written_out() -> None:
+    assert visible("a\x1b]0;x\x07\n\u202eb\udc80\x9b") == "a\\x1b]0;x\\x07\\n\\u202eb\\udc80\\x9b"
+    assert visible("größe – 5 µs ✓ 日本") == "größe – 5 µs ✓ 日本"
