@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -106,7 +107,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
+def rank_list(ranks: Collection[int]) -> str:
     """`rank 3`, `ranks 0, 1, 3`, `ranks 0–511, 600`: runs of three and more are folded."""
     rs = sorted(set(ranks))
     if not rs:

@@ -1,0 +1,256 @@
+"""Ranks that ended: which end is the cause, and which are its echo.
+
+When one rank dies, the others' collectives fail with "connection closed", a timeout, or the launcher's SIGTERM. The
+cause is the first end in time that is none of these. Where every end is an echo, the cause is a rank that ended
+normally while the others went on, or one that was late beyond the group's timeout.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+
+from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.wording import at, op_text, place_text, seconds, where, where_stack
+
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|reset by peer|broken pipe|closed by peer|socket (is )?closed"
+    r"|remote process exited|remote rank|communicator was aborted|nccl ?(communicator|comm).*abort|ncclRemoteError"
+    r"|recvValue failed|sendBytes failed|failed to recv|peer may have|unhandled system error|DistNetworkError"
+    r"|The server socket|heartbeat|store->get|SocketTimeout",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline", re.IGNORECASE)
+_IN_TORCH = re.compile(
+    r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
+    r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
+    re.IGNORECASE,
+)
+UNUSED = re.compile(r"finished reduction in the prior iteration")
+MODEL = re.compile(
+    r"expects same model across all ranks|params? .*inconsistent|verify_params|appears not to match", re.I
+)
+MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
+_OUTSIDE = {signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT}
+
+
+def ending_kind(r: RankState) -> str:
+    """cause, echo, timeout, unused, model, mismatch, outside (a signal from a launcher or a person), or '' while alive."""
+    if r.life == Life.KILLED:
+        if r.signal in _OUTSIDE:
+            return "outside"
+        return "mismatch" if r.signal == signals.SIGABRT else "cause"
+    if r.life != Life.CRASHED:
+        return ""
+    text = r.exception or ""
+    if text.startswith(("KeyboardInterrupt", "SignalException")):
+        return "outside"
+    if UNUSED.search(text):
+        return "unused"
+    if MODEL.search(text):
+        return "model"
+    if MISMATCH.search(text):
+        return "mismatch"
+    if _TIMEOUT.search(text) and _IN_TORCH.search(text):
+        return "timeout"
+    return "echo" if _ECHO.search(text) else "cause"
+
+
+def ends(s: Snapshot) -> dict[int, str]:
+    """Kind of every abnormal end."""
+    return {r.rank: k for r in s.ranks.values() if (k := ending_kind(r))}
+
+
+def rules(s: Snapshot, late: tuple[tuple[int, ...], tuple[int, ...]] | None = None) -> list[Finding]:
+    """Findings about ranks that ended.
+
+    Args:
+        late: (late ranks, ranks that waited for them) as last seen before a collective timed out; None = not seen.
+    """
+    kinds = ends(s)
+    if not kinds:
+        return []
+    causes = [s.ranks[q] for q, k in kinds.items() if k == "cause"]
+    if causes:
+        return [_lost(s, causes, kinds)]
+    if any(k in ("unused", "model", "mismatch") for k in kinds.values()):
+        found = _model(s, kinds)
+        # what ranks were about to call decides a mismatch: that is the wait-for graph's rule; here only a bare abort
+        if found:
+            return [found]
+        if any(k == "unused" for k in kinds.values()):
+            return []
+        aborted = [s.ranks[q] for q, k in kinds.items() if k == "mismatch" and s.ranks[q].life == Life.KILLED]
+        return [_lost(s, aborted, kinds)] if aborted else []
+    finished = [
+        r for r in s.ranks.values() if r.life == Life.FINISHED and any(k in ("echo", "timeout") for k in kinds.values())
+    ]
+    if finished:
+        return [_finished(s, finished, kinds)]
+    if any(k == "timeout" for k in kinds.values()):
+        found = _timeout(s, kinds, late)
+        return [found] if found else []
+    return []
+
+
+def _lost(s: Snapshot, causes: list[RankState], kinds: dict[int, str]) -> Finding:
+    causes = sorted(causes, key=lambda r: (r.ended_s if r.ended_s is not None else s.t_s, r.rank))
+    first = causes[0]
+    t0 = first.ended_s if first.ended_s is not None else s.t_s
+    name = (first.exception or "").split(":", 1)[0]
+    together = [
+        r
+        for r in causes
+        if r is first
+        or (
+            (r.exception or "").split(":", 1)[0] == name
+            and r.life == first.life
+            and r.signal == first.signal
+            and (r.ended_s or s.t_s) - t0 < 2.0
+        )
+    ]
+    culprits = tuple(sorted(r.rank for r in together))
+    victims = tuple(sorted(r for r in s.ranks if r not in culprits))
+    who = rank_list(culprits)
+    if first.life == Life.KILLED:
+        cause = "killed"
+        sig = signals.Signals(first.signal).name if first.signal else "a signal"
+        what = f"{who} was killed by {sig}{at(first.place)}"
+        do = {
+            "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else who sent it",
+            "SIGSEGV": "a native crash: run once with `python -X faulthandler` and look at the extension called there",
+            "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
+        }.get(sig, "look at the rank's own stderr above for what the library said before it died")
+    else:
+        cause = "crashed"
+        text = first.exception or f"exit code {first.exit_code}"
+        what = f"{who} ended by {text[:200]}{at(first.place)}"
+        do = f"fix {place_text(first.place) or 'the exception'}; the other ranks' errors are its echo"
+    state = "killed" if first.life == Life.KILLED else "crashed"
+    echoes = [s.ranks[q] for q, k in kinds.items() if k in ("echo", "timeout") and q not in culprits]
+    return Finding(
+        kind="rank_lost",
+        cause=cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        where=tuple(w for r in together for w in where_stack(r, r.user_stack, state, 3)),
+        waiting=tuple(where(r) for r in s.ranks.values() if r.rank in victims and (r.blocked or r in echoes)),
+        step=first.step,
+        first_seen_s=t0,
+        message=what,
+        cost="the job cannot go on without it" if victims else "the job ended",
+        advice=do,
+    )
+
+
+def _model(s: Snapshot, kinds: dict[int, str]) -> Finding | None:
+    """The wrapped module differs between ranks; seen in DDP's own refusal, or in what each was about to wrap."""
+    if "model" not in kinds.values():
+        return None
+    shapes: dict[int, list[int]] = {}
+    for r in s.ranks.values():
+        if r.models:
+            shapes.setdefault(r.models[-1].shape_hash, []).append(r.rank)
+    if len(shapes) < 2:
+        return None
+    most = max(len(v) for v in shapes.values())
+    odd = tuple(sorted(q for v in shapes.values() if len(v) < most for q in v))
+    ranks = {q: s.ranks[q] for v in shapes.values() for q in v}
+    sizes = {q: r.models[-1].parameters for q, r in ranks.items()}
+    groups = "; ".join(f"{rank_list(v)}: {sizes[v[0]]} parameters" for v in shapes.values())
+    places = tuple(where(r, "crashed", r.models[-1].site) for r in ranks.values())
+    return Finding(
+        kind="mismatch",
+        cause="model",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=tuple(sorted(set(ranks) - set(odd))),
+        where=tuple(w for w in places if w.rank in odd or not odd),
+        waiting=tuple(w for w in places if odd and w.rank not in odd),
+        first_seen_s=min((r.ended_s for r in ranks.values() if r.ended_s is not None), default=s.t_s),
+        message=f"the wrapped module differs between ranks: {groups}",
+        cost="DDP refuses to start",
+        advice="build the same module, in the same order, on every rank; compare what the ranks' configurations say",
+    )
+
+
+def _finished(s: Snapshot, finished: list[RankState], kinds: dict[int, str]) -> Finding:
+    first_echo = min((s.ranks[q].ended_s or s.t_s for q in kinds), default=s.t_s)
+    culprits = tuple(sorted(r.rank for r in finished))
+    victims = tuple(sorted(q for q, k in kinds.items() if k in ("echo", "timeout")))
+    victim = s.ranks[victims[0]]
+    call = last_wait(victim)
+    return Finding(
+        kind="deadlock",
+        cause="rank_finished",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call else None,
+        where=tuple(where(r, "finished") for r in finished),
+        waiting=tuple(where(s.ranks[q]) for q in victims),
+        step=finished[0].step,
+        first_seen_s=min((r.ended_s for r in finished if r.ended_s is not None), default=first_echo),
+        message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} went on"
+        + (f" and waited in {op_text(call)}" if call and call.op else ""),
+        cost="the others wait for a rank that will not come, and fail",
+        advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join)",
+    )
+
+
+def last_wait(r: RankState) -> Call | None:
+    """What a rank waited in last: still, or until it failed."""
+    if r.blocked is not None:
+        return r.blocked
+    for c in reversed(r.calls):
+        if c.failed or c.completed_s is None:
+            return c
+    for g, seq in r.enqueued.items():
+        if r.completed.get(g, seq) < seq:
+            return Call(op="", group=g, seq=r.completed[g] + 1)
+    return None
+
+
+def _timeout(
+    s: Snapshot, kinds: dict[int, str], late: tuple[tuple[int, ...], tuple[int, ...]] | None
+) -> Finding | None:
+    timed_out = sorted((s.ranks[q] for q, k in kinds.items() if k == "timeout"), key=lambda r: r.ended_s or s.t_s)
+    first = timed_out[0]
+    call = last_wait(first)
+    who: tuple[int, ...] = ()
+    if late is not None and late[0]:
+        who = late[0]
+    elif call is not None and call.seq is not None and call.group in s.groups:
+        who = tuple(
+            q for q in s.groups[call.group].ranks if q in s.ranks and s.ranks[q].enqueued.get(call.group, 0) < call.seq
+        )
+    who = tuple(sorted(q for q in who if kinds.get(q) != "timeout"))
+    if not who:
+        return None
+    waited = (first.ended_s or s.t_s) - call.entered_s if call is not None and call.entered_s is not None else None
+    ranks = [s.ranks[q] for q in who]
+    stack: tuple[Site, ...] = ranks[0].user_stack
+    return Finding(
+        kind="timeout",
+        cause="late_rank",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=who,
+        victims=tuple(r.rank for r in timed_out),
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call else None,
+        where=tuple(w for r in ranks for w in where_stack(r, r.user_stack, None, 3)),
+        waiting=tuple(where(r) for r in timed_out),
+        step=first.step,
+        first_seen_s=call.entered_s if call else None,
+        message=f"{op_text(call) if call else 'a collective'} ran into its timeout on "
+        f"{rank_list([r.rank for r in timed_out])}: {rank_list(who)} was alive and late"
+        + (f" by more than {seconds(waited)}" if waited else "")
+        + at(stack[0] if stack else None),
+        cost="the job ended",
+        advice="do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
+    )

@@ -1,0 +1,325 @@
+"""The diagnosis over time: rules are pure on one snapshot; here is what makes a finding of what they say.
+
+A proof must be the same in two snapshots between which nothing moved. A suspicion about speed must hold for some
+seconds. One incident is one finding: what follows from it is not said again. A finding that goes away keeps its record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from distdiag.diagnosis import batches, collectives, endings, parameters, resources, speed, stalls
+from distdiag.diagnosis.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.graph import WaitGraph, build
+from distdiag.diagnosis.snapshot import Life, Snapshot
+from distdiag.diagnosis.wording import op_text, seconds
+
+SETTLE_S = 0.4  # after the first death, before its cause is named: another rank's end may come before it in time
+ECHO_S = 2.0  # the same, while all that is seen are echoes
+SPEED_PERIOD_S = 1.0
+HOLD = {
+    "straggler": 3,
+    "input_bound": 5,
+    "comm_bound": 5,
+    "memory": 2,
+    "unused_parameters/flag_not_needed": 2,
+    "uneven_batches/size": 2,
+    "replica_drift": 1,
+}  # fmt: skip  evaluations in a row before it is said
+RELEASE = {"stall": 2, "deadlock": 2, "mismatch": 2, "straggler": 20, "memory": 60, "gpu": 10, "uneven_batches": 3}
+STICKY = {"rank_lost", "timeout", "unused_parameters", "nonfinite", "duplicate_data", "replica_drift", "recorder"}
+_FATAL = ("deadlock", "mismatch", "rank_lost", "timeout")
+
+
+@dataclass(slots=True)
+class Record:
+    """One finding and its life."""
+
+    finding: Finding
+    seen: int = 1
+    absent: int = 0
+    said: bool = False
+
+
+@dataclass
+class Diagnosis:
+    """Findings of one job, snapshot after snapshot.
+
+    Args:
+        source: Text of a source file by path, or None where it cannot be read.
+    """
+
+    source: Callable[[str], str | None]
+    records: dict[str, Record] = field(default_factory=dict)
+    state: State = State.WAITING
+    state_text: str = ""
+    suspicious: bool = False  # evidence is wanted: somebody waits, and it is not known for what
+    graph: WaitGraph | None = None
+    _mark: tuple = ()
+    _speed_at: float = -1.0
+    _first_end_s: float | None = None
+    _late: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
+    _episodes: dict[int, float] = field(default_factory=dict)
+    recovered: dict[int, float] = field(default_factory=dict)  # rank -> longest it kept others waiting and let go
+
+    def update(self, s: Snapshot, final: bool = False) -> list[Finding]:
+        """Take a snapshot; returns the findings that are new or changed (also those that went away)."""
+        graph = self.graph = build(s)
+        changed: list[Finding] = []
+        now: dict[str, Finding] = {}
+        self._follow_waits(s, graph)
+
+        ended = self._endings(s, final)
+        lost = tuple(q for f in ended if f.kind == "rank_lost" for q in f.culprits)
+        blocking = self._proofs(s, graph, lost, ended)
+        evaluated: set[str] = set(_FATAL) | {"stall"}
+        for f in (*ended, *blocking):
+            now[f.key] = f
+        fatal = [r.finding for r in self.records.values() if r.finding.kind in _FATAL and r.finding.cleared_s is None]
+        if not fatal and not any(f.kind in _FATAL for f in now.values()):
+            for f in stalls.rules(s, graph):
+                now[f.key] = f
+        if s.t_s - self._speed_at >= SPEED_PERIOD_S or final:
+            self._speed_at = s.t_s
+            evaluated |= {"unused_parameters", "uneven_batches", "duplicate_data", "replica_drift", "nonfinite", "memory",
+                          "gpu", "straggler", "input_bound", "comm_bound"}  # fmt: skip
+            slow: list[Finding] = [*parameters.rules(s), *batches.rules(s, self.source), *resources.rules(s)]
+            if not fatal and not any(
+                r.finding.kind == "stall" and not r.finding.cleared_s for r in self.records.values()
+            ):
+                slow += speed.rules(s)
+            else:
+                evaluated -= {"straggler", "input_bound", "comm_bound"}
+            for f in slow:
+                now[f.key] = f
+        now = self._one_incident(now)
+        for key, f in now.items():
+            done = self._take(s, key, f)
+            if done is not None:
+                changed.append(done)
+        changed += self._release(s, now, evaluated, final)
+        self._judge_state(s, graph, final)
+        return changed
+
+    # -- deadlocks and mismatches -------------------------------------------------------------------
+
+    def _proofs(self, s: Snapshot, graph: WaitGraph, lost: tuple[int, ...], ended: list[Finding]) -> list[Finding]:
+        mark = tuple(
+            (q, b.group, b.seq, b.nth, b.peer, b.entered_s, s.ranks[q].life)
+            for q in sorted(graph.stuck)
+            if (b := s.ranks[q].blocked) is not None
+        )
+        stable = bool(mark) and mark == self._mark
+        self._mark = mark
+        self.suspicious = bool(graph.stuck or graph.unknown) or any(
+            s.ranks[q].blocked is not None and not s.ranks[q].blocked.op
+            for q in graph.of_rank  # type: ignore[union-attr]
+        )
+        died_in_it = any(w.conflict and w.died for w in graph.waits)
+        if not (stable or died_in_it):
+            # what was proved and still stands is kept by its own record
+            return [
+                r.finding
+                for r in self.records.values()
+                if _blocked_kind(r.finding) and mark and not r.finding.cleared_s
+            ]
+        exhausted = batches.exhausted_ranks(s)
+        found = collectives.rules(s, graph, exhausted=exhausted, lost=lost)
+        if not stable:
+            found = [f for f in found if f.kind == "mismatch"]
+        if any(f.kind in ("rank_lost", "timeout") for f in ended):
+            found = [f for f in found if f.kind == "mismatch"]
+        if any(f.kind == "deadlock" for f in found):
+            seen = batches.seen_uneven(s)
+            if seen is not None:
+                found.append(seen)
+        return found
+
+    def _endings(self, s: Snapshot, final: bool) -> list[Finding]:
+        kinds = endings.ends(s)
+        if not kinds:
+            self._first_end_s = None
+            return []
+        proved = [r.finding for r in self.records.values() if r.finding.kind in ("deadlock", "mismatch")
+                  and r.finding.cleared_s is None]  # fmt: skip
+        if proved:
+            return []  # whatever ends now, ends because of it
+        if self._first_end_s is None:
+            self._first_end_s = s.t_s
+        waited = s.t_s - self._first_end_s
+        only_echo = all(k in ("echo", "timeout", "outside") for k in kinds.values())
+        gone = all(r.life in (Life.CRASHED, Life.KILLED, Life.FINISHED) for r in s.ranks.values())
+        if waited < (ECHO_S if only_echo else SETTLE_S) and not (final or (gone and waited > 0)):
+            return []
+        late = self._late
+        recent = (late[1], late[2]) if late is not None and self._first_end_s - late[0] < 5.0 else None
+        return endings.rules(s, recent)
+
+    def _follow_waits(self, s: Snapshot, graph: WaitGraph) -> None:
+        """Whom the others wait for, remembered past its end; and how long a rank usually keeps them waiting."""
+        if graph.sinks:
+            waiting = tuple(sorted(graph.victims_of(graph.sinks)))
+            if waiting:
+                self._late = (s.t_s, graph.sinks, waiting)
+        for q in graph.sinks:
+            since = [
+                b.entered_s
+                for v in graph.victims_of(q)
+                if (b := s.ranks[v].blocked) is not None and b.entered_s is not None
+            ]
+            if since:
+                self._episodes[q] = max(self._episodes.get(q, 0.0), s.t_s - min(since))
+        for q in list(self._episodes):
+            if q not in graph.sinks:
+                if s.ranks.get(q) is not None and s.ranks[q].life == Life.RUNNING:
+                    self.recovered[q] = max(self.recovered.get(q, 0.0), self._episodes[q])
+                del self._episodes[q]
+
+    # -- records ------------------------------------------------------------------------------------
+
+    def _one_incident(self, now: dict[str, Finding]) -> dict[str, Finding]:
+        """What follows from another finding of this moment, or of before, is not said again."""
+        before = [r.finding for r in self.records.values() if r.finding.cleared_s is None and r.said]
+        everything = [*now.values(), *before]
+        explained_by_parameters = any(
+            f.kind == "unused_parameters" and at_least(f.severity, Severity.ERROR) for f in everything
+        )
+        out = {}
+        for key, f in now.items():
+            if explained_by_parameters and f.kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch"):
+                continue
+            if (
+                f.kind == "rank_lost"
+                and key not in self.records
+                and any(
+                    g.kind in ("mismatch", "timeout") and set(f.culprits) <= {*g.culprits, *g.victims}
+                    for g in everything
+                )
+            ):
+                continue
+            if f.kind == "stall" and any(g.kind in _FATAL for g in everything):
+                continue
+            out[key] = f
+        return out
+
+    def _take(self, s: Snapshot, key: str, f: Finding) -> Finding | None:
+        record = self.records.get(key)
+        if record is None:
+            record = self.records[key] = Record(f)
+        else:
+            if record.finding.cleared_s is not None:
+                record.seen = 0
+            record.seen += 1
+            record.absent = 0
+        held = HOLD.get(f.kind, HOLD.get(f"{f.kind}/{f.cause}", 1))
+        first = record.finding.first_seen_s if record.said else f.first_seen_s
+        detected = record.finding.detected_s if record.said else s.t_s
+        fresh = msgspec.structs.replace(
+            f,
+            first_seen_s=first if first is not None else (record.finding.first_seen_s or s.t_s),
+            detected_s=detected,
+            cleared_s=None,
+            evidence=f.evidence or record.finding.evidence,
+        )
+        changed = not record.said or _differs(fresh, record.finding) or record.finding.cleared_s is not None
+        record.finding = fresh
+        if record.seen < held:
+            return None
+        record.said = True
+        return fresh if changed else None
+
+    def _release(self, s: Snapshot, now: dict[str, Finding], evaluated: set[str], final: bool) -> list[Finding]:
+        changed = []
+        for key, record in list(self.records.items()):
+            f = record.finding
+            if key in now or f.cleared_s is not None or f.kind not in evaluated:
+                continue
+            record.absent += 1
+            if not record.said:
+                del self.records[key]
+                continue
+            superseded = f.kind == "stall" and any(g.kind in _FATAL for g in now.values())
+            if superseded:
+                record.finding = msgspec.structs.replace(f, severity=Severity.INFO, cleared_s=s.t_s)
+                changed.append(record.finding)
+                continue
+            if f.kind in STICKY or final or self._all_gone(s):
+                continue
+            if record.absent >= RELEASE.get(f.kind, 5):
+                record.finding = msgspec.structs.replace(f, cleared_s=s.t_s)
+                changed.append(record.finding)
+        return changed
+
+    @staticmethod
+    def _all_gone(s: Snapshot) -> bool:
+        return all(r.life in (Life.CRASHED, Life.KILLED, Life.FINISHED) for r in s.ranks.values())
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything that was said, open and cleared."""
+        return [r.finding for r in self.records.values() if r.said]
+
+    def open(self, severity: str = Severity.INFO) -> list[Finding]:
+        return [f for f in self.findings if f.cleared_s is None and at_least(f.severity, severity)]
+
+    # -- the job's state --------------------------------------------------------------------------------
+
+    def _judge_state(self, s: Snapshot, graph: WaitGraph, final: bool) -> None:
+        lives = [r.life for r in s.ranks.values()]
+        gone = bool(lives) and all(x in (Life.FINISHED, Life.CRASHED, Life.KILLED) for x in lives)
+        worst = self.open(Severity.ERROR)
+        if gone and (final or len(lives) >= s.world_size):
+            bad = [r for r in s.ranks.values() if r.life != Life.FINISHED]
+            steps = max((r.step for r in s.ranks.values()), default=0)
+            if bad:
+                first = min(bad, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
+                how = first.exception or (f"signal {first.signal}" if first.signal else "an unknown end")
+                self.state, self.state_text = (
+                    State.FAILED,
+                    f"rank {first.rank}: {how[:120]}; {len(bad)} of {len(lives)} failed",
+                )
+            elif any(f.kind in _FATAL for f in worst):
+                self.state, self.state_text = State.FAILED, worst[0].message
+            else:
+                self.state, self.state_text = State.ENDED, f"all ranks ended normally after {steps:,} steps"
+        elif any(_blocked_kind(f) for f in worst):
+            f = next(f for f in worst if _blocked_kind(f))
+            self.state, self.state_text = State.DEADLOCKED, f.message
+        elif any(f.kind == "stall" for f in self.open()):
+            f = next(f for f in self.open() if f.kind == "stall")
+            self.state, self.state_text = State.STALLED, f.message
+        elif any(f.kind in ("rank_lost", "timeout") for f in worst):
+            f = next(f for f in worst if f.kind in ("rank_lost", "timeout"))
+            self.state, self.state_text = State.DEGRADED, f.message
+        elif len(lives) < s.world_size or (
+            all(x == Life.STARTING for x in lives) and not any(r.step for r in s.ranks.values())
+        ):
+            missing = sorted(set(range(s.world_size)) - set(s.ranks))
+            self.state = State.WAITING
+            reported = f"{len(lives)} of {s.world_size} ranks have reported"
+            self.state_text = reported + (f"; missing {', '.join(map(str, missing[:8]))}" if missing else "")
+        elif worst:
+            self.state, self.state_text = State.DEGRADED, worst[0].message
+        else:
+            self.state = State.RUNNING
+            waiting = [q for q in graph.of_rank if s.ranks[q].blocked is not None]
+            text = ""
+            if waiting and len(waiting) < len(lives):
+                b = s.ranks[waiting[0]].blocked
+                if b is not None and b.entered_s is not None and s.t_s - b.entered_s > 2.0:
+                    text = f"{len(waiting)} of {len(lives)} ranks wait in {op_text(b)} since {seconds(s.t_s - b.entered_s)}"
+            self.state_text = text
+
+
+def _blocked_kind(f: Finding) -> bool:
+    return f.kind in ("deadlock", "mismatch") and f.cleared_s is None
+
+
+def _differs(a: Finding, b: Finding) -> bool:
+    """Whether readers should see the new text: not for a changing number in it."""
+    return (a.severity, a.certainty, a.culprits, a.victims, a.names, a.where, a.collective, a.evidence) != (
+        b.severity, b.certainty, b.culprits, b.victims, b.names, b.where, b.collective, b.evidence,
+    )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Parameters: without gradient, drifting apart between replicas, or not finite."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.batches import synchronous
+from distdiag.diagnosis.endings import UNUSED
+from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.snapshot import Life, Model, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.wording import at, where
+
+NOT_NEEDED_CHECKS = 40  # looks at all gradients without a miss before the flag is called unneeded
+NOT_NEEDED_SHARE = 0.01  # of the step, below which the search is not worth a word
+DRIFT_RELATIVE = 1e-5
+
+
+def rules(s: Snapshot) -> list[Finding]:
+    """Findings about parameters."""
+    return [*_unused(s), *_not_needed(s), *_drift(s), *_nonfinite(s)]
+
+
+# -- unused ------------------------------------------------------------------------------------------------
+
+
+def _model_of(r: RankState) -> Model | None:
+    """The DDP module of a rank that had parameters without gradient, the most recent such."""
+    hit = [m for m in r.models if m.unused]
+    return max(hit, key=lambda m: m.unused_step) if hit else None
+
+
+def _unused(s: Snapshot) -> list[Finding]:
+    having = {r.rank: m for r in s.ranks.values() if (m := _model_of(r)) is not None}
+    if not having:
+        return []
+    refused = {
+        q
+        for q, m in having.items()
+        if m.unused_site is not None or UNUSED.search(s.ranks[q].exception or s.ranks[q].caught or "")
+    }
+    first = next(iter(having.values()))
+    flagged = bool(first.find_unused) or first.static_graph
+    by_names: dict[tuple[str, ...], list[int]] = {}
+    for q, m in having.items():
+        by_names.setdefault(tuple(n for n, _ in m.unused), []).append(q)
+    with_models = [r.rank for r in s.ranks.values() if r.models]
+    lacking = [q for q in with_models if q not in having and s.ranks[q].models[-1].unused_checks > 0]
+    differs = len(by_names) > 1 or bool(lacking)
+    if flagged or (not first.find_unused and not refused and not _will_crash(having)):
+        severity = Severity.INFO
+    else:
+        severity = Severity.ERROR
+    if differs and not refused and severity != Severity.INFO and not _stuck_in_backward(s):
+        severity = Severity.INFO  # the looks of the ranks fell on different steps; nothing has come of it
+    names = tuple(dict.fromkeys(n for m in having.values() for n, _ in m.unused))
+    elements = sum(dict(p for m in having.values() for p in m.unused).values())
+    culprits = tuple(sorted(having)) if differs and lacking else ()
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    on = "all ranks" if not differs else rank_list(sorted(having))
+    where_site = next((m.unused_site for m in having.values() if m.unused_site), None)
+    crash = "DDP refuses the next forward" if refused else "DDP will refuse the next forward"
+    return [
+        Finding(
+            kind="unused_parameters",
+            cause="differs_between_ranks" if differs else "never_used",
+            certainty=Certainty.PROVED,
+            severity=severity,
+            culprits=culprits,
+            victims=tuple(q for q in sorted(with_models) if q not in culprits),
+            where=tuple(
+                where(s.ranks[q], "crashed" if q in refused else None, having[q].unused_site) for q in sorted(having)
+            ),
+            names=names,
+            step=max(m.unused_step for m in having.values()),
+            message=f"{len(names)} parameters ({elements:,} elements) got no gradient on {on}: {shown}{at(where_site)}",
+            cost=crash if severity == Severity.ERROR else "they are never trained",
+            advice="use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass "
+            "find_unused_parameters=True"
+            if not flagged
+            else "freeze or remove them if they are meant to stay unused",
+        )
+    ]
+
+
+def _will_crash(having: dict[int, Model]) -> bool:
+    return any(m.find_unused is False and not m.static_graph and m.synced_backwards > 0 for m in having.values())
+
+
+def _stuck_in_backward(s: Snapshot) -> bool:
+    return any(r.blocked is not None and r.phase == "backward" for r in s.ranks.values())
+
+
+def _not_needed(s: Snapshot) -> list[Finding]:
+    models = [m for r in s.ranks.values() for m in r.models if m.find_unused]
+    if not models or s.usual_step_s is None or len(s.ranks) < s.world_size:
+        return []
+    if any(m.unused_hits or m.unused_checks < NOT_NEEDED_CHECKS or m.search_ms is None for m in models):
+        return []
+    cost_ms = max(m.search_ms or 0.0 for m in models)
+    if cost_ms < NOT_NEEDED_SHARE * s.usual_step_s * 1e3:
+        return []
+    m = models[0]
+    return [
+        Finding(
+            kind="unused_parameters",
+            cause="flag_not_needed",
+            certainty=Certainty.SUSPECTED,
+            severity=Severity.WARNING,
+            victims=tuple(sorted(s.ranks)),
+            where=tuple(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
+            message=f"find_unused_parameters=True{at(m.site)}, but every parameter got a gradient in "
+            f"{min(x.unused_checks for x in models)} of {min(x.unused_checks for x in models)} looks",
+            cost=f"{cost_ms:.1f} ms per step ({cost_ms / s.usual_step_s / 10:.0f} % of it) spent searching the graph",
+            advice="drop the flag if no branch of the model is ever skipped",
+        )
+    ]
+
+
+# -- replicas ----------------------------------------------------------------------------------------------
+
+
+def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
+    return {x.step: x for x in r.samples if x.kind == kind}
+
+
+def _drift(s: Snapshot) -> list[Finding]:
+    """Checksums of the same elements, at the same steps, that differ between replicas of one model."""
+    ranks = sorted(s.ranks)
+    if len(ranks) < 2 or len(ranks) < s.world_size:
+        return []
+    for kind in ("parameters", "buffers"):
+        samples = {q: _by_step(s.ranks[q], kind) for q in ranks}
+        common = sorted(set.intersection(*(set(x) for x in samples.values())))
+        common = [k for k in common if len({samples[q][k].key for q in ranks}) == 1]
+        if len(common) < 2:
+            continue
+        drifting = [k for k in common if _differ([samples[q][k].value for q in ranks])]
+        if len(drifting) < 2 or drifting[-1] != common[-1] or drifting[-2] != common[-2]:
+            continue
+        cause = _drift_cause(s, kind, drifting)
+        if cause is None:
+            continue
+        return [_drift_finding(s, cause, drifting, {q: samples[q][drifting[-1]].value for q in ranks})]
+    return []
+
+
+def _differ(values: list[float]) -> bool:
+    scale = max(abs(v) for v in values) + 1e-3
+    return (max(values) - min(values)) / scale > DRIFT_RELATIVE or any(v != v for v in values) != all(
+        v != v for v in values
+    )
+
+
+def _drift_cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
+    """Why replicas differ; None where they may differ by design."""
+    models = [m for r in s.ranks.values() for m in r.models]
+    over_all = [m for m in models if (g := s.groups.get(m.group or "")) is not None and len(g.ranks) == s.world_size]
+    if kind == "buffers":
+        return "buffers" if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
+    if over_all and len(over_all) >= s.world_size:
+        if all(m.synced_backwards == 0 for m in over_all):
+            return "gradients_not_synced"
+        # DDP does synchronise, but the parameters that are stepped differ all the same
+        return "gradients_not_synced"
+    if models:
+        return None
+    reduced = {q: _by_step(s.ranks[q], "reduced") for q in s.ranks}
+    shares = [reduced[q][k].value for q in s.ranks for k in drifting if k in reduced[q]]
+    if not shares or min(shares) < 0.3:
+        return None  # no averaging in these steps: independent models, or averaging now and then
+    return "different_init" if min(shares) >= 0.9 else "gradients_not_synced"
+
+
+def _drift_finding(s: Snapshot, cause: str, drifting: list[int], values: dict[int, float]) -> Finding:
+    spread = max(values.values()) - min(values.values())
+    by_value: dict[float, list[int]] = {}
+    for q, v in values.items():
+        by_value.setdefault(v, []).append(q)
+    most = max(len(v) for v in by_value.values())
+    odd = tuple(sorted(q for v in by_value.values() if len(v) < most for q in v)) if most > 1 else ()
+    what = {
+        "gradients_not_synced": "their gradients are not averaged",
+        "different_init": "gradients are averaged, but the replicas began with different values",
+        "buffers": "their buffers differ, and broadcast_buffers is off",
+    }[cause]
+    do = {
+        "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; "
+        "step the parameters that DDP wraps",
+        "different_init": "broadcast the parameters from rank 0 once after building the model (or seed alike, or use DDP)",
+        "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
+    }[cause]
+    sites = {r.rank: (r.phase_stacks.get("backward") or r.user_stack) for r in s.ranks.values()}
+    return Finding(
+        kind="replica_drift",
+        cause=cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=tuple(sorted(set(values) - set(odd))),
+        where=tuple(where(s.ranks[q], None, sites[q][0] if sites[q] else None) for q in sorted(values)),
+        step=drifting[0],
+        message=f"replicas drift apart since step {drifting[0]}: {what} "
+        f"(checksums differ by {spread:.3g} at step {drifting[-1]})",
+        cost="each rank trains a model of its own; only one of them is saved",
+        advice=do,
+    )
+
+
+# -- not finite --------------------------------------------------------------------------------------------
+
+
+def _nonfinite(s: Snapshot) -> list[Finding]:
+    found: list[tuple[int, Sample]] = [
+        (r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind in ("nonfinite_loss", "nonfinite_gradient")
+    ]
+    if not found:
+        return []
+    first_step = min(x.step for _, x in found)
+    at_first = [(q, x) for q, x in found if x.step == first_step]
+    losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
+    cause = "loss" if losses else "gradient"
+    chosen = losses or at_first
+    ranks = tuple(sorted({q for q, _ in chosen}))
+    x = chosen[0][1]
+    everywhere = len(ranks) == s.world_size
+    name = next((y.name for _, y in chosen if y.name), "")
+    value = "nan" if x.value != x.value else ("inf" if x.value > 0 else "-inf")
+    others = sorted({q for q, _ in found} - set(ranks))
+    alive = [r for r in s.ranks.values() if r.life != Life.MISSING]
+    what = f"{'loss is' if cause == 'loss' else 'a gradient is'} {value}"
+    return [
+        Finding(
+            kind="nonfinite",
+            cause=cause,
+            certainty=Certainty.PROVED,
+            severity=Severity.ERROR,
+            culprits=() if everywhere and cause == "gradient" else ranks,
+            victims=tuple(sorted(r.rank for r in alive if r.rank not in ranks)),
+            where=tuple(where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen),
+            names=(name,) if name else (),
+            step=first_step,
+            first_seen_s=min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
+            message=f"{what} on {'all ranks' if everywhere else rank_list(ranks) + ' first'}, step {first_step}"
+            + (f"; {rank_list(others)} followed" if others and not everywhere else "")
+            + (f" ({name})" if name else "")
+            + at(x.site),
+            cost="averaging carries it to every rank; what is trained from here on is lost",
+            advice=f"look at that rank's batch of step {first_step}, and at divisions and logarithms in the loss; "
+            "go back to the last checkpoint",
+        )
+    ]
+
+
+def _backward_place(r: RankState) -> Site | None:
+    stack = r.phase_stacks.get("backward")
+    return stack[0] if stack else r.place

@@ -1,0 +1,158 @@
+"""Memory and GPUs: what grows, what differs, what is throttled, what is broken."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list, size_text
+from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.wording import at, seconds, where
+
+MIB = 1 << 20
+GROWTH_BYTES, GROWTH_SHARE, GROWTH_S, GROWTH_SAMPLES = 192 * MIB, 0.25, 12.0, 12
+HEADROOM = 0.95
+IMBALANCE_BYTES = 512 * MIB
+
+
+def rules(s: Snapshot) -> list[Finding]:
+    """Findings about memory and GPUs."""
+    return [*_growth(s), *_device(s), *_gpus(s)]
+
+
+def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
+    """(bytes per second, R^2) of a least-squares line."""
+    n = len(points)
+    mt = sum(t for t, _ in points) / n
+    mb = sum(b for _, b in points) / n
+    stt = sum((t - mt) ** 2 for t, _ in points)
+    sbb = sum((b - mb) ** 2 for _, b in points)
+    stb = sum((t - mt) * (b - mb) for t, b in points)
+    if stt == 0 or sbb == 0:
+        return 0.0, 0.0
+    return stb / stt, stb * stb / (stt * sbb)
+
+
+def _growing(r: RankState) -> float | None:
+    """Bytes per second of growth that goes on, in both halves alike, while the rank trains; None otherwise."""
+    if r.life != Life.RUNNING or r.step < 30 or not r.steps:
+        return None
+    began = r.steps[0].end_s if r.step <= len(r.steps) + 5 else 0.0
+    points = [p for p in r.memory if p[0] >= began + 3.0][-60:]
+    if len(points) < GROWTH_SAMPLES or points[-1][0] - points[0][0] < GROWTH_S:
+        return None
+    grown = points[-1][1] - points[0][1]
+    if grown < max(GROWTH_BYTES, GROWTH_SHARE * points[0][1]):
+        return None
+    rate, fit = slope(points)
+    half = len(points) // 2
+    first, second = slope(points[:half])[0], slope(points[half:])[0]
+    steady = rate > 0 and fit > 0.97 and first > 0 and 0.5 < second / first < 2.0
+    never_down = sum(b[1] < a[1] - 4 * MIB for a, b in itertools.pairwise(points)) == 0
+    return rate if steady and never_down else None
+
+
+def _growth(s: Snapshot) -> list[Finding]:
+    growing = {r.rank: rate for r in s.ranks.values() if (rate := _growing(r)) is not None}
+    if not growing:
+        return []
+    ranks = tuple(sorted(growing))
+    r = s.ranks[max(growing, key=lambda q: growing[q])]
+    rate = growing[r.rank]
+    per_step = rate * (s.usual_step_s or 0.0)
+    now = r.memory[-1][1]
+    everywhere = len(ranks) == len(s.ranks) and len(ranks) > 1
+    stack = r.phase_stacks.get("backward") or r.user_stack
+    return [
+        Finding(
+            kind="memory",
+            cause="growth",
+            certainty=Certainty.SUSPECTED,
+            severity=Severity.WARNING,
+            culprits=ranks,
+            victims=(),
+            where=tuple(
+                where(s.ranks[q], None, (s.ranks[q].phase_stacks.get("backward") or (None,))[0]) for q in ranks
+            ),
+            step=r.step,
+            message=f"host memory of {'every rank' if everywhere else rank_list(ranks)} grows by "
+            f"{size_text(int(per_step)) if per_step else size_text(int(rate)) + '/s'} per step "
+            f"({size_text(int(rate * 60))} a minute), now {size_text(now)}{at(stack[0] if stack else None)}",
+            cost="the job is killed when the host's memory is used up",
+            advice="look for tensors kept across steps: a list of losses or outputs without .item() or .detach()",
+        )
+    ]
+
+
+def _device(s: Snapshot) -> list[Finding]:
+    known = {r.rank: r for r in s.ranks.values() if r.device_bytes and r.device_total_bytes}
+    out = []
+    tight = tuple(q for q, r in known.items() if (r.device_bytes or 0) > HEADROOM * (r.device_total_bytes or 1))
+    if tight:
+        out.append(
+            Finding(
+                kind="memory",
+                cause="headroom",
+                certainty=Certainty.PROVED,
+                severity=Severity.WARNING,
+                culprits=tight,
+                message=f"device memory of {rank_list(tight)} is above {HEADROOM:.0%} of the card",
+                cost="the next larger batch or fragment ends in an out-of-memory error",
+                advice="a smaller batch, activation checkpointing, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            )
+        )
+    if len(known) >= 2 and len(known) == len(s.ranks):
+        values = {q: r.device_bytes or 0 for q, r in known.items()}
+        usual = statistics.median_low(values.values())
+        odd = tuple(sorted(q for q, v in values.items() if v - usual > max(IMBALANCE_BYTES, 0.5 * usual)))
+        if odd and len(odd) <= len(values) // 2 and not _model_parallel(s):
+            out.append(
+                Finding(
+                    kind="memory",
+                    cause="imbalance",
+                    certainty=Certainty.PROVED,
+                    severity=Severity.WARNING,
+                    culprits=odd,
+                    message=f"{rank_list(odd)} uses {size_text(values[odd[0]])} of device memory, the others {size_text(usual)}",
+                    cost="the fullest rank limits the batch of all",
+                    advice="is everything loaded onto one device (map_location, cuda:0)?",
+                )
+            )
+    return out
+
+
+def _model_parallel(s: Snapshot) -> bool:
+    return any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
+
+
+def _gpus(s: Snapshot) -> list[Finding]:
+    out = []
+    for g in s.gpus:
+        who = (g.rank,) if g.rank is not None else ()
+        name = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
+        if g.ecc_uncorrected:
+            out.append(_gpu("ecc", who, Severity.ERROR, f"{name}: {g.ecc_uncorrected} uncorrected memory errors",
+                            "wrong results, or the next crash", "drain the node and have the card replaced"))  # fmt: skip
+        if g.throttled_share is not None and g.throttled_share > 0.5 and g.throttle:
+            out.append(_gpu("throttled", who, Severity.WARNING, f"{name}: throttled ({g.throttle}) in "
+                            f"{g.throttled_share:.0%} of the last minute", "lower clocks on the rank all wait for",
+                            "check cooling and power of that node"))  # fmt: skip
+        if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
+            out.append(_gpu("pcie_degraded", who, Severity.WARNING,
+                            f"{name}: PCIe x{g.pcie_width} of x{g.pcie_width_max}", "slower copies to and from the host",
+                            "reseat the card, or check the riser; `distdiag probe gpu` measures the copies"))  # fmt: skip
+    stuck = [r for r in s.ranks.values() if r.activity_since_s is not None and s.t_s - r.activity_since_s > 60]
+    if stuck and s.gpus and len(stuck) == len(s.ranks):
+        busy = [g for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > 95]
+        if busy and len(busy) >= len(s.ranks):
+            out.append(_gpu("busy_without_progress", tuple(g.rank for g in busy if g.rank is not None), Severity.WARNING,
+                            f"GPUs show over 95 % use, but no rank made a step for {seconds(60)}: kernels spin in a collective",
+                            "the job makes no progress", "`distdiag dump` shows where every rank stands"))  # fmt: skip
+    return out
+
+
+def _gpu(cause: str, ranks: tuple[int, ...], severity: Severity, what: str, cost: str, do: str) -> Finding:
+    return Finding(
+        kind="gpu", cause=cause, certainty=Certainty.PROVED, severity=severity, culprits=ranks,
+        message=what, cost=cost, advice=do,
+    )  # fmt: skip

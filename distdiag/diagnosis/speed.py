@@ -1,0 +1,273 @@
+"""Speed: who is late in a sustained share of steps, and what all ranks lose to data or communication.
+
+In a synchronous job every rank has the same step time; the slow rank is the one that waits least. So ranks are compared
+by `self = step - wait`, each against the median (the lower one) of the others: with two ranks the faster is the reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+
+from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.snapshot import Life, RankState, Site, Snapshot, Step
+from distdiag.diagnosis.wording import at, percent, where, where_stack
+
+WINDOW, MIN_STEPS, WARM_UP = 50, 30, 5
+RECURRENCE = 0.75  # of the window's steps in which it is the slowest
+MIN_SHARE = 0.10  # of the step time that it must cost
+MIN_MS = 2.0
+ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
+BUSY_HOST_PCT = 90.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
+
+
+def rules(s: Snapshot) -> list[Finding]:
+    """Findings about speed."""
+    window = _window(s)
+    if window is None:
+        return _by_arrivals(s)
+    out = _straggler(s, window)
+    if not out:
+        out = _rotating(s, window)
+    return out + _shares(s, window)
+
+
+def _window(s: Snapshot) -> dict[int, list[Step]] | None:
+    """The same last steps of every rank, without the first ones of the job; None where they are too few."""
+    ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.FINISHED)]
+    if len(ranks) < 2 or len(ranks) < s.world_size:
+        return None
+    common = set.intersection(*({x.step for x in r.steps if x.step > WARM_UP} for r in ranks))
+    steps = sorted(common)[-WINDOW:]
+    if len(steps) < MIN_STEPS:
+        return None
+    wanted = set(steps)
+    return {r.rank: [x for x in r.steps if x.step in wanted] for r in ranks}
+
+
+def self_ms(x: Step) -> float:
+    return max(0.0, x.step_ms - x.wait_ms)
+
+
+def part_ms(x: Step, phase: str) -> float:
+    """One phase of a step without the waiting in it (which lies in backward, or in the collectives of `other`)."""
+    if phase == "backward":
+        return max(0.0, x.backward_ms - min(x.wait_ms, x.backward_ms))
+    if phase == "other":
+        return max(0.0, x.other_ms - max(0.0, x.wait_ms - x.backward_ms))
+    return getattr(x, f"{phase}_ms")
+
+
+def _straggler(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
+    ranks = sorted(window)
+    n = len(window[ranks[0]])
+    slowest: Counter[int] = Counter()
+    latest: Counter[int] = Counter()
+    ready_known = 0
+    gains: list[float] = []
+    for i in range(n):
+        selfs = {q: self_ms(window[q][i]) for q in ranks}
+        q = max(ranks, key=lambda k: selfs[k])
+        slowest[q] += 1
+        second = max(v for k, v in selfs.items() if k != q)
+        gains.append(selfs[q] - second)
+        ready = {k: window[k][i].ready_s for k in ranks}
+        if all(v is not None for v in ready.values()):
+            ready_known += 1
+            latest[max(ranks, key=lambda k: ready[k] or 0.0)] += 1
+    q, count = slowest.most_common(1)[0]
+    if count < RECURRENCE * n:
+        return []
+    if ready_known > n // 2 and latest[q] < RECURRENCE * ready_known:
+        return []  # it works longest but does not arrive last: nobody waits for it
+    mine = [self_ms(x) for x in window[q]]
+    others = [
+        statistics.median_low([self_ms(window[k][i]) for k in ranks if k != q]) for i in range(n)
+    ]  # per step, so that a slow step of all ranks is nobody's fault
+    excess = statistics.median(a - b for a, b in zip(mine, others, strict=True))
+    step_ms = statistics.median(x.step_ms for x in window[q])
+    gain = statistics.median(gains)
+    # half of the window's steps alone must show it, too: a few huge steps are not a habit
+    if gain < max(MIN_MS, MIN_SHARE * step_ms) or excess < max(MIN_MS, MIN_SHARE * step_ms):
+        return []
+    excesses = {
+        p: statistics.median(part_ms(x, p) for x in window[q])
+        - statistics.median(
+            statistics.median_low([part_ms(window[k][i], p) for k in ranks if k != q]) for i in range(n)
+        )
+        for p in PHASES
+    }
+    phase = max(PHASES, key=lambda p: excesses[p])
+    r = s.ranks[q]
+    stack = _stack_of(r, phase)
+    place: Site | None = stack[0] if stack else None
+    return [
+        Finding(
+            kind="straggler",
+            cause=CAUSES[phase],
+            certainty=Certainty.SUSPECTED,
+            severity=Severity.WARNING,
+            culprits=(q,),
+            victims=tuple(k for k in ranks if k != q),
+            where=where_stack(r, stack) if stack else (where(r),),
+            step=r.step,
+            message=f"rank {q}: {'its own code between steps' if phase == 'other' else phase} +{excesses[phase]:.0f} ms "
+            f"per step against the others, slowest in {count} of the last {n} steps{at(place)}",
+            cost=f"{rank_list([k for k in ranks if k != q])} wait {gain:.0f} ms per step: "
+            f"{percent(gain / step_ms)} of step time",
+            advice={
+                "data": f"check storage and CPU load for rank {q}'s loader; more workers or prefetching",
+                "forward": "the same input size on that rank? then check its device clocks and its neighbours on the host",
+                "backward": "the same input size on that rank? then check its device clocks and its neighbours on the host",
+                "optimizer": "does only that rank do more in optimizer.step (hooks, logging)?",
+                "other": "move that work off the training step: to fewer steps, to all ranks in turn, or to a thread",
+            }[phase],
+        )
+    ]
+
+
+def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
+    """Where samples of that phase fell most; `other` also shows as optimizer's neighbourhood or user-named phases."""
+    names = ("other", "checkpoint", "validate", "init") if phase == "other" else (phase,)
+    best: tuple[Site, ...] = ()
+    most = 0
+    for name in names:
+        places = r.phase_places.get(name, ())
+        if places and places[0][1] > most:
+            most = places[0][1]
+            best = r.phase_stacks.get(name, (places[0][0],))
+    return best
+
+
+def _rotating(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
+    ranks = sorted(window)
+    n = len(window[ranks[0]])
+    if n < ROTATING_STEPS or s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT:
+        return []
+    slowest: list[int] = []
+    gains: list[float] = []
+    for i in range(n):
+        selfs = {q: self_ms(window[q][i]) for q in ranks}
+        q = max(ranks, key=lambda k: selfs[k])
+        slowest.append(q)
+        gains.append(selfs[q] - statistics.median_low([v for k, v in selfs.items() if k != q]))
+    step_ms = statistics.median(x.step_ms for x in window[ranks[0]])
+    skew = statistics.median(gains)
+    if skew < max(ROTATING_MS, ROTATING_SHARE * step_ms):
+        return []
+    changes = sum(a != b for a, b in itertools.pairwise(slowest))
+    if Counter(slowest).most_common(1)[0][1] > 0.6 * n or len(set(slowest)) < len(ranks) or changes < 0.4 * n:
+        return []
+    phase = max(
+        PHASES,
+        key=lambda p: statistics.median(
+            max(part_ms(window[q][i], p) for q in ranks) - min(part_ms(window[q][i], p) for q in ranks)
+            for i in range(n)
+        ),
+    )
+    return [
+        Finding(
+            kind="straggler",
+            cause="rotating",
+            certainty=Certainty.SUSPECTED,
+            severity=Severity.WARNING,
+            victims=tuple(ranks),
+            where=tuple(where(s.ranks[q], None, (_stack_of(s.ranks[q], phase) or (None,))[0]) for q in ranks),
+            step=s.ranks[ranks[0]].step,
+            message=f"no single rank: the slowest changed {changes} times in {n} steps, skew p50 {skew:.0f} ms, "
+            f"mostly in {'code between steps' if phase == 'other' else phase}",
+            cost=f"{percent(skew / step_ms)} of step time is waiting for whoever is slow",
+            advice="look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
+        )
+    ]
+
+
+def _shares(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
+    """The share of step time that every rank loses to its data, or to communication without a late rank."""
+    total = {q: sum(x.step_ms for x in xs) for q, xs in window.items()}
+    if min(total.values()) <= 0:
+        return []
+    data = min(sum(x.data_ms for x in xs) / total[q] for q, xs in window.items())
+    wait = min(sum(x.wait_ms for x in xs) / total[q] for q, xs in window.items())
+    out = []
+    if data >= 0.3:
+        ms = statistics.median(x.data_ms for xs in window.values() for x in xs)
+        place = next((x.site for r in s.ranks.values() for x in r.loaders if x.in_training), None)
+        workers = next((x.workers for r in s.ranks.values() for x in r.loaders if x.in_training), 0)
+        out.append(
+            Finding(
+                kind="input_bound",
+                certainty=Certainty.PROVED,
+                severity=Severity.INFO,
+                victims=tuple(sorted(window)),
+                where=tuple(where(s.ranks[q], "data", place) for q in sorted(window)),
+                message=f"every rank waits for data: {percent(data)} of step time (p50 {ms:.0f} ms){at(place)}",
+                cost=f"up to {percent(data)} of step time",
+                advice=f"raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
+            )
+        )
+    if wait >= 0.3:
+        out.append(
+            Finding(
+                kind="comm_bound",
+                certainty=Certainty.SUSPECTED,
+                severity=Severity.INFO,
+                victims=tuple(sorted(window)),
+                message=f"exposed communication: at least {percent(wait)} of step time on every rank, with no rank late",
+                cost=f"{percent(wait)} of step time",
+                advice="`distdiag probe allreduce` says what this machine can do; accumulate gradients, or larger buckets",
+            )
+        )
+    return out
+
+
+def _by_arrivals(s: Snapshot) -> list[Finding]:
+    """Loops without an optimizer: who enters the collectives last, by how much of the time between them."""
+    by_group: dict[str, list] = {}
+    for a in s.arrivals:
+        if a.op in (
+            "all_reduce",
+            "barrier",
+            "all_gather",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all",
+        ):
+            g = s.groups.get(a.group)
+            if g is not None and len(g.ranks) == s.world_size:
+                by_group.setdefault(a.group, []).append(a)
+    for arrivals in by_group.values():
+        recent = arrivals[-60:]
+        if len(recent) < MIN_STEPS:
+            continue
+        late = Counter(a.late_rank for a in recent)
+        q, count = late.most_common(1)[0]
+        skew = statistics.median(a.skew_ms for a in recent)
+        period = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
+        if count < RECURRENCE * len(recent) or skew < max(3.0, 0.15 * period) or q not in s.ranks:
+            continue
+        r = s.ranks[q]
+        stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
+        for name in ("other", "init"):
+            if r.phase_places.get(name):
+                stack = r.phase_stacks[name]
+                break
+        return [
+            Finding(
+                kind="straggler",
+                cause="host",
+                certainty=Certainty.SUSPECTED,
+                severity=Severity.WARNING,
+                culprits=(q,),
+                victims=tuple(k for k in sorted(s.ranks) if k != q),
+                where=where_stack(r, stack) if stack else (where(r),),
+                message=f"rank {q} enters {recent[-1].op} last in {count} of the last {len(recent)}, "
+                f"{skew:.0f} ms after the first{at(stack[0] if stack else None)}",
+                cost=f"the others wait {skew:.0f} ms of every {period:.0f} ms",
+                advice=f"look at what rank {q} does between its collectives that the others do not",
+            )
+        ]
+    return []

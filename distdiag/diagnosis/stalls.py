@@ -1,0 +1,104 @@
+"""Stalls: ranks wait for one that is alive and busy, unusually long for this job. A suspicion, withdrawn if it recovers."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list, size_text
+from distdiag.diagnosis.graph import WaitGraph
+from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.wording import at, op_text, seconds, where, where_stack
+
+# How long a rank may keep the others waiting before that is worth a word, by what it is seen to do. A person asked at a
+# terminal will not answer; a checkpoint to a slow disk takes its time.
+PATIENCE_S = {
+    "stdin": 5.0,
+    "gil_held": 8.0,
+    "lock": 10.0,
+    "queue": 10.0,
+    "socket": 12.0,
+    "data": 12.0,
+    "sleep": 10.0,
+    "user_code": 20.0,
+    "checkpoint": 60.0,
+}
+FIRST_STEP_S = 60.0  # compilation, lazy initialisation, reading an index
+USUAL_FACTOR = 3.0  # times the longest that this rank kept the others waiting before, and let them go on
+ERROR_FACTOR = 3.0
+_CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
+_DOES = {
+    "stdin": "waits for standard input",
+    "gil_held": "is stuck in C code that holds the GIL",
+    "lock": "waits for a lock",
+    "queue": "waits on a queue",
+    "socket": "waits on a socket or a pipe",
+    "data": "waits for its data loader",
+    "checkpoint": "writes a checkpoint",
+    "sleep": "sleeps",
+    "user_code": "is busy in its own code",
+}
+_DO = {
+    "stdin": "remove the prompt, or answer it before the launch; only rank 0 may ask, and the others must not wait for it",
+    "data": "look at the loader's workers of that rank (dead, stuck on storage?); `distdiag dump` shows them",
+    "lock": "find who holds the lock; no lock may be held across a collective",
+    "queue": "find who should fill or drain that queue",
+    "socket": "look at the other end of that connection, and give it a timeout",
+    "gil_held": "look at the native call at that line",
+    "checkpoint": "wait, or write checkpoints asynchronously",
+}
+
+
+def patience_s(r: RankState) -> float:
+    """Seconds that others may wait for this rank before it is a finding, for what it does and has done before."""
+    word = r.activity
+    if word == "user_code" and r.host_blocked:
+        word = "sleep"
+    base = PATIENCE_S.get(word, PATIENCE_S["user_code"])
+    if not r.steps and r.step == 0 and word in ("user_code", "sleep", "socket", "lock"):
+        base = max(base, FIRST_STEP_S if not r.calls or len(r.calls) < 4 else 30.0)
+    return max(base, USUAL_FACTOR * r.longest_usual_s)
+
+
+def rules(s: Snapshot, graph: WaitGraph) -> list[Finding]:
+    """One finding per living rank that others have waited for, longer than is usual."""
+    out: list[Finding] = []
+    for q in graph.sinks:
+        r = s.ranks.get(q)
+        if r is None or r.life not in (Life.RUNNING, Life.STARTING):
+            continue
+        victims = sorted(v for v in graph.victims_of(q) if s.ranks[v].blocked is not None)
+        since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+        if not since:
+            continue
+        waited = s.t_s - min(since)
+        # the wait that counts cannot be longer than the rank itself has stood without doing anything collective
+        limit = patience_s(r)
+        if waited < limit:
+            continue
+        out.append(_stall(s, r, victims, waited, limit))
+    return out
+
+
+def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: float) -> Finding:
+    word = "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
+    call = s.ranks[victims[0]].blocked
+    assert call is not None
+    usual = f" (its longest so far: {seconds(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
+    return Finding(
+        kind="stall",
+        cause=_CAUSE.get(word, "user_code" if r.place else "unknown"),
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR if waited > ERROR_FACTOR * limit else Severity.WARNING,
+        culprits=(r.rank,),
+        victims=tuple(victims),
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
+        where=where_stack(r, r.user_stack, r.activity),
+        waiting=tuple(where(s.ranks[v]) for v in victims),
+        step=r.step,
+        first_seen_s=s.t_s - waited,
+        message=f"rank {r.rank} has not entered {op_text(call)}"
+        + (f", {size_text(call.bytes)}" if call.bytes else "")
+        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}; {rank_list(victims)} wait since {seconds(waited)}{usual}",
+        cost=f"{len(victims)} of {s.world_size} ranks make no progress",
+        advice=_DO.get(
+            word, "look at that line; `distdiag dump` saves all stacks; it is withdrawn if the rank goes on"
+        ),
+    )

@@ -1,0 +1,4 @@
+import os
+
+if os.fork():
+    os._exit(0)

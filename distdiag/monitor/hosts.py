@@ -1,0 +1,111 @@
+"""The node and its rank processes once a second: CPU, memory, load, disk, network (psutil)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import psutil
+
+from distdiag.store.rows import HostRow, ProcessRow
+
+
+class Hosts:
+    """Rates need two looks: the first sample has None where a rate would stand."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.host = socket.gethostname()
+        self.cores = os.cpu_count()
+        self._last: dict[str, tuple[float, float]] = {}
+        self._processes: dict[int, psutil.Process] = {}
+        psutil.cpu_percent()
+
+    def _rate(self, key: str, value: float | None) -> float | None:
+        if value is None:
+            return None
+        now = time.monotonic()
+        before = self._last.get(key)
+        self._last[key] = (now, value)
+        if before is None or now <= before[0]:
+            return None
+        return max(0.0, (value - before[1]) / (now - before[0]))
+
+    def node_row(self, t_s: float) -> HostRow:
+        """The node at this moment."""
+        memory = psutil.virtual_memory()
+        disk = _counters(psutil.disk_io_counters)
+        net = _counters(psutil.net_io_counters)
+        return HostRow(
+            t_s=t_s,
+            node=self.node,
+            host=self.host,
+            cpu_pct=psutil.cpu_percent(),
+            load1=os.getloadavg()[0],
+            cores=self.cores,
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            disk_read_bytes_per_s=self._rate("disk_read", getattr(disk, "read_bytes", None)),
+            disk_write_bytes_per_s=self._rate("disk_write", getattr(disk, "write_bytes", None)),
+            net_sent_bytes_per_s=self._rate("net_sent", getattr(net, "bytes_sent", None)),
+            net_recv_bytes_per_s=self._rate("net_recv", getattr(net, "bytes_recv", None)),
+        )
+
+    def process_row(self, t_s: float, rank: int, pid: int) -> ProcessRow | None:
+        """One rank's process and its children; None where it is gone or not ours to look at."""
+        try:
+            p = self._processes.get(pid)
+            if p is None:
+                p = self._processes[pid] = psutil.Process(pid)
+                p.cpu_percent()
+            with p.oneshot():
+                cpu, rss, threads = p.cpu_percent(), p.memory_info().rss, p.num_threads()
+            children = _children(pid)
+            io: Any = None
+            try:
+                io = p.io_counters()
+            except (psutil.AccessDenied, AttributeError):
+                pass
+            child_cpu = self._rate(f"children {pid}", sum(map(_cpu_seconds, children)))
+            return ProcessRow(
+                t_s=t_s,
+                rank=rank,
+                cpu_pct=cpu,
+                rss_bytes=rss,
+                threads=threads,
+                children=len(children),
+                children_cpu_pct=None if child_cpu is None else child_cpu * 100,
+                read_bytes_per_s=self._rate(f"read {pid}", getattr(io, "read_bytes", None)),
+                write_bytes_per_s=self._rate(f"write {pid}", getattr(io, "write_bytes", None)),
+            )
+        except (psutil.Error, OSError):
+            self._processes.pop(pid, None)
+            return None
+
+
+def _counters(read: Any) -> Any:
+    """Counters of the node; None in containers that have none."""
+    try:
+        return read()
+    except (psutil.Error, OSError, RuntimeError, NotImplementedError):
+        return None
+
+
+def _children(pid: int) -> list[int]:
+    """Direct children (DataLoader workers), from the kernel's own list: no walk over all processes."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as f:
+            return [int(c) for c in f.read().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -1,0 +1,155 @@
+"""What the kernel says of the rank processes: alive, stopped, waiting, how they ended. No rank takes part in it."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class ThreadLook:
+    """The main thread of a rank at one look."""
+
+    state: str  # R S D T t Z X, as in /proc
+    cpu_ticks: int
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a process ended: exit code or signal, where the kernel still told us (it is no child of ours)."""
+
+    t_mono_ns: int
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+def main_thread(pid: int) -> ThreadLook | None:
+    """State and CPU of a process's main thread; None where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return ThreadLook(fields[0], int(fields[11]) + int(fields[12]))
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot: with the pid, an identity."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def zombie_status(pid: int) -> tuple[int | None, int | None] | None:
+    """(exit_code, signal) of a process that has ended and was not yet reaped; None where it cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    if fields[0] not in "ZX" or len(fields) < 50:
+        return None
+    status = int(fields[49])
+    if status & 0x7F:
+        return None, status & 0x7F
+    return status >> 8, None
+
+
+class Endings:
+    """Waits for the ends of the ranks and reads their exit status before their parent reaps them.
+
+    One thread on pidfds: it wakes within microseconds of an exit, while torchrun's agent polls every 100 ms.
+    """
+
+    def __init__(self) -> None:
+        self.ended: dict[int, Ending] = {}
+        self._poll = select.poll()
+        self._fds: dict[int, int] = {}
+        self._watched: set[int] = set()
+        self._lock = threading.Lock()
+        self.wake = threading.Event()
+        threading.Thread(target=self._run, name="endings", daemon=True).start()
+
+    def watch(self, pid: int) -> None:
+        if pid in self._watched:
+            return
+        self._watched.add(pid)
+        try:
+            fd = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            if main_thread(pid) is None:
+                self.ended[pid] = Ending(time.monotonic_ns())
+            return
+        with self._lock:
+            self._fds[fd] = pid
+            self._poll.register(fd, select.POLLIN)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                ready = self._poll.poll(200)
+            except OSError:
+                time.sleep(0.2)
+                continue
+            for fd, _ in ready:
+                pid = self._fds.get(fd)
+                if pid is None:
+                    continue
+                status = zombie_status(pid)
+                end = Ending(time.monotonic_ns())
+                if status is not None:
+                    end.exit_code, end.signal = status
+                self.ended[pid] = end
+                with self._lock:
+                    self._poll.unregister(fd)
+                    del self._fds[fd]
+                os.close(fd)
+                self.wake.set()
+
+    def poll_without_pidfd(self, pid: int) -> None:
+        """For kernels without pidfd: notice an end by looking."""
+        if pid not in self.ended and pid not in self._fds.values() and main_thread(pid) is None:
+            self.ended[pid] = Ending(time.monotonic_ns())
+
+
+def file_lock_waits() -> dict[int, set[int]]:
+    """waiter pid -> holder pids, of file locks (flock, fcntl) that somebody waits for, from /proc/locks."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return {}
+    holders: dict[str, int] = {}
+    waits: dict[int, set[int]] = {}
+    for line in lines:
+        parts = line.split()
+        number = parts[0]
+        if len(parts) > 1 and parts[1] == "->":
+            if len(parts) > 5 and parts[5].isdigit() and number in holders:
+                waits.setdefault(int(parts[5]), set()).add(holders[number])
+        elif len(parts) > 4 and parts[4].lstrip("-").isdigit():
+            holders[number] = int(parts[4])
+    return waits
+
+
+@dataclass(slots=True)
+class CpuWatch:
+    """Whether main threads sleep without using CPU, look by look."""
+
+    last: dict[int, ThreadLook] = field(default_factory=dict)
+
+    def idle(self, pid: int) -> tuple[bool | None, str | None]:
+        """(sleeps and used no CPU since the last look, state letter); None where there is no earlier look."""
+        look = main_thread(pid)
+        before = self.last.get(pid)
+        if look is None:
+            self.last.pop(pid, None)
+            return None, None
+        self.last[pid] = look
+        if before is None:
+            return None, look.state
+        return look.state in "SD" and look.cpu_ticks == before.cpu_ticks, look.state
