@@ -1,0 +1,101 @@
+"""`torchrun … -m distdiag.train`, or `python -m distdiag.train` for one process: options in, exit code out."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.train.config import parse_arguments
+
+STUCK_GRACE_S = 3.0  # a rank that waits in a collective cannot be interrupted from Python; then it is ended
+RANK_ZERO_GRACE_S = 20.0  # for rank 0 to say what is wrong before another rank's exit makes the launcher end it
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the job and end the process with a code of the contract."""
+    rank = int(os.environ.get("RANK", "0") or 0)
+    _interruptible()
+    code: int = ExitCode.OK
+    try:
+        if rank != 0:  # `--help` is asked of every rank, and one answer is enough
+            argv_help = sys.argv[1:] if argv is None else argv
+            if "-h" in argv_help or "--help" in argv_help:
+                leave(ExitCode.OK)
+        config = parse_arguments(argv)
+        from distdiag.train.loop import train
+
+        train(config)
+    except DistdiagError as e:
+        code = _refuse(e, rank)
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+        if rank == 0:
+            print("distdiag: interrupted; go on from a checkpoint with --resume DIR", file=sys.stderr)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else ExitCode.OK
+    except BaseException as e:
+        sys.excepthook(type(e), e, e.__traceback__)  # the recorder's, if it is on: it notes the exception, then prints
+        code = ExitCode.FAILED
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as `sys.exit` would, but without taking the interpreter down first.
+
+    gloo's threads may still hold tensors when the process group is destroyed; releasing them takes the GIL, and a thread
+    that asks for it while the interpreter is finalised is unwound by force: "terminate called without an active
+    exception", SIGABRT (https://github.com/pytorch/pytorch/pull/179291). So: exit functions, flush, out.
+    """
+    try:
+        atexit._run_exitfuncs()
+    except BaseException as e:
+        sys.excepthook(type(e), e, e.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # its reader has gone
+            pass
+    os._exit(code)
+
+
+def _refuse(error: DistdiagError, rank: int) -> int:
+    """Rank 0 says what is wrong; the others wait to be ended with it, or else the launcher might end rank 0 first."""
+    code = int(error.code)
+    if rank == 0:
+        print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+        return code
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(RANK_ZERO_GRACE_S)
+    return code
+
+
+def _interruptible() -> None:
+    """SIGTERM like Ctrl-C, and both also where the main thread cannot answer because it waits in a collective."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)  # written by the C handler at once, whatever Python does
+
+    def watch() -> None:
+        while number := os.read(receiving, 1):
+            if number[0] in (signal.SIGTERM, signal.SIGINT):
+                time.sleep(STUCK_GRACE_S)
+                os._exit(ExitCode.INTERRUPTED)
+
+    threading.Thread(target=watch, name="distdiag-interrupt", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

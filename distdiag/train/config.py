@@ -1,0 +1,221 @@
+"""What can be set: one dataclass, whose field docstrings are the help of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import math
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NoReturn, get_type_hints
+
+from distdiag.errors import DistdiagError
+from distdiag.train.faults import InjectedFault, parse_fault
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Options of `python -m distdiag.train`; every default works as it is."""
+
+    epochs: int = 10
+    """Passes over the training set"""
+
+    max_steps: int = 0
+    """Optimizer steps after which training ends, whatever `--epochs` says; 0: no limit"""
+
+    batch_size: int = 64
+    """Samples per rank and forward pass"""
+
+    model: str = field(default="simple", metadata={"choices": ("simple", "resnet18", "resnet34")})
+    """Network: simple (3 convolutions, 2.5 M parameters), resnet18 (11 M), resnet34 (21 M)"""
+
+    data: str = ""
+    """Folder of CIFAR-10 in its python or binary format; 'generated' takes the generated set at once.
+    Default: DISTDIAG_DATA, else the user's cache, else a download, else (no network) the generated set"""
+
+    loader: str = field(default="batched", metadata={"choices": ("batched", "workers")})
+    """Input pipeline: batched (whole batches as tensor operations on pixels shared by the ranks of a node)
+    or workers (a Dataset and a DataLoader with worker processes)"""
+
+    workers: int = 2
+    """Worker processes per rank of `--loader workers`; 0 loads in the training process"""
+
+    lr: float = 0.05
+    """Peak learning rate, reached after the warm-up; from there it follows a cosine to 0"""
+
+    momentum: float = 0.9
+    """Momentum of SGD (Nesterov)"""
+
+    weight_decay: float = 5e-4
+    """Weight decay of SGD"""
+
+    warmup_steps: int = 100
+    """Optimizer steps of linear warm-up, at most a fifth of the run"""
+
+    clip: float = 0.0
+    """Largest norm of the gradient; 0: no clipping"""
+
+    accumulate: int = 1
+    """Batches per optimizer step; gradients are exchanged with the last of them only"""
+
+    sync_bn: bool = False
+    """Batch statistics over all ranks (SyncBatchNorm)"""
+
+    amp: str = field(default="auto", metadata={"choices": ("auto", "off", "bf16", "fp16")})
+    """Mixed precision; auto: bf16 where the hardware multiplies it (CUDA, or a CPU with AVX512-BF16 or AMX), else off"""
+
+    channels_last: bool = True
+    """Memory format NHWC, faster for convolutions on CPU and on tensor cores"""
+
+    compile: bool = False
+    """Compile the model with torch.compile"""
+
+    device: str = field(default="auto", metadata={"choices": ("auto", "cpu", "cuda")})
+    """Device of every rank; auto: a GPU where there is one"""
+
+    seed: int = 0
+    """Seed of initial weights, order and augmentation; ranks derive their own from it"""
+
+    timeout_s: float = 0.0
+    """Seconds after which a collective fails; 0: torch's default (gloo 30 min, NCCL 10 min)"""
+
+    validate_every: int = 1
+    """Epochs between validations on the test set, and one at the end; 0: never"""
+
+    log_every: int = 20
+    """Optimizer steps between progress lines"""
+
+    checkpoint_every: int = 0
+    """Optimizer steps between checkpoints; 0: at the end of every epoch; -1: never"""
+
+    checkpoint_dir: str = ""
+    """Directory of the checkpoints. Default: `checkpoints` in the run directory; without one, ./checkpoints"""
+
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept"""
+
+    resume: str = ""
+    """Checkpoint to go on from: a file, or a directory whose newest is taken"""
+
+    monitor: bool = False
+    """Record the run, for `distdiag tui` and `distdiag diagnose`"""
+
+    run_dir: str = ""
+    """Run directory. Default: DISTDIAG_RUN_DIR, else (with `--monitor`) ./reports/TIME-NAME"""
+
+    name: str = ""
+    """Name of the run. Default: the model's"""
+
+    inject: tuple[InjectedFault, ...] = field(default=(), metadata={"parse": parse_fault, "metavar": "FAULT"})
+    """Fault to make on purpose; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
+    stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
+
+    quiet: bool = False
+    """Print no progress lines, only the start and the end"""
+
+
+_LOWEST: dict[str, float] = {
+    "epochs": 1, "max_steps": 0, "batch_size": 1, "workers": 0, "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0,
+    "warmup_steps": 0, "clip": 0.0, "accumulate": 1, "seed": 0, "timeout_s": 0.0, "validate_every": 0, "log_every": 1,
+    "checkpoint_every": -1, "keep_checkpoints": 1,
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DistdiagError(message, "`python -m distdiag.train --help` shows every option with its default")
+
+
+def _field_docs() -> dict[str, str]:
+    """The docstring under each field; empty where the source is not there (byte code only)."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig)))
+    except (OSError, SyntaxError):
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs: dict[str, str] = {}
+    for statement, after in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def _number(kind: type, option: str, lowest: float) -> Any:
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            hint = f"for example {option} {kind(max(lowest, 1))}"
+            raise DistdiagError(f"{option} takes {what}, not '{text}'", hint) from None
+        if not math.isfinite(value) or value < lowest:
+            raise DistdiagError(
+                f"{option} must be at least {kind(lowest)}, not {text}", f"{option} {kind(max(lowest, 1))} works"
+            )
+        return value
+
+    return convert
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m distdiag.train",
+        description="Train CIFAR-10 on all ranks of a torchrun job (or in one process), recorded with --monitor.",
+        epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train --monitor --max-steps 200",
+        allow_abbrev=False,
+    )
+    docs = _field_docs()
+    kinds = get_type_hints(TrainConfig)
+    for f in fields(TrainConfig):
+        option = "--" + f.name.replace("_", "-")
+        default = f.default if f.default is not MISSING else None
+        shown = {True: "on", False: "off"}.get(default) if isinstance(default, bool) else default  # type: ignore[arg-type]
+        text = docs.get(f.name, "").replace("%", "%%")
+        if "Default:" not in text and f.name not in ("inject", "resume"):
+            text += f" (default: {shown})"
+        if "parse" in f.metadata:
+            parser.add_argument(option, action="append", default=[], metavar=f.metadata["metavar"], help=text)
+        elif kinds[f.name] is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
+        elif kinds[f.name] in (int, float):
+            kind = _number(kinds[f.name], option, _LOWEST[f.name])
+            metavar = "N" if kinds[f.name] is int else "X"
+            parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+        else:
+            metavar = None if "choices" in f.metadata else "PATH" if f.name != "name" else "NAME"
+            parser.add_argument(option, default=default, choices=f.metadata.get("choices"), metavar=metavar, help=text)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
+    """Command line to configuration, checked as far as that goes without torch and without touching the disk.
+
+    Raises:
+        DistdiagError: unknown option, value out of range, or a fault that no rank could have.
+        SystemExit: `--help` was printed.
+    """
+    given = vars(_build_parser().parse_args(argv))
+    given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
+    config = TrainConfig(**given)
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    for fault in config.inject:
+        if fault.rank is not None and fault.rank >= world_size:
+            raise DistdiagError(
+                f"--inject {fault.spec}: there is no rank {fault.rank}, the job has {world_size}",
+                f"name a rank from 0 to {world_size - 1}, or start more: torchrun --nproc-per-node {fault.rank + 1} …",
+            )
+        if fault.step is not None and 0 < config.max_steps < fault.step:
+            raise DistdiagError(
+                f"--inject {fault.spec}: the job ends at step {config.max_steps}",
+                f"name a step up to {config.max_steps}",
+            )
+    return config

@@ -1,0 +1,203 @@
+"""Faults made on purpose (`--inject`), each written as a real job would have it: in a function and a line of its own.
+
+| spec | what happens |
+|---|---|
+| `deadlock@rank1:step30` | rank 1 enters a barrier that no other rank calls |
+| `kill@rank1:step30` | rank 1 is ended by SIGKILL, as the kernel does when memory runs out |
+| `crash@rank1:step30` | rank 1 raises an exception |
+| `stall@rank1:step30:10s` | rank 1 is busy for 10 s with something of its own |
+| `nan@rank1:step30` | rank 1 reads a batch with a value that is no number |
+| `straggler@rank1:20ms` | rank 1 loses 20 ms in every step, in forward unless `:data`, `:backward` or `:optimizer` is added |
+| `unused` | the model has a second head that the loss does not use |
+| `uneven`, `uneven@rank1` | rank 1 (the last rank if none is named) has fewer batches than the others |
+
+Importing this module costs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distdiag.errors import DistdiagError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+KINDS_AT_STEP = ("deadlock", "kill", "crash", "stall", "nan")
+KINDS = (*KINDS_AT_STEP, "straggler", "unused", "uneven")
+PLACES = ("forward", "data", "backward", "optimizer")
+FEWER_BATCHES_SHARE = 0.1  # of an epoch's batches are missing on the rank with `uneven`, at least one
+
+_EXAMPLES = {
+    "stall": "stall@rank1:step30:10s",
+    "straggler": "straggler@rank1:20ms",
+    "unused": "unused",
+    "uneven": "uneven@rank1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedFault:
+    """One `--inject`.
+
+    Args:
+        kind: One of `KINDS`.
+        spec: The words of the command line.
+        rank: Rank that has the fault; None for all ranks (`unused`) or the last one (`uneven`).
+        step: Optimizer step at whose start it happens, counted from 1.
+        duration_s: How long a stall lasts, or what a straggler loses per step, seconds.
+        place: Part of the step in which a straggler loses its time.
+    """
+
+    kind: str
+    spec: str
+    rank: int | None = None
+    step: int | None = None
+    duration_s: float = 0.0
+    place: str = "forward"
+
+
+def parse_fault(spec: str) -> InjectedFault:
+    """`deadlock@rank1:step30` and its like.
+
+    Raises:
+        DistdiagError: no such kind, or a part is missing, unknown or out of place.
+    """
+    kind, _, rest = spec.strip().partition("@")
+    if kind not in KINDS:
+        raise DistdiagError(f"--inject {spec}: there is no fault '{kind}'", f"choose from {', '.join(KINDS)}")
+    example = _EXAMPLES.get(kind, f"{kind}@rank1:step30")
+    wrong = DistdiagError(f"--inject {spec}: not of the form {example}", f"for example --inject {example}")
+    rank: int | None = None
+    step: int | None = None
+    duration_s: float | None = None
+    place: str | None = None
+    for part in rest.split(":") if rest else []:
+        if (m := re.fullmatch(r"rank(\d+)", part)) and rank is None:
+            rank = int(m[1])
+        elif (m := re.fullmatch(r"step(\d+)", part)) and step is None and kind in KINDS_AT_STEP and int(m[1]) > 0:
+            step = int(m[1])
+        elif (
+            (m := re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", part))
+            and duration_s is None
+            and kind in ("stall", "straggler")
+        ):
+            duration_s = float(m[1]) * (1e-3 if m[2] == "ms" else 1.0)
+        elif part in PLACES and place is None and kind == "straggler":
+            place = part
+        else:
+            raise wrong
+    complete = {
+        "unused": rank is None,
+        "uneven": True,
+        "straggler": rank is not None and duration_s is not None,
+        "stall": rank is not None and step is not None and duration_s is not None,
+    }.get(kind, rank is not None and step is not None)
+    if not complete:
+        raise wrong
+    return InjectedFault(kind, spec.strip(), rank, step, duration_s or 0.0, place or "forward")
+
+
+class Faults:
+    """The faults of this rank; without any, every method returns at once."""
+
+    def __init__(self, faults: tuple[InjectedFault, ...], rank: int, world_size: int) -> None:
+        self._unused = any(f.kind == "unused" for f in faults)
+        self._uneven = any(
+            f.kind == "uneven" and (world_size - 1 if f.rank is None else f.rank) == rank for f in faults
+        )
+        self._at_step = {f.step: f for f in faults if f.kind in KINDS_AT_STEP and f.rank == rank}
+        self._slow = [f for f in faults if f.kind == "straggler" and f.rank == rank]
+        self.slows_loading = any(f.place == "data" for f in self._slow)
+
+    def before_step(self, step: int) -> None:
+        """At the start of optimizer step `step` (from 1)."""
+        fault = self._at_step.get(step)
+        if fault is None:
+            return
+        if fault.kind == "deadlock":
+            wait_for_the_others()
+        elif fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "crash":
+            read_next_shard(step)
+        elif fault.kind == "stall":
+            write_statistics(fault.duration_s)
+
+    def on_batch(self, step: int, images: torch.Tensor) -> torch.Tensor:
+        """The batch that the model is given in optimizer step `step`."""
+        fault = self._at_step.get(step)
+        return corrupt(images) if fault is not None and fault.kind == "nan" else images
+
+    def on_loading(self) -> None:
+        """In the input pipeline, once per batch."""
+        for fault in self._slow:
+            if fault.place == "data":
+                time.sleep(fault.duration_s)
+
+    def batches(self, count: int) -> int:
+        """Batches of this rank's epoch, where every rank should have `count`."""
+        return count - max(1, int(count * FEWER_BATCHES_SHARE)) if self._uneven else count
+
+    def apply_to_model(self, model: nn.Module) -> nn.Module:
+        """The model that is trained instead of `model`, before it is wrapped."""
+        if self._unused:
+            model = _with_auxiliary_head(model)
+        for fault in self._slow:
+            if fault.place == "forward":
+                model.register_forward_pre_hook(lambda *_, s=fault.duration_s: time.sleep(s))
+            elif fault.place == "backward":
+                model.register_full_backward_pre_hook(lambda *_, s=fault.duration_s: time.sleep(s))
+        return model
+
+    def apply_to_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for fault in self._slow:
+            if fault.place == "optimizer":
+                optimizer.register_step_pre_hook(lambda *_, s=fault.duration_s: time.sleep(s))
+
+
+def wait_for_the_others() -> None:
+    """The mistake: only one rank comes here."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def read_next_shard(step: int) -> None:
+    raise RuntimeError(f"could not read the shard of step {step}")
+
+
+def write_statistics(duration_s: float) -> None:
+    """Something slow that one rank does while the others wait for its gradients."""
+    end = time.monotonic() + duration_s
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.05))
+
+
+def corrupt(images: torch.Tensor) -> torch.Tensor:
+    images = images.clone()
+    images[0, 0, 0, 0] = float("nan")
+    return images
+
+
+def _with_auxiliary_head(model: nn.Module) -> nn.Module:
+    from torch import nn
+
+    class WithAuxiliaryHead(nn.Module):
+        """A second classifier is built and then forgotten in `forward`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = model
+            self.auxiliary_head = nn.Linear(10, 10)
+
+        def forward(self, images: Any) -> Any:
+            return self.backbone(images)
+
+    return WithAuxiliaryHead()

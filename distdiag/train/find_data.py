@@ -1,0 +1,181 @@
+"""Where the training data come from: a folder that was named, the user's cache, a download, or the generated set.
+
+Only one process per node comes here (local rank 0); the others wait for it in a collective, and share its pixels.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdiag.errors import DistdiagError
+from distdiag.train import synthetic
+from distdiag.train.cifar import BINARY_FOLDER, PYTHON_FOLDER, DataSet, read_data_set, write_binary
+
+ENV_DATA = "DISTDIAG_DATA"
+GENERATED = "generated"
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
+NETWORK_DEADLINE_S = 4.0  # after which no answer means no network; names are resolved within it, too
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """A data set, where it came from, and a line for the person if it is not what was asked for."""
+
+    data: DataSet
+    source: str
+    notice: str | None = None
+
+
+def cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/distdiag`, else `~/.cache/distdiag`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "distdiag"
+
+
+def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: str = ARCHIVE_MD5) -> FoundData:
+    """The data to train on: `named`, DISTDIAG_DATA, the cache, a download; without a network the generated set.
+
+    Args:
+        named: Folder of `--data`, "generated", or empty.
+        show_progress: Draw a progress bar of a download on stderr.
+
+    Raises:
+        DistdiagError: the folder named by `--data` or DISTDIAG_DATA, or the cached one, is missing or damaged.
+    """
+    if named == GENERATED:
+        with _locked_cache() as cache:
+            return _generated(cache, None)
+    for origin, folder in (("--data", named), (ENV_DATA, os.environ.get(ENV_DATA, ""))):
+        if folder:
+            path = Path(folder).expanduser()
+            data = read_data_set(path)
+            if data.name.startswith(synthetic.FOLDER):
+                data = DataSet(synthetic.NAME, data.train, data.test, data.fingerprint)
+            return FoundData(data, f"{origin} {path}")
+    with _locked_cache() as cache:
+        if cache is None:
+            return _generated(None, "the cache directory cannot be written")
+        for name in (PYTHON_FOLDER, BINARY_FOLDER):
+            if (cache / name).is_dir():
+                remedy = f"remove it, it is downloaded again: rm -r {cache / name}"
+                return FoundData(read_data_set(cache / name, remedy), str(cache / name))
+        if (reason := why_unreachable(url)) is None:
+            try:
+                folder = download(cache, url, archive_md5, show_progress)
+                return FoundData(read_data_set(folder), str(folder))
+            except (OSError, ValueError, tarfile.TarError, DistdiagError) as e:
+                reason = f"the download failed: {' '.join(str(e).split())[:200]}"
+        return _generated(cache, reason)
+
+
+@contextmanager
+def _locked_cache() -> Iterator[Path | None]:
+    """The cache directory, for one process at a time; None where it cannot be written.
+
+    The lock is the kernel's, so it is free again as soon as its holder ends, however it ends.
+    """
+    cache = cache_directory()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / ".lock").open("w")
+    except OSError:
+        yield None
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield cache
+
+
+def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | None:
+    """None if the server of `url` answers within `deadline_s` seconds, else the reason in a few words.
+
+    The request runs in a thread of its own: a resolver without a network may take minutes, and heeds no time-out.
+    """
+    import requests  # pooch's own means: the same proxies and certificates as the download
+
+    answer: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            response = requests.head(url, timeout=deadline_s, allow_redirects=True)
+            answer.append(None if response.ok else f"the server answers {response.status_code}")
+        except requests.RequestException:
+            answer.append("no network")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    return answer[0] if answer else "no network"
+
+
+def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_progress: bool = True) -> Path:
+    """Fetch the archive, check it, unpack it, and give it its final name only then.
+
+    Raises:
+        OSError, ValueError, tarfile.TarError: it broke off, has another checksum, or the disk is full;
+            nothing of it is left.
+    """
+    import pooch
+
+    pooch.get_logger().setLevel("ERROR")
+    for stale in cache.glob("download-*"):  # the lock is ours, so whoever wrote them is gone
+        shutil.rmtree(stale, ignore_errors=True)
+    if show_progress:
+        print(f"distdiag: downloading CIFAR-10 (163 MiB) from {url}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
+        archive = pooch.retrieve(
+            url,
+            known_hash=f"md5:{archive_md5}",
+            fname="archive.tar.gz",
+            path=made,
+            progressbar=show_progress and sys.stderr.isatty(),
+            downloader=None,
+        )
+        with tarfile.open(archive) as tar:
+            tar.extractall(made, filter="data")
+        target = cache / PYTHON_FOLDER
+        os.rename(Path(made) / PYTHON_FOLDER, target)
+    return target
+
+
+def _generated(cache: Path | None, reason: str | None) -> FoundData:
+    """The generated set, kept in the cache where there is room for it, in memory only where there is none."""
+    notice = None
+    if reason is not None:
+        notice = (
+            f"no CIFAR-10 here ({reason}): training on {synthetic.NAME}, "
+            f"{synthetic.TRAIN_IMAGES:,} images of 10 classes; `--data DIR` takes the real set"
+        )
+    folder = cache / synthetic.FOLDER if cache else None
+    if folder is not None and folder.is_dir():
+        try:
+            return FoundData(_renamed(read_data_set(folder)), str(folder), notice)
+        except DistdiagError:  # ours, and damaged: made anew
+            shutil.rmtree(folder, ignore_errors=True)
+    train = synthetic.generate(synthetic.TRAIN_IMAGES, seed=1)
+    test = synthetic.generate(synthetic.TEST_IMAGES, seed=2)
+    if cache is not None and folder is not None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
+                (inner := Path(made) / synthetic.FOLDER).mkdir()
+                write_binary(inner, train, test)
+                os.rename(inner, folder)
+            return FoundData(_renamed(read_data_set(folder)), str(folder), notice)
+        except (OSError, DistdiagError):
+            pass  # a full disk: memory will do
+    return FoundData(DataSet(synthetic.NAME, train, test, f"{synthetic.FOLDER} in memory"), "memory", notice)
+
+
+def _renamed(data: DataSet) -> DataSet:
+    return DataSet(synthetic.NAME, data.train, data.test, data.fingerprint)

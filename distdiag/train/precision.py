@@ -1,0 +1,56 @@
+"""Which number format a device multiplies fast, and what `--amp` therefore means on it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from distdiag.errors import DistdiagError
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware: AVX512-BF16 or AMX. ARM's units were never measured: False.
+
+    Without them bf16 is emulated: SimpleCNN on one core of an AVX512 CPU without AVX512-BF16 takes about twice as long
+    as in float32, on an AVX2 CPU ten times as long; with them, a half to a third. See benchmarks/results/train_speed.md.
+    """
+    try:
+        has = torch.cpu.get_capabilities()
+    except (AttributeError, RuntimeError):  # torch < 2.12
+        has = {"avx512_bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()}
+    return any(bool(has.get(k)) for k in ("avx512_bf16", "amx_bf16"))
+
+
+def resolve_amp(amp: str, device: torch.device) -> str:
+    """`off`, `bf16` or `fp16` for what `--amp` says.
+
+    Raises:
+        DistdiagError: fp16 on a CPU, or bf16 on a GPU that has none.
+    """
+    if amp == "auto":
+        gains = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bf16()
+        return "bf16" if gains else "off"
+    if amp == "fp16" and device.type == "cpu":
+        raise DistdiagError(
+            "--amp fp16 needs a GPU: training in fp16 on a CPU has no kernels worth using", "--amp auto"
+        )
+    if amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DistdiagError("--amp bf16: this GPU has no bf16", "--amp fp16")
+    return amp
+
+
+def why_amp(requested: str, resolved: str, device: torch.device) -> str:
+    """A few words for the start line."""
+    if requested != "auto":
+        return resolved
+    if device.type == "cuda":
+        return f"{resolved} (auto)"
+    return f"{resolved} (auto: this CPU {'multiplies bf16' if resolved == 'bf16' else 'has no bf16 units'})"
+
+
+def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
+    """Context in which forward and loss are computed."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)
