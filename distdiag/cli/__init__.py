@@ -74,17 +74,21 @@ def app() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `distdiag` command; returns the exit code and never shows a traceback for a known error."""
+    arguments = sys.argv[1:] if argv is None else argv
+    json_of = arguments[0] if "--json" in arguments and arguments[0] in COMMANDS else None
     try:
-        result = app.main(args=argv, prog_name="distdiag", standalone_mode=False)
+        result = app.main(args=arguments, prog_name="distdiag", standalone_mode=False)
         code = int(result) if isinstance(result, int) else 0
     except DistdiagError as e:
-        code = report_error(e)
+        code = report_error(e, json_of)
     except click.exceptions.NoArgsIsHelpError as e:
         print(e.format_message())
         code = int(ExitCode.USAGE)
     except click.UsageError as e:
         where = e.ctx.command_path if e.ctx else "distdiag"
-        code = report_error(DistdiagError(e.format_message().rstrip("."), f"`{where} --help` shows what it takes"))
+        code = report_error(
+            DistdiagError(e.format_message().rstrip("."), f"`{where} --help` shows what it takes"), json_of
+        )
     except click.exceptions.Exit as e:
         code = e.exit_code
     except (KeyboardInterrupt, click.Abort):

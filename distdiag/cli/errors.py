@@ -1,14 +1,24 @@
-"""How every command says that something is wrong: two lines on stderr."""
+"""How every command says that something is wrong: two lines on stderr, and with --json an object on stdout."""
 
 from __future__ import annotations
 
+import json
 import sys
 
 from distdiag.errors import DistdiagError
 
+_SCHEMAS = {"diagnose": "distdiag.findings/1"}  # of the others: distdiag.NAME/1
 
-def report_error(error: DistdiagError) -> int:
-    """Print an error (one line of error, one of hint) and return its exit code."""
+
+def report_error(error: DistdiagError, json_of: str | None = None) -> int:
+    """Print an error (one line of error, one of hint) and return its exit code.
+
+    Args:
+        json_of: Name of the command that was asked for JSON: its readers get the error as an object, too.
+    """
+    if json_of is not None:
+        about = {"kind": error.kind, "message": error.message, "hint": error.hint}
+        print(json.dumps({"schema": _SCHEMAS.get(json_of, f"distdiag.{json_of}/1"), "error": about}))
     print(f"distdiag: error: {error.message}", file=sys.stderr)
     print(f"hint: {error.hint}", file=sys.stderr)
     return int(error.code)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.findings import Finding, State
 from distdiag.probing.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import TIMES, Quantiles, SeriesPoint, Steps
 from distdiag.store import rundir
-from distdiag.store.reader import Event, ProbeResult, Run, number, open_run
+from distdiag.store.reader import Event, ProbeResult, Run, number
 from distdiag.store.rows import LoaderRow
 
 SCHEMA = "distdiag.report/1"
@@ -321,11 +320,27 @@ def _gpus(run: Run) -> tuple[GpuSummary, ...]:
     return tuple(out)
 
 
-def open_and_read(run: str | Path | None) -> RunFacts:
-    """Facts of the run that a person names on the command line (see `rundir.resolve`).
+_STATE_WORDS = {
+    State.WAITING: "not every rank has reported",
+    State.RUNNING: "the job is running",
+    State.STALLED: "ranks wait, unusually long for this job, for one that is alive and busy",
+    State.DEADLOCKED: "proved: the job will not go on",
+    State.DEGRADED: "the job goes on, with an error or a lost rank",
+    State.ENDED: "the job ended",
+    State.FAILED: "the job failed",
+}
 
-    Raises:
-        DistdiagError: there is no such run, or it cannot be read.
-    """
-    with open_run(rundir.resolve(run)) as opened:
-        return read_facts(opened)
+
+def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummary, ...]:
+    """Up to `most` ranks, by rank: all of them, or those that do the most of their own (and those that are dead)."""
+    if len(ranks) <= most:
+        return ranks
+
+    def weight(r: RankSummary) -> tuple[bool, float]:
+        return (r.life in ("killed", "crashed", "stopped", "silent", "missing"), r.self_ms or 0.0)
+
+    return tuple(sorted(sorted(ranks, key=weight, reverse=True)[:most], key=lambda r: r.rank))
+
+
+def state_words(state: str) -> str:
+    return _STATE_WORDS.get(State(state), "") if state in set(State) else ""

@@ -7,37 +7,12 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from distdiag.diagnosis.findings import Certainty, Severity, State, rank_list
+from distdiag.diagnosis.findings import Certainty, Severity, rank_list
 from distdiag.report import words
-from distdiag.report.facts import RankSummary, RunFacts
+from distdiag.report.facts import RunFacts, notable_ranks, state_words
 
-MAX_RANKS = 64  # of more, the ones that differ most are shown, and how many were left out
+MAX_RANKS = 64
 MAX_COLLECTIVES = 40
-
-_STATE_WORDS = {
-    State.WAITING: "not every rank has reported",
-    State.RUNNING: "the job is running",
-    State.STALLED: "ranks wait, unusually long for this job, for one that is alive and busy",
-    State.DEADLOCKED: "proved: the job will not go on",
-    State.DEGRADED: "the job goes on, with an error or a lost rank",
-    State.ENDED: "the job ended",
-    State.FAILED: "the job failed",
-}
-
-
-def notable_ranks(ranks: tuple[RankSummary, ...], most: int = MAX_RANKS) -> tuple[RankSummary, ...]:
-    """Up to `most` ranks, by rank: all of them, or those that do the most of their own (and those that are dead)."""
-    if len(ranks) <= most:
-        return ranks
-
-    def weight(r: RankSummary) -> tuple[bool, float]:
-        return (r.life in ("killed", "crashed", "stopped", "silent", "missing"), r.self_ms or 0.0)
-
-    return tuple(sorted(sorted(ranks, key=weight, reverse=True)[:most], key=lambda r: r.rank))
-
-
-def state_words(state: str) -> str:
-    return _STATE_WORDS.get(State(state), "") if state in set(State) else ""
 
 
 def render(facts: RunFacts) -> str:
@@ -57,7 +32,7 @@ def render(facts: RunFacts) -> str:
         ms=words.milliseconds, number=words.number, percent=words.percent, size=words.size, rate=words.rate,
         duration=words.duration, moment=words.moment, rank_list=rank_list, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
-    shown = notable_ranks(facts.ranks)
+    shown = notable_ranks(facts.ranks, MAX_RANKS)
     timed = [r for r in shown if r.step_ms is not None]
     return environment.get_template("report.html.j2").render(
         f=facts,

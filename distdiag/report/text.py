@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from distdiag.diagnosis.findings import Finding, Where, rank_list
-from distdiag.report.facts import RunFacts
-from distdiag.report.html import notable_ranks, state_words
+from distdiag.report.facts import RunFacts, notable_ranks, state_words
 from distdiag.report.words import NA, duration, milliseconds, moment, number, percent, rate, size, visible
 
 WIDTH = 110

@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 from distdiag.diagnosis.findings import CollectiveRef, Finding, Where
+from distdiag.report.facts import RunFacts, read_facts
 from distdiag.store.frames import RankRow
+from distdiag.store.reader import open_run
 from distdiag.store.rows import CollectiveRow, GpuRow, GroupRow, HostRow, LoaderRow, StepRow
 from distdiag.store.rundir import write_run_json
 from distdiag.store.writer import Writer
@@ -128,3 +130,8 @@ def make_run(
             w.finding(f)
     write_run_json(path, {"versions": {"torch": torch, "python": "3.11.7"}})
     return path
+
+
+def facts_of(path: Path) -> RunFacts:
+    with open_run(path) as run:
+        return read_facts(run)

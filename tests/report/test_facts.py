@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 
 from distdiag.report import steps as step_tables
-from distdiag.report.facts import RunFacts, read_facts
 from distdiag.report.steps import Steps, job_steps, quantiles, read_steps, series, slowest_share, throughput
 from distdiag.store.reader import open_run
 from distdiag.store.rows import StepRow
 from distdiag.store.writer import Writer
-from tests.report.runs import DEADLOCK, STRAGGLER, make_run
-
-
-def facts_of(path: Path) -> RunFacts:
-    with open_run(path) as run:
-        return read_facts(run)
+from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run
 
 
 def test_the_slow_rank_is_the_one_that_waits_least(tmp_path: Path) -> None:

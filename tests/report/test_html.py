@@ -11,10 +11,10 @@ import pytest
 
 from distdiag.diagnosis.findings import Finding, Where
 from distdiag.report import html
-from distdiag.report.facts import RankSummary, open_and_read
+from distdiag.report.facts import RankSummary, notable_ranks
 from distdiag.report.words import visible
 from distdiag.store.writer import Writer
-from tests.report.runs import DEADLOCK, STRAGGLER, make_run
+from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7*7 }} $x^2$ \x1b[31m\x07\u202e\x00end'
 
@@ -52,7 +52,7 @@ class Page(HTMLParser):
 
 
 def page(path: Path) -> tuple[str, Page]:
-    text = html.render(open_and_read(path))
+    text = html.render(facts_of(path))
     return text, Page(text)
 
 
@@ -119,7 +119,7 @@ def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
 def test_dead_ranks_are_among_those_shown() -> None:
     ranks = tuple(RankSummary(rank=r, self_ms=float(r), life="running") for r in range(100))
     dead = msgspec.structs.replace(ranks[3], life="killed", self_ms=None)
-    shown = html.notable_ranks((*ranks[:3], dead, *ranks[4:]), 10)
+    shown = notable_ranks((*ranks[:3], dead, *ranks[4:]), 10)
     assert [r.rank for r in shown] == [3, *range(91, 100)]
 
 

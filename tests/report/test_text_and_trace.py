@@ -11,9 +11,8 @@ from typing import Any
 
 from distdiag.diagnosis.findings import Finding
 from distdiag.report import perfetto, text
-from distdiag.report.facts import open_and_read
 from distdiag.store.reader import open_run
-from tests.report.runs import DEADLOCK, STRAGGLER, make_run
+from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run
 
 
 def trace(path: Path, last_steps: int | None = None) -> list[dict[str, Any]]:
@@ -27,7 +26,7 @@ def trace(path: Path, last_steps: int | None = None) -> list[dict[str, Any]]:
 
 def test_text_says_the_verdict_first_and_stays_in_its_width(tmp_path: Path) -> None:
     said = text.render(
-        open_and_read(make_run(tmp_path / "r", state="deadlocked", findings=(STRAGGLER, DEADLOCK), slow_rank=2))
+        facts_of(make_run(tmp_path / "r", state="deadlocked", findings=(STRAGGLER, DEADLOCK), slow_rank=2))
     )
     lines = said.splitlines()
     assert lines[0].startswith("cifar  DEADLOCKED: proved")
@@ -44,7 +43,7 @@ def test_text_obeys_nothing_from_the_job(tmp_path: Path) -> None:
         tmp_path / "r", name=evil, host=evil, command=evil, exception=evil,
         findings=(Finding(kind="stall", message=evil, advice=evil, names=(evil,)),),
     )  # fmt: skip
-    said = text.render(open_and_read(run))
+    said = text.render(facts_of(run))
     assert set(said) & set("\x1b\x07\r\u202e") == set()
     assert said.count("x\\x1b[2J") >= 5
 

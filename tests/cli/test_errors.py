@@ -1,0 +1,124 @@
+"""Bad input: one line of error, one line of hint, the contract's exit code, no traceback; and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distdiag.cli import COMMANDS, main
+from distdiag.errors import ExitCode
+from tests.jobs import clean_env, distdiag
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "error", "hint"),
+    [
+        (["repot"], 2, "unknown command 'repot'", "did you mean `distdiag report`?"),
+        (["xyzzy"], 2, "unknown command 'xyzzy'", "`distdiag --help` lists the commands"),
+        (["--frobnicate"], 2, "No such option", "`distdiag --help` shows what it takes"),
+        (
+            ["doctor", "--ranks", "zero"],
+            2,
+            "'zero' is not a valid integer",
+            "`distdiag doctor --help` shows what it takes",
+        ),
+        (["doctor", "surplus"], 2, "Got unexpected extra argument (surplus)", "`distdiag doctor --help`"),
+        (["report"], 4, "no run here: reports/latest does not exist", "`torchrun"),
+        (["diagnose"], 4, "no run", "`torchrun"),
+        (["tui"], 4, "no run", "`torchrun"),
+        (["tui", "--once"], 4, "no run", "`torchrun"),
+        (["dump"], 4, "no run", "`torchrun"),
+        (["report", "absent"], 4, "no run directory absent", "`torchrun"),
+        (["diagnose", "absent"], 4, "absent", ""),
+        (["probe", "allredcue"], 2, "allredcue", "allreduce"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_one_line_of_error_and_one_of_hint(
+    capsys: pytest.CaptureFixture[str], args: list[str], code: int, error: str, hint: str
+) -> None:
+    assert main(args) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 2, said.err
+    assert lines[0].startswith("distdiag: error: ") and error in lines[0]
+    assert lines[1].startswith("hint: ") and hint in lines[1]
+
+
+@pytest.mark.parametrize("name", ["diagnose", "tui", "compare", "doctor", "probe"])
+def test_errors_are_objects_with_json(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    args = {
+        "diagnose": ["absent"], "tui": ["--once", "absent"], "compare": ["a", "b"], "doctor": ["--reach", "x"],
+        "probe": ["allredcue"],
+    }[name]  # fmt: skip
+    code = main([name, *args, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert code in (2, 4)
+    assert next(iter(said)) == "schema" and said["schema"].startswith("distdiag.")
+    assert set(said["error"]) == {"kind", "message", "hint"}
+
+
+def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for code in ExitCode:
+        assert f"{code.value} {code.name}" in said
+    for name in COMMANDS:
+        assert f" {name} " in said
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Usage: distdiag {name}")
+    assert "Exit codes" in said or name in ("run",), "a command says what its exit codes mean"
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        f"{sys.executable} -m distdiag doctor --no-torch | true",
+        shell=True,
+        cwd=tmp_path,
+        env=clean_env(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stderr == ""
+
+
+def test_interrupted_by_the_keyboard(tmp_path: Path) -> None:
+    # the name of this host is looked up by the doctor; Ctrl-C arrives while it waits for an answer
+    code = (
+        "import os, signal, socket, distdiag.cli\n"
+        "socket.getaddrinfo = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or []\n"
+        "raise SystemExit(distdiag.cli.main(['doctor', '--no-torch']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=clean_env(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == ExitCode.INTERRUPTED, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_version() -> None:
+    answer = distdiag("--version")
+    assert answer.returncode == 0 and answer.stdout.startswith("distdiag, version ")

@@ -1,0 +1,121 @@
+"""What each entry point really imports: measured in a fresh process by looking at `sys.modules` when it has ended.
+
+Times depend on the machine, imports do not: torch costs 1.6 s of CPU, pandas 0.4, textual 0.25, numpy 0.1.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distdiag.cli import COMMANDS
+from tests.jobs import clean_env
+from tests.report.runs import DEADLOCK, make_run
+
+HEAVY = frozenset(
+    {"torch", "numpy", "pandas", "textual", "rich", "matplotlib", "jinja2", "prometheus_client", "pooch", "pynvml"}
+)
+# What a module of ours drags in decides, so ours are looked at by package.
+OURS = frozenset(
+    f"distdiag.{p}" for p in ("recorder", "monitor", "store", "diagnosis", "probing", "report", "tui", "train")
+)
+
+_PROLOGUE = """
+import atexit, os, sys
+def tell():
+    open(os.environ["MODULES"], "w").write("\\n".join(sys.modules))
+atexit.register(tell)
+"""
+
+
+def imported(code: str, tmp_path: Path, expect: int | None = 0) -> set[str]:
+    """Top-level packages, and packages of ours, that are loaded when `code` has run in a process of its own."""
+    listing = tmp_path / "modules"
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROLOGUE + code],
+        cwd=tmp_path,
+        env=clean_env(tmp_path / "home", {"MODULES": str(listing)}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert expect is None or ended.returncode == expect, ended.stderr
+    names = listing.read_text().split()
+    return {n.partition(".")[0] for n in names} | {
+        ".".join(n.split(".")[:2]) for n in names if n.startswith("distdiag.")
+    }
+
+
+def command(*args: str | Path) -> str:
+    return f"import distdiag.cli; sys.exit(distdiag.cli.main({[str(a) for a in args]!r}))"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["nonsense"]], ids=" ".join)
+def test_the_overview_costs_nothing(tmp_path: Path, args: list[str]) -> None:
+    loaded = imported(command(*args), tmp_path, expect=2 if args == ["nonsense"] else 0)
+    assert loaded & (HEAVY | OURS) == set()
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_of_a_command_needs_no_library(tmp_path: Path, name: str) -> None:
+    loaded = imported(command(name, "--help"), tmp_path)
+    assert loaded & HEAVY == set()
+
+
+def test_attach_is_known_without_torch(tmp_path: Path) -> None:
+    assert imported("import distdiag; distdiag.attach", tmp_path) & (HEAVY | OURS) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"),
+    [
+        ("distdiag.monitor", set()),
+        ("distdiag.monitor.__main__", {"pynvml", "prometheus_client"}),
+        ("distdiag.store.writer", set()),
+        ("distdiag.store.reader", set()),
+        ("distdiag.diagnosis.findings", set()),
+        ("distdiag.diagnosis.snapshot", set()),
+        ("distdiag.report.text", {"numpy"}),
+        ("distdiag.report.perfetto", {"numpy"}),
+        ("distdiag.doctor.host", set()),
+    ],
+)
+def test_modules_beside_the_ranks_import_no_torch(tmp_path: Path, module: str, allowed: set[str]) -> None:
+    assert imported(f"import {module}", tmp_path) & HEAVY <= allowed
+
+
+def test_the_recorder_knows_no_reader(tmp_path: Path) -> None:
+    loaded = imported("import distdiag.recorder, distdiag.run", tmp_path)
+    readers = {"distdiag.tui", "distdiag.report", "distdiag.cli", "pandas", "textual", "matplotlib", "jinja2"}
+    assert loaded & readers == set()
+
+
+@pytest.mark.parametrize(
+    ("args", "allowed"),
+    [
+        (["diagnose"], set()),
+        (["diagnose", "--json"], set()),
+        (["tui", "--once"], {"textual", "rich", "numpy"}),
+        (["report", "--format", "text"], {"numpy"}),
+        (["report", "--format", "json"], {"numpy"}),
+        (["report", "--format", "perfetto", "-o", "-"], {"numpy"}),
+        (["report", "-o", "-"], {"numpy", "matplotlib", "jinja2"}),
+        (["compare", "--json"], {"numpy"}),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, list) else "",
+)
+def test_readers_import_what_they_show_with_and_never_torch(tmp_path: Path, args: list[str], allowed: set[str]) -> None:
+    run = make_run(tmp_path / "run", ranks=2, steps=30, findings=(DEADLOCK,))
+    name, *options = args
+    runs = [run, run] if name == "compare" else [run]
+    loaded = imported(command(name, *runs, *options), tmp_path, expect=1 if name == "diagnose" else 0)
+    assert loaded & HEAVY <= allowed
+    assert loaded & {"distdiag.recorder", "distdiag.train", "distdiag.monitor"} == set()
+
+
+def test_the_doctor_asks_torch_in_another_process(tmp_path: Path) -> None:
+    assert imported(command("doctor", "--no-torch"), tmp_path, expect=None) & HEAVY <= {"pynvml"}
