@@ -1,0 +1,198 @@
+"""Who is to blame in an incident: the majority at the first collective that differs; with a tie, history; else nobody.
+
+History is the set of call sites that each rank has been at. The odd one out stands at a site where the others have
+never been while theirs is common to both: it makes an extra call. Seen later, when the extra call has long been paired
+with something else, the odd one is the rank that has been everywhere the others were, and somewhere else too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from enum import StrEnum
+
+from distdiag.diagnosis.graph import Wait, WaitGraph
+from distdiag.diagnosis.incidents import Incident
+from distdiag.diagnosis.snapshot import Call, Life, RankState, Site, Snapshot
+
+SETTLED_S = 5.0  # nobody has issued anything for so long: whoever was on the way does not come in time to vote
+
+
+class Reason(StrEnum):
+    """What decided; NONE is a true tie."""
+
+    EXHAUSTED = "exhausted"  # known to have run out of batches
+    MAJORITY = "majority"
+    SITE = "site"  # stands where the others have never been
+    HISTORY = "history"  # has been where the others have never been
+    COUNT = "count"  # has been there more, or less, often than everybody else
+    NONE = "none"
+
+
+Verdict = tuple[tuple[int, ...], Reason]
+NOBODY: Verdict = ((), Reason.NONE)
+
+
+def site_key(site: Site | None) -> str | None:
+    """`file:line`, as `RankState.sites` is keyed."""
+    return None if site is None else f"{site.file}:{site.line}"
+
+
+def standing(st: RankState | None, call: Call | None) -> str | None:
+    """Where a rank stands with its call; the main thread's own place where the call has none."""
+    site = call.site if call is not None else None
+    if site is None and st is not None and st.blocked is call:
+        site = st.place
+    return site_key(site)
+
+
+def _past(st: RankState, here: str | None) -> set[str]:
+    """Sites a rank has been at, not counting the call it is in now."""
+    return {s for s, n in st.sites.items() if n - (s == here) > 0}
+
+
+def odd_by_site(states: dict[int, RankState], here: dict[int, str | None], odd: Iterable[int], rest: list[int]) -> bool:
+    """True where `odd` stand at sites that `rest` never had, and have themselves been where `rest` stand."""
+    for a in odd:
+        mine = here.get(a)
+        if mine is None or not states[a].sites:
+            return False
+        for b in rest:
+            theirs = here.get(b)
+            if theirs is None or mine in states[b].sites or theirs not in states[a].sites:
+                return False
+    return True
+
+
+def odd_by_history(
+    states: dict[int, RankState], here: dict[int, str | None], odd: Iterable[int], rest: Iterable[int]
+) -> bool:
+    """True where `odd` have been everywhere that `rest` have, and before this call also somewhere else."""
+    common: set[str] = set()
+    for b in rest:
+        if not states[b].sites:
+            return False
+        common |= _past(states[b], here.get(b))
+    for a in odd:
+        if not common <= set(states[a].sites):
+            return False
+        everywhere = common.union(*(states[b].sites for b in rest))
+        if not _past(states[a], here.get(a)) - everywhere:
+            return False
+    return True
+
+
+def _exhausted(ranks: Collection[int], exhausted: Collection[int]) -> tuple[int, ...]:
+    """Those of `ranks` known to have run out of batches, if the others have not."""
+    out = tuple(sorted(set(ranks) & set(exhausted)))
+    return out if len(out) < len(ranks) else ()
+
+
+def of_conflict(snapshot: Snapshot, wait: Wait, exhausted: Collection[int] = ()) -> Verdict:
+    """Who is wrong among ranks whose calls do not fit together."""
+    members = frozenset().union(*wait.sides)
+    if ran_out := _exhausted(members, exhausted):
+        return ran_out, Reason.EXHAUSTED
+    first, second, *_ = (sorted(s) for s in wait.sides)
+    if len(first) > len(second):
+        return tuple(sorted(members - set(first))), Reason.MAJORITY
+    if len(wait.sides) > 2:
+        return NOBODY
+    states = snapshot.ranks
+    here = {r: standing(states.get(r), wait.calls.get(r)) for r in members}
+    if any(r not in states for r in members):
+        return NOBODY
+    for reason, test in ((Reason.SITE, odd_by_site), (Reason.HISTORY, odd_by_history)):
+        a, b = test(states, here, first, second), test(states, here, second, first)
+        if a != b:
+            return tuple(first if a else second), reason
+    return NOBODY
+
+
+def undecided(snapshot: Snapshot, graph: WaitGraph, wait: Wait, verdict: Verdict) -> bool:
+    """True while ranks are on their way into `wait` whose call could still turn the vote."""
+    if snapshot.source == "dumps" or verdict[1] is Reason.EXHAUSTED:
+        return False
+    coming = [q for q in wait.missing if q not in graph.gone and q not in graph.stuck]
+    if not coming:
+        return False
+    first, second, *_ = sorted((len(s) for s in wait.sides), reverse=True)
+    if first > second + len(coming):
+        return False
+    since = snapshot.stable_since_s
+    return since is None or snapshot.t_s - since < SETTLED_S
+
+
+def of_gone(
+    snapshot: Snapshot,
+    graph: WaitGraph,
+    ended: Collection[int],
+    waits: Iterable[Wait],
+    stuck: Collection[int],
+    exhausted: Collection[int],
+) -> Verdict:
+    """Ranks that ended are to blame for being missed, unless the one that waits has made calls they never did."""
+    waiting = sorted({r for w in waits if not w.p2p for r in w.ranks if r in stuck})
+    if ran_out := _exhausted({*ended, *waiting}, exhausted):
+        return ran_out, Reason.EXHAUSTED
+    states = snapshot.ranks
+    normally = all(states[q].life == Life.FINISHED and not states[q].exit_code for q in ended)
+    if len(waiting) == 1 and normally and set(stuck) <= graph.victims_of(waiting) | set(waiting):
+        here = {r: standing(states[r], states[r].blocked) for r in waiting}
+        if odd_by_history(states, here, waiting, ended):
+            return (waiting[0],), Reason.HISTORY
+    return tuple(sorted(ended)), Reason.NONE
+
+
+def of_cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int] = ()) -> Verdict:
+    """In a cycle mostly nobody; but one of it may stand where nobody else has ever been."""
+    members = sorted(incident.members)
+    states = snapshot.ranks
+    if ran_out := _exhausted(members, exhausted):
+        return ran_out, Reason.EXHAUSTED
+    calls = {r: w.calls.get(r) for w in incident.waits for r in w.ranks}
+    here = {r: standing(states[r], calls.get(r)) for r in members}
+    odd = [a for a in members if odd_by_site(states, here, [a], [b for b in members if b != a])]
+    if len(odd) == 1:
+        return (odd[0],), Reason.SITE
+    return _by_count(snapshot, incident, here) or _alone(incident) or NOBODY
+
+
+def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> Verdict | None:
+    """Rank m waits alone for p at a site that all others know: has m been there once too often, or p once too seldom?"""
+    states = snapshot.ranks
+    found: set[int] = set()
+    for w in incident.waits:
+        inside = [r for r in w.ranks if r in incident.members]
+        awaited = w.missing & incident.members
+        if len(inside) != 1 or len(awaited) != 1:
+            continue
+        (m,), (p,) = inside, awaited
+        site = here.get(m)
+        if site is None:
+            continue
+        others = Counter(
+            n for q, st in states.items() if q not in incident.members and (n := st.sites.get(site, 0)) > 0
+        )
+        if not others:
+            continue
+        usual = others.most_common(1)[0][0]
+        n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
+        if n_m > usual >= n_p:
+            found.add(m)
+        elif n_m == usual > n_p:
+            found.add(p)
+    return ((found.pop(),), Reason.COUNT) if len(found) == 1 else None
+
+
+def _alone(incident: Incident) -> Verdict | None:
+    """One rank in a message of its own, against at least two that stand together in one collective it does not enter."""
+    messages = [w for w in incident.waits if w.p2p]
+    collectives = [w for w in incident.waits if not w.p2p]
+    if len(messages) != 1 or len(collectives) != 1:
+        return None
+    lonely = [r for r in messages[0].ranks if r in incident.members]
+    together = collectives[0]
+    if len(lonely) == 1 and together.missing == {lonely[0]} and len(together.ranks) >= 2:
+        return (lonely[0],), Reason.MAJORITY
+    return None

@@ -1,0 +1,407 @@
+"""Deadlocks and mismatches: what the wait-for graph proves, said in the words of the contract.
+
+One finding for one incident. Ranks that merely wait for a living one are no deadlock: see `WaitGraph.sinks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from distdiag.diagnosis import blame, incidents, matching
+from distdiag.diagnosis.blame import Reason
+from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.graph import Wait, WaitGraph, build
+from distdiag.diagnosis.incident_text import (
+    calls_of,
+    collective_ref,
+    collective_text,
+    group_label,
+    newest_step,
+    places,
+    verb,
+)
+from distdiag.diagnosis.incidents import Incident, Root
+from distdiag.diagnosis.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.wording import at, place_text
+
+COST = "the job makes no progress"
+
+
+def rules(
+    snapshot: Snapshot,
+    graph: WaitGraph | None = None,
+    *,
+    exhausted: Collection[int] = (),
+    lost: Collection[int] = (),
+) -> list[Finding]:
+    """Findings `deadlock` and `mismatch` of one snapshot, one for each incident.
+
+    The caller reports a finding once it is the same in two snapshots.
+
+    Args:
+        graph: `graph.build(snapshot)`, where the caller has it already.
+        exhausted: Ranks known to have run out of batches while others have not; they are the culprits then.
+        lost: Ranks that another finding names as lost: that others wait for them is not said again.
+    """
+    graph = build(snapshot) if graph is None else graph
+    out: list[Finding] = []
+    for incident in incidents.find(graph):
+        if incident.root is Root.CONFLICT:
+            finding = _conflict(snapshot, graph, incident, exhausted)
+        elif incident.root is Root.GONE:
+            out += _gone(snapshot, graph, incident, exhausted, set(lost))
+            continue
+        else:
+            finding = _cycle(snapshot, incident, exhausted)
+        if finding is not None:
+            out.append(finding)
+    return out
+
+
+# -- ranks meet in one collective with different calls ---------------------------------------------------------------
+
+
+def _conflict(snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int]) -> Finding | None:
+    (wait,) = incident.waits
+    verdict = blame.of_conflict(snapshot, wait, exhausted)
+    if blame.undecided(snapshot, graph, wait, verdict):
+        return None
+    culprits, reason = verdict
+    victims = incident.victims - set(culprits)
+    kind, cause = _kind_of_conflict(snapshot, wait, culprits, reason)
+    calls = calls_of([wait, *(w for w in graph.waits if w.ranks)])
+    main = next((wait.calls[r] for side in wait.sides for r in sorted(side) if r not in culprits), None)
+    return Finding(
+        kind=kind,
+        cause=cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=tuple(sorted(victims)),
+        collective=collective_ref(snapshot, wait, main),
+        where=places(snapshot, culprits or incident.members, calls),
+        waiting=places(snapshot, victims if culprits else victims - incident.members, calls),
+        step=newest_step(snapshot, incident.members),
+        message=_conflict_message(snapshot, wait, cause, culprits, reason),
+        cost=COST if not wait.died else "the backend aborts the job",
+        advice=_conflict_advice(snapshot, wait, cause, culprits, reason),
+    )
+
+
+def _kind_of_conflict(snapshot: Snapshot, wait: Wait, culprits: tuple[int, ...], reason: Reason) -> tuple[str, str]:
+    """Different operations are a mismatch where ranks do different things with the same data, and a deadlock where
+    they have come to different places of the program."""
+    cause = wait.conflict or "op"
+    if cause != "op" or wait.p2p:
+        return "mismatch", cause
+    if reason in (Reason.EXHAUSTED, Reason.SITE, Reason.HISTORY):
+        return "deadlock", "missing_rank"
+    states = snapshot.ranks
+    here = {r: blame.standing(states.get(r), c) for r, c in wait.calls.items()}
+    sides = [[r for r in side if r in states] for side in wait.sides]
+    if any(not side or any(here[r] is None for r in side) for side in sides) or _same_data(wait):
+        return "mismatch", "op"
+    known = [
+        all(here[b] in states[a].sites for a in sides[i] for b in sides[j] if here[b] != here[a])
+        for i, j in ((0, 1), (1, 0))
+    ]
+    if len({here[r] for side in sides for r in side}) == 1:
+        return "mismatch", "op"
+    if culprits:
+        return ("deadlock", "missing_rank") if any(known) else ("mismatch", "op")
+    return ("deadlock", "order_mismatch") if all(known) else ("mismatch", "op")
+
+
+def _same_data(wait: Wait) -> bool:
+    """One function, and the same tensor on both sides: the operations were exchanged, not the way of the program."""
+    calls = [next(wait.calls[r] for r in sorted(side)) for side in wait.sides]
+    first = calls[0]
+    return all(
+        c.shape is not None
+        and c.shape == first.shape
+        and matching.dtype_name(c.dtype) == matching.dtype_name(first.dtype)
+        and c.site is not None
+        and first.site is not None
+        and (c.site.file, c.site.function) == (first.site.file, first.site.function)
+        for c in calls
+    )
+
+
+def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str) -> str:
+    """`all_reduce` / `1,048,576 elements of float32` / `root rank 1`, with the place of the first rank of the side."""
+    call = wait.calls[min(side)]
+    op = matching.op_name(call.op)
+    n, dtype = matching.elements(call), matching.dtype_name(call.dtype)
+    what = {
+        "op": f"{op} #{wait.seq:,}" if not wait.p2p else op,
+        "root": f"{op} with root {call.root}",
+        "dtype": f"{op} of {dtype}",
+        "shape": f"{op} of {n:,} elements" if n is not None else op,
+    }[cause]
+    return f"{what}{at(call.site)}"
+
+
+def _conflict_message(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple[int, ...], reason: Reason) -> str:
+    label = group_label(snapshot, wait.group)
+    what = wait.conflict or "op"
+    sides = sorted(wait.sides, key=lambda s: (not (s & set(culprits)), -len(s), min(s)))[:3]
+    texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(snapshot, wait, s, what)}" for s in sides]
+    number = "" if wait.p2p or what == "op" else f" #{wait.seq:,}"
+    if culprits:
+        texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
+        end = "" if reason is not Reason.EXHAUSTED else f"; {rank_list(culprits)} ran out of batches"
+        return f"{', '.join(texts)}{number} ({label}): it can never complete{end}"
+    blame_text = "in opposite order" if cause == "order_mismatch" else "neither side can be told to be the wrong one"
+    return f"{', '.join(texts)}{number} ({label}): it can never complete; {blame_text}"
+
+
+def _conflict_advice(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple[int, ...], reason: Reason) -> str:
+    sides = sorted(wait.sides, key=lambda s: (not (s & set(culprits)), -len(s), min(s)))
+    a, b = (wait.calls[min(s)] for s in sides[:2])
+    both = f"{place_text(a.site)} and {place_text(b.site)}" if a.site and b.site else "the two calls"
+    if reason is Reason.EXHAUSTED:
+        return "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
+    match cause:
+        case "missing_rank":
+            one = f"{matching.op_name(a.op)}{at(a.site)}"
+            return f"call {one} on all ranks or on none: look for a condition on the rank around it"
+        case "order_mismatch":
+            return f"issue the collectives in the same order on all ranks: compare {both}"
+        case "shape":
+            return f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks"
+        case "dtype":
+            return f"compare the dtypes at {both}: autocast, or a cast on some ranks only"
+        case "root":
+            return f"pass the same src/dst on all ranks: compare {both}"
+    return f"make all ranks call the same operation: compare {both}"
+
+
+# -- ranks that are gone or stopped ----------------------------------------------------------------------------------
+
+_ECHO = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "connection refused")
+
+
+def is_echo(st: RankState) -> bool:
+    """True where a rank died of another one's end: its own error is a lost connection or a timeout."""
+    return st.exception is not None and any(word in st.exception.lower() for word in _ECHO)
+
+
+def _cause_of_end(st: RankState) -> str:
+    if st.life == Life.STOPPED:
+        return "rank_stopped"
+    if st.life == Life.FINISHED and not st.exit_code:
+        return "rank_finished"
+    return "rank_exited"
+
+
+def _gone(
+    snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], lost: set[int]
+) -> list[Finding]:
+    """The end that came first and is nobody's echo; what it does not explain is said of the next."""
+    states = snapshot.ranks
+    out: list[Finding] = []
+    left, victims = set(incident.members), set(incident.victims)
+    while left and victims:
+        first = [q for q in left if not is_echo(states[q])] or sorted(left)
+        earliest = min(first, key=lambda q: (states[q].ended_s is None, states[q].ended_s or 0.0, q))
+        cause = _cause_of_end(states[earliest])
+        named = sorted(q for q in first if _cause_of_end(states[q]) == cause)
+        explained = (graph.victims_of(named) & victims) if left != set(named) else victims
+        if explained and not set(named) <= lost:
+            out.append(_gone_finding(snapshot, graph, incident, exhausted, cause, named, sorted(explained)))
+        left -= set(named)
+        victims -= explained
+    return out
+
+
+def _gone_finding(
+    snapshot: Snapshot,
+    graph: WaitGraph,
+    incident: Incident,
+    exhausted: Collection[int],
+    cause: str,
+    ended: list[int],
+    stuck: list[int],
+) -> Finding:
+    waits = [w for w in incident.waits if w.missing & set(ended)]
+    wait = next((w for w in waits if not w.p2p), waits[0])
+    call = next((wait.calls[r] for r in wait.ranks if r in wait.calls), None)
+    calls = calls_of(waits)
+    culprits, reason = blame.of_gone(snapshot, graph, ended, waits, stuck, exhausted)
+    if reason is Reason.HISTORY:
+        cause = "missing_rank"
+    victims = [r for r in stuck if r not in culprits]
+    return Finding(
+        kind="deadlock",
+        cause=cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=tuple(victims),
+        collective=collective_ref(snapshot, wait, call),
+        where=places(snapshot, culprits, calls),
+        waiting=places(snapshot, victims, calls),
+        step=newest_step(snapshot, [*culprits, *stuck]),
+        message=_gone_message(snapshot, wait, call, cause, culprits, ended, stuck, reason),
+        cost=COST,
+        advice=_gone_advice(cause, culprits, call, reason),
+    )
+
+
+def _ending(states: list[RankState]) -> str:
+    st = states[0]
+    one = len(states) == 1
+    match st.life:
+        case Life.STOPPED:
+            return f"{'is' if one else 'are'} stopped (SIGSTOP)"
+        case Life.KILLED:
+            return f"{'was' if one else 'were'} killed" + (f" by signal {st.signal}" if st.signal else "")
+        case Life.CRASHED:
+            return "ended with an error" + (f" ({st.exception})" if one and st.exception else "")
+    if st.exit_code:
+        return f"exited with code {st.exit_code}"
+    return "ended normally"
+
+
+def _gone_message(
+    snapshot: Snapshot,
+    wait: Wait,
+    call: Call | None,
+    cause: str,
+    culprits: tuple[int, ...],
+    ended: list[int],
+    victims: list[int],
+    reason: Reason,
+) -> str:
+    what = collective_text(snapshot, wait, call)
+    ending = f"{rank_list(ended)} {_ending([snapshot.ranks[q] for q in ended])}"
+    if reason is Reason.HISTORY:
+        return (
+            f"{rank_list(culprits)} waits in {what}{at(call.site if call else None)} for ranks that have ended: it has "
+            f"made collective calls that the others never made; {ending}"
+        )
+    if reason is Reason.EXHAUSTED:
+        ending = f"{rank_list(culprits)} ran out of batches and {verb(culprits, 'has', 'have')} ended"
+    waiting = f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for {verb(ended, 'it', 'them')}"
+    if wait.p2p:
+        return f"{ending}; {waiting} in {what}"
+    return f"{ending} and {verb(ended, 'has', 'have')} not entered {what}; {waiting}"
+
+
+def _gone_advice(cause: str, culprits: tuple[int, ...], call: Call | None, reason: Reason) -> str:
+    if reason is Reason.EXHAUSTED:
+        return "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
+    match cause:
+        case "rank_stopped":
+            return f"resume it with `kill -CONT` on {rank_list(culprits)}'s process, or end the job"
+        case "rank_finished":
+            return (
+                f"find why {rank_list(culprits)} left the loop before the others: fewer batches, an early return or "
+                "break on some ranks only"
+            )
+        case "missing_rank":
+            op = matching.op_name(call.op) if call is not None else "the collective"
+            return f"look for {op} (or a forward of the wrapped model) that only {rank_list(culprits)} runs"
+    return f"see the error of {rank_list(culprits)}, then restart the job: the others cannot go on without it"
+
+
+# -- cycles ----------------------------------------------------------------------------------------------------------
+
+
+def _cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int]) -> Finding:
+    culprits, _ = blame.of_cycle(snapshot, incident, exhausted)
+    messages = [w for w in incident.waits if w.p2p]
+    kind, cause = "deadlock", "p2p_cycle" if messages else "group_cycle"
+    if culprits:
+        cause = "missing_rank"
+    elif not messages:
+        mixed = _one_site(incident)
+        if mixed is not None:
+            kind, cause, culprits = "mismatch", "group", mixed
+    members = incident.members
+    victims = members | incident.victims if culprits else members
+    victims = victims - set(culprits)
+    calls = calls_of(incident.waits)
+    for r in incident.victims:
+        st = snapshot.ranks[r]
+        if r not in calls and st.blocked is not None:
+            calls[r] = (incident.waits[0], st.blocked)
+    waits = sorted(incident.waits, key=lambda w: (-len(w.ranks), w.p2p, min(w.ranks)))
+    main = next((w for w in waits if not set(culprits) & set(w.ranks)), waits[0])
+    call = next((main.calls[r] for r in main.ranks if r in main.calls), None)
+    outside = incident.victims - members
+    return Finding(
+        kind=kind,
+        cause=cause,
+        certainty=Certainty.PROVED if snapshot.source != "dumps" else Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=tuple(sorted(victims)),
+        collective=collective_ref(snapshot, main, call),
+        where=places(snapshot, culprits or members, calls),
+        waiting=places(snapshot, victims if culprits else outside, calls),
+        step=newest_step(snapshot, members),
+        message=_cycle_message(snapshot, incident, cause, culprits, main, call),
+        cost=COST,
+        advice=_cycle_advice(snapshot, cause, culprits, calls),
+    )
+
+
+def _one_site(incident: Incident) -> tuple[int, ...] | None:
+    """Two groups used at one and the same call: some ranks were given the other group. Culprits are the minority."""
+    if len(incident.waits) != 2:
+        return None
+    a, b = sorted(incident.waits, key=lambda w: -len(w.ranks))
+    sites = {(c.op, c.site) for w in (a, b) for c in w.calls.values()}
+    if len(sites) != 1 or next(iter(sites))[1] is None or a.group == b.group:
+        return None
+    return tuple(sorted(b.ranks)) if len(a.ranks) > len(b.ranks) else None
+
+
+def _cycle_message(
+    snapshot: Snapshot,
+    incident: Incident,
+    cause: str,
+    culprits: tuple[int, ...],
+    main: Wait,
+    call: Call | None,
+) -> str:
+    parts = []
+    order = sorted(incident.waits, key=lambda w: (not set(w.ranks) & set(culprits), min(w.ranks)))
+    for w in order[:4]:
+        inside = [r for r in w.ranks if r in incident.members]
+        c = w.calls.get(inside[0]) if inside else None
+        if not inside:
+            continue
+        parts.append(
+            f"{rank_list(inside)} {verb(inside, 'is', 'are')} in {collective_text(snapshot, w, c)}"
+            f"{at(c.site if c else None)}"
+        )
+    more = f" and {len(order) - 4:,} more" if len(order) > 4 else ""
+    if culprits and cause == "missing_rank":
+        others = sorted((incident.members | incident.victims) - set(culprits))
+        return (
+            f"{rank_list(culprits)} {verb(culprits, 'has', 'have')} not entered {collective_text(snapshot, main, call)}; "
+            f"{rank_list(others)} {verb(others, 'waits', 'wait')} for {verb(culprits, 'it', 'them')}, "
+            f"and {parts[0]}"
+        )
+    if cause == "group":
+        return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
+    return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
+
+
+def _cycle_advice(
+    snapshot: Snapshot, cause: str, culprits: tuple[int, ...], calls: dict[int, tuple[Wait, Call]]
+) -> str:
+    match cause:
+        case "missing_rank":
+            call = calls[culprits[0]][1] if culprits and culprits[0] in calls else None
+            what = f"{matching.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
+            return f"look for a condition on the rank around {what}: all ranks it concerns must come to it, or none"
+        case "p2p_cycle":
+            return (
+                "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
+            )
+        case "group":
+            return "pass the same process group on all ranks at this call"
+    return "use the groups in the same order on all ranks that share them"

@@ -1,0 +1,401 @@
+"""A model of distributed programs, for tests: rendezvous semantics, run step by step, knowing nothing of the diagnosis.
+
+A collective completes for all at the moment when all members have issued it with fitting arguments; a message when both
+ends are issued. A rank that is stopped takes part in nothing from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
+
+
+class Tape:
+    """Choices drawn from a list of numbers; zeros when it is used up."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.at = 0
+
+    def pick(self, n: int) -> int:
+        """A number in [0, n)."""
+        self.at += 1
+        return self.numbers[self.at - 1] % n if self.at <= len(self.numbers) and n > 1 else 0
+
+
+@dataclass(frozen=True)
+class Op:
+    """One statement of a rank: a collective, send, recv, wait for an earlier one, work (`None` peer of recv: any)."""
+
+    kind: str
+    group: str = ""
+    root: int | None = None
+    shape: int = 4
+    dtype: str = "float32"
+    peer: int | None = None
+    tag: int = 0
+    asynchronous: bool = False
+    name: int = 0  # of an asynchronous operation; what a wait waits for
+    line: int = 1
+
+
+COLLECTIVES = ("all_reduce", "barrier", "broadcast", "all_gather")
+
+
+@dataclass
+class Issued:
+    """An operation that a rank has issued."""
+
+    rank: int
+    op: Op
+    number: int  # of the collective in its group, or of the message to this peer (both from 1)
+    done: bool = False
+
+
+@dataclass
+class Job:
+    """All ranks' programs and where they are."""
+
+    programs: list[list[Op]]
+    groups: dict[str, tuple[int, ...]]
+    ends: list[str]
+    pc: list[int] = field(default_factory=list)
+    life: list[str] = field(default_factory=list)
+    waiting: list[Issued | None] = field(default_factory=list)
+    issued: list[list[Issued]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        n = len(self.programs)
+        self.pc = self.pc or [0] * n
+        self.life = self.life or [Life.RUNNING] * n
+        self.waiting = self.waiting or [None] * n
+        self.issued = self.issued or [[] for _ in range(n)]
+
+    def copy(self) -> Job:
+        again = {id(i): replace(i) for mine in self.issued for i in mine}
+        return Job(
+            self.programs,
+            self.groups,
+            self.ends,
+            list(self.pc),
+            list(self.life),
+            [None if w is None else again[id(w)] for w in self.waiting],
+            [[again[id(i)] for i in mine] for mine in self.issued],
+        )
+
+    def movable(self) -> list[int]:
+        return [r for r in range(len(self.programs)) if self.life[r] == Life.RUNNING and self.waiting[r] is None]
+
+    def step(self, r: int, tape: Tape) -> None:
+        """Let rank `r` execute its next statement."""
+        if self.pc[r] >= len(self.programs[r]):
+            self.life[r] = self.ends[r]
+            return
+        op = self.programs[r][self.pc[r]]
+        self.pc[r] += 1
+        if op.kind == "work":
+            return
+        if op.kind == "wait":
+            open_ops = [i for i in self.issued[r] if i.op.name == op.name and i.op.asynchronous]
+            if open_ops and not open_ops[-1].done:
+                self.waiting[r] = open_ops[-1]
+            return
+        same = [i for i in self.issued[r] if self._queue(i.op) == self._queue(op)]
+        mine = Issued(r, op, len(same) + 1)
+        self.issued[r].append(mine)
+        if not op.asynchronous:
+            self.waiting[r] = mine
+        self._match(mine, tape)
+
+    @staticmethod
+    def _queue(op: Op) -> tuple:
+        return (op.kind, op.group, op.peer, op.tag) if op.kind in ("send", "recv") else (op.group,)
+
+    def _finish(self, *ops: Issued) -> None:
+        for i in ops:
+            i.done = True
+            if self.waiting[i.rank] is i:
+                self.waiting[i.rank] = None
+
+    def _match(self, mine: Issued, tape: Tape) -> None:
+        if mine.op.kind in ("send", "recv"):
+            others = [
+                i
+                for q, theirs in enumerate(self.issued)
+                for i in theirs
+                if not i.done and self.life[q] != Life.STOPPED and fits(mine, i)
+            ]
+            first: dict[int, Issued] = {}
+            for i in others:  # messages of one pair match in order: only the oldest of each rank is at hand
+                first.setdefault(i.rank, i)
+            if first:
+                chosen = list(first.values())[tape.pick(len(first))]
+                self._finish(mine, chosen)
+            return
+        met = self.meeting(mine)
+        if met is not None and fitting(met):
+            self._finish(*met)
+
+    def meeting(self, mine: Issued) -> list[Issued] | None:
+        """The same collective of all members; None while one is missing or stopped."""
+        met = []
+        for q in self.groups[mine.op.group]:
+            theirs = self.arrived(q, mine)
+            if theirs is None or self.life[q] == Life.STOPPED:
+                return None
+            met.append(theirs)
+        return met
+
+    def arrived(self, q: int, mine: Issued) -> Issued | None:
+        for i in self.issued[q]:
+            if i.op.kind not in ("send", "recv") and i.op.group == mine.op.group and i.number == mine.number:
+                return i
+        return None
+
+
+def fits(a: Issued, b: Issued) -> bool:
+    """Two ends of one message?"""
+    if {a.op.kind, b.op.kind} != {"send", "recv"} or (a.op.tag, a.op.group) != (b.op.tag, b.op.group):
+        return False
+    send, recv = (a, b) if a.op.kind == "send" else (b, a)
+    return send.op.peer == recv.rank and recv.op.peer in (None, send.rank)
+
+
+def fitting(met: list[Issued]) -> bool:
+    """Can these calls complete together? Sizes may differ in all_gather, a barrier has none."""
+    first = met[0].op
+    for i in met[1:]:
+        op = i.op
+        if op.kind != first.kind or (op.kind == "broadcast" and op.root != first.root):
+            return False
+        if op.kind in ("all_reduce", "broadcast") and (op.shape, op.dtype) != (first.shape, first.dtype):
+            return False
+    return True
+
+
+def run(job: Job, tape: Tape, steps: int | None = None) -> None:
+    """Run until nothing moves, or for a number of statements, in an order from the tape."""
+    while steps is None or steps > 0:
+        movable = job.movable()
+        if not movable:
+            return
+        job.step(movable[tape.pick(len(movable))], tape)
+        steps = None if steps is None else steps - 1
+
+
+def stuck_for_ever(job: Job) -> set[int]:
+    """Ranks that stay where they are whatever the unblocked ranks' programs say next, by trying the best of all cases."""
+    n = len(job.programs)
+    wild = {r for r in range(n) if job.life[r] == Life.RUNNING and job.waiting[r] is None}
+    while True:
+        more = {r for r in range(n) if job.waiting[r] is not None and r not in wild and _hopeful(job, r, wild)}
+        more = {r for r in more if job.life[r] == Life.RUNNING}
+        if not more:
+            return {r for r in range(n) if job.life[r] == Life.RUNNING and job.waiting[r] is not None and r not in wild}
+        wild |= more
+
+
+def _hopeful(job: Job, r: int, wild: set[int]) -> bool:
+    mine = job.waiting[r]
+    assert mine is not None
+    if mine.op.kind in ("send", "recv"):
+        peers = job.groups[mine.op.group] if mine.op.peer is None else (mine.op.peer,)
+        return any(q in wild for q in peers if q != r)
+    met = [job.arrived(q, mine) for q in job.groups[mine.op.group]]
+    here = [i for i in met if i is not None]
+    if not fitting(here) or any(job.life[i.rank] == Life.STOPPED for i in here):
+        return False
+    return all(i is not None or q in wild for q, i in zip(job.groups[mine.op.group], met, strict=True))
+
+
+def waits_for(job: Job, r: int) -> set[int]:
+    """Whom rank `r` waits for now, by the model."""
+    mine = job.waiting[r]
+    if mine is None or job.life[r] != Life.RUNNING:
+        return set()
+    if mine.op.kind in ("send", "recv"):
+        return {q for q in (job.groups[mine.op.group] if mine.op.peer is None else (mine.op.peer,)) if q != r}
+    out = set()
+    for q in job.groups[mine.op.group]:
+        i = job.arrived(q, mine)
+        if i is None or job.life[q] == Life.STOPPED or not fitting([mine, i]):
+            out.add(q)
+    return out
+
+
+def snapshot(job: Job, stable_since_s: float | None = 0.0) -> Snapshot:
+    """What the recorder would have seen."""
+    ranks = {}
+    for r, mine in enumerate(job.issued):
+        enqueued: dict[str, int] = {}
+        completed: dict[str, int] = {}
+        p2p: dict[str, int] = {}
+        sites: dict[str, int] = {}
+        for i in mine:
+            key = f"job.py:{i.op.line}"
+            sites[key] = sites.get(key, 0) + 1
+            if i.op.kind in ("send", "recv"):
+                peer = "any" if i.op.peer is None else i.op.peer
+                k = f"{i.op.kind}:{peer}:{i.op.tag}:{i.op.group}"
+                p2p[k] = p2p.get(k, 0) + 1
+                continue
+            enqueued[i.op.group] = i.number
+            if i.done and completed.get(i.op.group, 0) == i.number - 1:
+                completed[i.op.group] = i.number
+        waiting = job.waiting[r]
+        blocked = _call(waiting) if waiting is not None else None
+        ranks[r] = RankState(
+            rank=r,
+            life=job.life[r],
+            enqueued=enqueued,
+            completed=completed,
+            blocked=blocked,
+            blocked_any_of=tuple(q for q in job.groups[blocked.group] if q != r)
+            if blocked is not None and blocked.op == "recv" and blocked.peer is None
+            else (),
+            calls=tuple(_call(i) for i in mine),
+            p2p_issued=p2p,
+            sites=sites,
+        )
+    groups = {g: Group(name=g, ranks=members, backend="gloo") for g, members in job.groups.items()}
+    return Snapshot(t_s=100.0, world_size=len(ranks), ranks=ranks, groups=groups, stable_since_s=stable_since_s)
+
+
+def _call(i: Issued) -> Call:
+    op = i.op
+    p2p = op.kind in ("send", "recv")
+    return Call(
+        op=op.kind,
+        group=op.group,
+        seq=None if p2p else i.number,
+        nth=i.number if p2p else None,
+        shape=None if op.kind == "barrier" else (op.shape,),
+        dtype=None if op.kind == "barrier" else op.dtype,
+        bytes=op.shape * 4,
+        root=op.root,
+        peer=op.peer,
+        tag=op.tag,
+        site=Site("job.py", op.line, "main"),
+        completed_s=1.0 if i.done else None,
+        asynchronous=op.asynchronous,
+    )
+
+
+# -- programs from a tape --------------------------------------------------------------------------------------------
+
+
+def program(tape: Tape) -> Job:
+    """A job of 2–6 ranks: a correct program, then up to four faults."""
+    n = 2 + tape.pick(5)
+    groups = {"world": tuple(range(n))}
+    for g in range(tape.pick(3)):
+        members = [r for r in range(n) if tape.pick(2)]
+        if len(members) >= 2:
+            groups[f"g{g}"] = tuple(members)
+    names = list(groups)
+    programs: list[list[Op]] = [[] for _ in range(n)]
+    open_async: list[Op] = []
+    for line in range(1, 3 + tape.pick(6)):
+        _statement(tape, n, groups, names, programs, open_async, line)
+    for op in open_async:
+        for r in groups[op.group]:
+            if tape.pick(4):
+                programs[r].append(Op("wait", name=op.name))
+    ends: list[str] = [Life.FINISHED] * n
+    for _ in range(tape.pick(5)):
+        _fault(tape, n, groups, names, programs, ends)
+    return Job(programs, groups, ends)
+
+
+def _statement(
+    tape: Tape,
+    n: int,
+    groups: dict[str, tuple[int, ...]],
+    names: list[str],
+    programs: list[list[Op]],
+    open_async: list[Op],
+    line: int,
+) -> None:
+    match tape.pick(8):
+        case 0 | 1 | 2:
+            op = _collective(tape, groups, names, line)
+            for r in groups[op.group]:
+                programs[r].append(op)
+        case 3:
+            op = replace(_collective(tape, groups, names, line), asynchronous=True, name=line)
+            for r in groups[op.group]:
+                programs[r].append(op)
+            open_async.append(op)
+        case 4:
+            a, b = tape.pick(n), tape.pick(n)
+            if a != b:
+                tag = tape.pick(2)
+                programs[a].append(Op("send", "world", peer=b, tag=tag, line=line))
+                programs[b].append(Op("recv", "world", peer=None if tape.pick(3) == 0 else a, tag=tag, line=line + 100))
+        case 5:  # a ring with isend
+            for r in range(n):
+                programs[r].append(
+                    Op("send", "world", peer=(r + 1) % n, asynchronous=True, name=line, tag=2, line=line)
+                )
+                programs[r].append(Op("recv", "world", peer=(r - 1) % n, tag=2, line=line + 100))
+                programs[r].append(Op("wait", name=line))
+        case 6:  # everybody sends to one, who takes them as they come
+            to = tape.pick(n)
+            for r in range(n):
+                if r != to:
+                    programs[r].append(Op("send", "world", peer=to, tag=3, line=line))
+                    programs[to].append(Op("recv", "world", peer=None, tag=3, line=line + 100))
+        case _:
+            for r in range(n):
+                programs[r].append(Op("work"))
+
+
+def _collective(tape: Tape, groups: dict[str, tuple[int, ...]], names: list[str], line: int) -> Op:
+    kind = COLLECTIVES[tape.pick(4)]
+    group = names[tape.pick(len(names))]
+    root = groups[group][tape.pick(len(groups[group]))] if kind == "broadcast" else None
+    return Op(kind, group, root=root, shape=4 << tape.pick(2), line=line)
+
+
+def _fault(
+    tape: Tape,
+    n: int,
+    groups: dict[str, tuple[int, ...]],
+    names: list[str],
+    programs: list[list[Op]],
+    ends: list[str],
+) -> None:
+    r = tape.pick(n)
+    mine = programs[r]
+    at = tape.pick(max(len(mine), 1))
+    match tape.pick(7):
+        case 0 if mine:
+            del mine[at]
+        case 1 if at + 1 < len(mine):
+            mine[at], mine[at + 1] = mine[at + 1], mine[at]
+        case 2:
+            op = _collective(tape, groups, names, 50 + at)
+            if r in groups[op.group]:
+                mine.insert(at, op)
+        case 3 if mine and mine[at].kind in COLLECTIVES:
+            op = mine[at]
+            changed = (
+                {"shape": op.shape + 1},
+                {"dtype": "float64"},
+                {"kind": COLLECTIVES[tape.pick(4)]},
+                {"root": groups[op.group][0]} if op.kind == "broadcast" else {},
+            )[tape.pick(4)]
+            mine[at] = replace(op, **changed)
+            if mine[at].kind == "broadcast" and mine[at].root is None:
+                mine[at] = replace(mine[at], root=groups[op.group][0])
+        case 4:
+            del mine[at:]
+            ends[r] = (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED)[tape.pick(4)]
+        case 5:
+            peer = tape.pick(n)
+            if peer != r:
+                kind = "send" if tape.pick(2) else "recv"
+                mine.insert(at, Op(kind, "world", peer=peer, tag=tape.pick(3), asynchronous=not tape.pick(3), line=60))
+        case 6 if mine and mine[at].kind == "recv":
+            mine[at] = replace(mine[at], peer=None)

@@ -1,0 +1,99 @@
+"""The wait-for graph against a model of random programs: *proved* exactly for those who are stuck for ever."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distdiag.diagnosis import collectives, graph
+from distdiag.diagnosis.findings import Certainty
+from distdiag.diagnosis.snapshot import DEAD, Life
+from tests.diagnosis import programs
+from tests.diagnosis.programs import Job, Tape
+
+EXAMPLES = 2500
+TAPES = st.lists(st.integers(0, 2**20 - 1), min_size=20, max_size=160)
+
+
+def reaches(job: Job, start: int, targets: set[int]) -> bool:
+    seen, todo = {start}, [start]
+    while todo:
+        r = todo.pop()
+        if r in targets:
+            return True
+        for q in programs.waits_for(job, r) - seen:
+            seen.add(q)
+            todo.append(q)
+    return False
+
+
+def check_rule(job: Job, expected: set[int]) -> None:
+    """Proved exactly for `expected`, and every victim reaches the culprits (or the members of the cycle)."""
+    snap = programs.snapshot(job)
+    found = graph.build(snap)
+    assert found.stuck == expected
+    findings = collectives.rules(snap, found)
+    living = [f for f in findings if any(snap.ranks[r].life not in DEAD for r in (*f.victims, *f.culprits))]
+    assert bool(living) == bool(expected)
+    said: set[int] = set()
+    for f in findings:
+        assert f.certainty == Certainty.PROVED
+        roots = set(f.culprits) or {w.rank for w in f.where}
+        assert roots
+        for r in {*f.victims, *(w.rank for w in f.waiting)}:
+            if job.life[r] == Life.RUNNING:
+                assert r in expected
+                assert reaches(job, r, roots - {r} or roots), (r, roots, f)
+        said |= {*f.culprits, *f.victims, *(w.rank for w in f.where), *(w.rank for w in f.waiting)}
+    assert expected <= said
+
+
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(TAPES)
+def test_proved_exactly_for_those_stuck_for_ever(numbers: list[int]) -> None:
+    """GIVEN a program and a moment of its run, WHEN judged, THEN the stuck are those whom no continuation frees."""
+    tape = Tape(numbers)
+    job = programs.program(tape)
+    programs.run(job, tape, steps=tape.pick(40))
+    now = programs.stuck_for_ever(job)
+    check_rule(job, now)
+    # two continuations of the very programs: who was called stuck never moves again
+    for k in (1, 2):
+        later = job.copy()
+        programs.run(later, Tape([n * k + k for n in reversed(numbers)]))
+        blocked = {
+            r for r in range(len(job.programs)) if later.waiting[r] is not None and later.life[r] == Life.RUNNING
+        }
+        assert now <= blocked
+        assert all(later.pc[r] == job.pc[r] for r in now)
+        if k == 1:
+            check_rule(later, blocked)  # at rest, everybody blocked is stuck
+
+
+def test_the_programs_are_worth_judging() -> None:
+    """GIVEN the same kind of tapes, THEN many programs hang, many do not, and every kind of cause occurs."""
+    import random
+
+    rng = random.Random(5)
+    seen: dict[tuple[str, str | None], int] = {}
+    clean = hung = 0
+    start = time.process_time()
+    for _ in range(600):
+        tape = Tape([rng.randrange(1 << 20) for _ in range(160)])
+        job = programs.program(tape)
+        programs.run(job, tape)
+        findings = collectives.rules(programs.snapshot(job))
+        for f in findings:
+            seen[(f.kind, f.cause)] = seen.get((f.kind, f.cause), 0) + 1
+        hung += bool(findings)
+        clean += not findings
+    assert time.process_time() - start < 60
+    assert clean > 60 and hung > 60
+    for cause in ("rank_finished", "rank_exited", "rank_stopped", "group_cycle", "p2p_cycle", "missing_rank"):
+        assert seen.get(("deadlock", cause)), (cause, seen)
+    for cause in ("op", "shape", "dtype", "root"):
+        assert seen.get(("mismatch", cause)), (cause, seen)
