@@ -1,4 +1,8 @@
-"""For every test: a fresh mark in the environment, and a look for processes that outlived the test."""
+"""For every test: a fresh mark in the environment, and a look for processes that outlived the test.
+
+With `-n 2 --dist loadgroup`, tests marked `job` run one after the other on one worker, as each of them wants both cores;
+all others run beside them on the other.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,13 @@ _GRACE_S = 5.0  # a monitor writes its last rows after the last rank is gone
 def _orphans(mark: str) -> dict[int, str]:
     # Python's own helper for shared memory lives as long as the process that started it.
     return {pid: command for pid, command in marked(mark).items() if "multiprocessing.resource_tracker" not in command}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("job"):
+            item.add_marker(pytest.mark.xdist_group("jobs"))
 
 
 @pytest.fixture(autouse=True)

@@ -82,8 +82,8 @@ def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main([name, "--help"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"Usage: distdiag {name}")
-    assert "Exit codes" in said or name in ("run",), "a command says what its exit codes mean"
+    assert said.lower().startswith(f"usage: distdiag {name}")
+    assert "exit code" in said.lower() or name == "run", "a command says what its exit codes mean"
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
