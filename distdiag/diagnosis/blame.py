@@ -132,7 +132,7 @@ def of_gone(
     exhausted: Collection[int],
 ) -> Verdict:
     """Ranks that ended are to blame for being missed, unless the one that waits has made calls they never did."""
-    waiting = sorted({r for w in waits if not w.p2p for r in w.ranks if r in stuck})
+    waiting = sorted({r for w in waits if not w.p2p for r in w.ranks} & set(stuck))
     if ran_out := _exhausted({*ended, *waiting}, exhausted):
         return ran_out, Reason.EXHAUSTED
     states = snapshot.ranks
@@ -152,9 +152,10 @@ def of_cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int] 
         return ran_out, Reason.EXHAUSTED
     calls = {r: w.calls.get(r) for w in incident.waits for r in w.ranks}
     here = {r: standing(states[r], calls.get(r)) for r in members}
-    odd = [a for a in members if odd_by_site(states, here, [a], [b for b in members if b != a])]
-    if len(odd) == 1:
-        return (odd[0],), Reason.SITE
+    known_to = Counter(site for r in members for site in states[r].sites)
+    alone = [a for a in members if known_to.get(here[a] or "", 0) <= 1]  # a thousand may stand in one ring
+    if len(alone) == 1 and odd_by_site(states, here, alone, [b for b in members if b != alone[0]]):
+        return (alone[0],), Reason.SITE
     return _by_count(snapshot, incident, here) or _alone(incident) or NOBODY
 
 
@@ -162,7 +163,7 @@ def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None
     """Rank m waits alone for p at a site that all others know: has m been there once too often, or p once too seldom?"""
     states = snapshot.ranks
     found: set[int] = set()
-    for w in incident.waits:
+    for w in incident.waits if len(incident.waits) == 2 else ():
         inside = [r for r in w.ranks if r in incident.members]
         awaited = w.missing & incident.members
         if len(inside) != 1 or len(awaited) != 1:

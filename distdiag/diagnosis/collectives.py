@@ -230,7 +230,7 @@ def _gone_finding(
     culprits, reason = blame.of_gone(snapshot, graph, ended, waits, stuck, exhausted)
     if reason is Reason.HISTORY:
         cause = "missing_rank"
-    victims = [r for r in stuck if r not in culprits]
+    victims = sorted(set(stuck) - set(culprits))
     return Finding(
         kind="deadlock",
         cause=cause,
@@ -319,7 +319,7 @@ def _cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int]) -
         if mixed is not None:
             kind, cause, culprits = "mismatch", "group", mixed
     members = incident.members
-    victims = members | incident.victims if culprits else members
+    victims = incident.victims if culprits else members
     victims = victims - set(culprits)
     calls = calls_of(incident.waits)
     for r in incident.victims:
@@ -379,7 +379,7 @@ def _cycle_message(
         )
     more = f" and {len(order) - 4:,} more" if len(order) > 4 else ""
     if culprits and cause == "missing_rank":
-        others = sorted((incident.members | incident.victims) - set(culprits))
+        others = sorted(incident.victims - set(culprits))
         return (
             f"{rank_list(culprits)} {verb(culprits, 'has', 'have')} not entered {collective_text(snapshot, main, call)}; "
             f"{rank_list(others)} {verb(others, 'waits', 'wait')} for {verb(culprits, 'it', 'them')}, "

@@ -7,7 +7,7 @@ and linear graph algorithms", 1972; iterative here, as a chain may be as long as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,7 +29,7 @@ class Incident:
     Attributes:
         members: The ranks that are gone, that meet in the conflict, or that form the cycle.
         waits: What the members wait in (of a conflict: that wait; of ranks gone: the waits for them).
-        victims: All that are stuck because of it (of a conflict, members included; or that died in it).
+        victims: All that are stuck because of it, members included (or that died in it).
     """
 
     root: Root
@@ -38,13 +38,13 @@ class Incident:
     victims: frozenset[int]
 
 
-def components(vertices: Iterable[Hashable], successors: Callable[[Hashable], Iterable[Hashable]]) -> list[list]:
+def components(vertices: Iterable[int], successors: Callable[[int], Iterable[int]]) -> list[list[int]]:
     """Strongly connected components, every one after those it leads to."""
-    index: dict[Hashable, int] = {}
-    low: dict[Hashable, int] = {}
-    on_stack: set[Hashable] = set()
-    stack: list[Hashable] = []
-    out: list[list] = []
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    on_stack: set[int] = set()
+    stack: list[int] = []
+    out: list[list[int]] = []
     for root in vertices:
         if root in index:
             continue
@@ -69,54 +69,57 @@ def components(vertices: Iterable[Hashable], successors: Callable[[Hashable], It
                     low[work[-1][0]] = low[v]
                 if low[v] == index[v]:
                     component = []
-                    while True:
-                        w = stack.pop()
-                        on_stack.discard(w)
-                        component.append(w)
-                        if w == v:
-                            break
+                    while not component or component[-1] != v:
+                        component.append(stack.pop())
+                    on_stack.difference_update(component)
                     out.append(component)
     return out
 
 
 def find(graph: WaitGraph) -> list[Incident]:
     """All incidents of a graph, by first member; also conflicts that ranks died of, which leave nobody stuck."""
-    held = graph.stuck | graph.gone
-    open_waits = [
+    # Ranks that wait for the same have the same way on: the waits are the vertices, not the ranks.
+    waits = [
         w
         for w in graph.waits
-        if w.conflict is not None or (any(r in graph.stuck for r in w.ranks) and w.missing & held)
+        if w.conflict is not None or (w.ranks and w.ranks[0] in graph.stuck and not w.missing.isdisjoint(graph.stuck))
     ]
-    is_open = {id(w) for w in open_waits}
-    targets = {id(w): () if w.conflict is not None else tuple(w.missing & held) for w in open_waits}
-
-    def successors(v: Hashable) -> Iterable[Hashable]:
-        if isinstance(v, Wait):
-            return targets[id(v)]
-        return [w for w in graph.of_rank.get(v, ()) if id(w) in is_open] if v in graph.stuck else ()  # type: ignore[arg-type]
-
-    gone: list[int] = []
+    number = {id(w): i for i, w in enumerate(waits)}
+    onward: list[set[int]] = []
+    for w in waits:
+        ranks = () if w.conflict is not None else w.missing & graph.stuck
+        onward.append({number[id(v)] for r in ranks for v in graph.of_rank[r] if id(v) in number})
+    gone: set[int] = set()
+    for w in graph.waits:
+        if w.conflict is None and w.missing and not graph.stuck.isdisjoint(w.ranks):
+            gone |= w.missing & graph.gone
     conflicts: dict[str, list[Wait]] = {}
-    cycles: list[tuple[frozenset[int], tuple[Wait, ...]]] = []
-    vertices: list[Hashable] = [*sorted(graph.stuck), *open_waits]
-    for component in components(vertices, successors):
-        ranks = frozenset(v for v in component if not isinstance(v, Wait))
-        waits = tuple(v for v in component if isinstance(v, Wait))
-        inside = set(component)
-        if any(t not in inside for v in component for t in successors(v)):
+    out: list[Incident] = []
+    for component in components(range(len(waits)), onward.__getitem__):
+        here = [waits[i] for i in component]
+        if here[0].conflict is not None:
+            if here[0].died or not graph.stuck.isdisjoint(here[0].ranks):
+                conflicts.setdefault(here[0].group, []).append(here[0])
             continue
-        if ranks & graph.gone:
-            gone.extend(ranks)
-        elif len(waits) == 1 and not ranks and waits[0].conflict is not None:
-            if any(r in graph.stuck for r in waits[0].ranks) or waits[0].died:
-                conflicts.setdefault(waits[0].group, []).append(waits[0])
-        elif ranks and waits:
-            cycles.append((ranks, waits))
-    out = [_conflict(graph, ws) for ws in conflicts.values()]
+        inside = set(component)
+        if any(onward[i] - inside for i in component) or not any(onward[i] for i in component):
+            continue
+        if any(w.missing & graph.gone for w in here) or _ends_elsewhere(graph, here, number):
+            continue
+        awaited = frozenset().union(*(w.missing for w in here))
+        members = awaited & {r for w in here for r in w.ranks}
+        victims = (graph.victims_of(members) | members) & graph.stuck
+        out.append(Incident(Root.CYCLE, members, tuple(here), victims))
+    out += [_conflict(graph, ws) for ws in conflicts.values()]
     fell = {r for ws in conflicts.values() for w in ws for r in w.died}  # their end is the conflict's doing
-    out += _gone(graph, [r for r in gone if r not in fell])
-    out += [Incident(Root.CYCLE, ranks, waits, graph.victims_of(ranks) & graph.stuck) for ranks, waits in cycles]
+    out += _gone(graph, sorted(gone - fell))
     return sorted(out, key=lambda i: min(i.members))
+
+
+def _ends_elsewhere(graph: WaitGraph, waits: list[Wait], number: dict[int, int]) -> bool:
+    """True where a rank of the cycle waits, in another of its waits, only for ranks that are gone."""
+    ranks = {r for w in waits for r in w.missing if r in graph.stuck}
+    return any(v.missing & graph.gone for r in ranks for v in graph.of_rank[r] if id(v) not in number)
 
 
 def _conflict(graph: WaitGraph, waits: list[Wait]) -> Incident:

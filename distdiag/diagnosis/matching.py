@@ -7,6 +7,7 @@ variants. A mismatch is claimed only where no reading of the names lets the call
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from distdiag.diagnosis.snapshot import Call
 
@@ -79,16 +80,21 @@ Signature = tuple[str | None, int | None, str | None, int | None]
 
 def signature(call: Call) -> Signature:
     """What must agree between the members of a collective: family, root, dtype, elements. None = not to be compared."""
-    bare = call.op.rpartition(":")[2].partition(" ")[0]
+    return _signature(call.op, call.root, call.dtype, call.shape)
+
+
+@lru_cache(4096)
+def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int, ...] | None) -> Signature:
+    bare = op.rpartition(":")[2].partition(" ")[0]
     family = _FAMILY.get(bare)
     if family is None:
         return (None, None, None, None)
     coalesced = "coalesced" in bare
-    root = call.root if family in _ROOTED else None
-    dtype = dtype_name(call.dtype) if family in _SAME_DTYPE and not coalesced else None
+    root = rooted if family in _ROOTED else None
+    dtype = dtype_name(dtype) if family in _SAME_DTYPE and not coalesced else None
     if dtype is not None and dtype.startswith("complex"):
         dtype = None  # recorded as real of twice the size by some backends
-    size = elements(call) if family in _SAME_SIZE and not coalesced else None
+    size = math.prod(shape) if shape is not None and family in _SAME_SIZE and not coalesced else None
     return (family, root, dtype, size)
 
 
