@@ -1,19 +1,24 @@
 """For every test: a fresh mark in the environment, and a look for processes that outlived the test.
 
-With `-n 2 --dist loadgroup`, tests marked `job` run one after the other on one worker, as each of them wants both cores;
-all others run beside them on the other.
+With `-n 2`, files whose tests are marked `job` run one after the other on one worker, as each of them wants both cores;
+all others run beside them on the other. (`--dist loadgroup` would do this by marks, but pytest-xdist 3.8.0 writes the
+group into an attribute that pytest 9.2 no longer reads.)
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Iterator
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
-from tests.jobs import TEST_MARK, kill_marked, marked
+from tests.jobs import REPOSITORY, TEST_MARK, kill_marked, marked
 
 _GRACE_S = 5.0  # a monitor writes its last rows after the last rank is gone
 
@@ -23,11 +28,23 @@ def _orphans(mark: str) -> dict[int, str]:
     return {pid: command for pid, command in marked(mark).items() if "multiprocessing.resource_tracker" not in command}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("job"):
-            item.add_marker(pytest.mark.xdist_group("jobs"))
+class _JobsInARow(LoadScopeScheduling):
+    """Whole files to workers; those with jobs as one unit for every two workers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        if not _has_jobs(file):
+            return file
+        return f"jobs {zlib.crc32(file.encode()) % max(1, self.numnodes // 2)}"
+
+
+@functools.cache
+def _has_jobs(file: str) -> bool:
+    return "mark.job" in (REPOSITORY / file).read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _JobsInARow(config, log)
 
 
 @pytest.fixture(autouse=True)
