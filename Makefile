@@ -36,7 +36,7 @@ venv: ## make .venv with all that tests and benchmarks need
 	$$python tools/make_venv.py
 
 demo: venv ## train two ranks on this machine, recorded; ends with the verdict and the report
-	@$(PY) tools/demo.py --max-steps $(STEPS)
+	@$(PY) tools/demo.py --max-steps $(STEPS) $(ARGS)
 
 test: venv ## the whole test suite (ARGS='…' goes to pytest)
 	@$(PY) -m pytest -q -n $(WORKERS) $(ARGS)
