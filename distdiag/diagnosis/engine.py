@@ -56,7 +56,6 @@ class Diagnosis:
     records: dict[str, Record] = field(default_factory=dict)
     state: State = State.WAITING
     state_text: str = ""
-    suspicious: bool = False  # evidence is wanted: somebody waits, and it is not known for what
     graph: WaitGraph | None = None
     _mark: tuple = ()
     _speed_at: float = -1.0
@@ -114,10 +113,6 @@ class Diagnosis:
         )
         stable = bool(mark) and mark == self._mark
         self._mark = mark
-        self.suspicious = bool(graph.stuck or graph.unknown) or any(
-            s.ranks[q].blocked is not None and not s.ranks[q].blocked.op
-            for q in graph.of_rank  # type: ignore[union-attr]
-        )
         died_in_it = any(w.conflict and w.died for w in graph.waits)
         if not (stable or died_in_it):
             # what was proved and still stands is kept by its own record

@@ -1,4 +1,56 @@
-import os
+"""`python -m distdiag.monitor RUN_DIR --pages DIR --node K`: started by the first rank of a node, never by a person.
 
-if os.fork():
-    os._exit(0)
+It forks before it imports anything: the rank waits only for that, and is left without a child of its own.
+"""
+
+import os
+import sys
+
+
+def main(argv: list[str]) -> int:
+    if "--foreground" not in argv and os.fork():
+        return 0
+    import argparse
+    import faulthandler
+    import signal
+    import traceback
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(prog="distdiag.monitor")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--pages", type=Path, required=True)
+    parser.add_argument("--node", type=int, default=0)
+    parser.add_argument("--keep", type=int, default=2 * 2**30, help="size bound of run.db, bytes")
+    parser.add_argument("--foreground", action="store_true")
+    options = parser.parse_args(argv)
+    # the job's Ctrl-C is not ours: we end when the last rank has, and say how
+    for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(s, signal.SIG_IGN)
+    log = options.run_dir / "monitor.log"
+    try:
+        faulthandler.enable(log.open("a"))
+    except OSError:
+        faulthandler.disable()
+    from distdiag.monitor.loop import Monitor
+    from distdiag.store import rundir
+
+    quiet = os.environ.get("DISTDIAG_QUIET") == "1"
+    try:
+        base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
+        rundir.mark_latest(base)
+        Monitor(options.run_dir, options.pages, options.node, quiet, options.keep).run()
+    except Exception:
+        # a failure of ours must not look like one of the job's: it is kept in the log, and readers see the monitor gone
+        try:
+            with log.open("a") as f:
+                traceback.print_exc(file=f)
+        except OSError:
+            traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # its threads wait on pidfds and sockets; nothing of theirs needs an end

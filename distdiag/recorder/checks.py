@@ -177,7 +177,9 @@ class Checks:
         reduced, self.col.reduced_elements = self.col.reduced_elements, 0
         if not checksum_due(step):
             return
-        params = [p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)]
+        params = [
+            p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
+        ]
         if not params or len(params) < sum(len(g["params"]) for g in optimizer.param_groups):
             return  # sharded parameters (DTensor) differ by design
         elements = sum(p.numel() for p in params)
@@ -210,4 +212,6 @@ class Checks:
         if total.device.type == "cpu":
             self.sample(kind, step, float(total), key=shapes)
         else:
-            self._when_copied(total.reshape(1), lambda v, k=kind, s=step, x=shapes: self.sample(k, s, v[0].item(), key=x))
+            self._when_copied(
+                total.reshape(1), lambda v, k=kind, s=step, x=shapes: self.sample(k, s, v[0].item(), key=x)
+            )

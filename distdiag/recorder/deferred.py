@@ -135,7 +135,11 @@ def _watch_children(run_dir: str | None, name: str | None) -> None:
     def start(self: Any) -> None:
         target = getattr(self, "_target", None)
         method = getattr(self, "_start_method", None)
-        ours = target is not None and method != "fork" and not getattr(target, "__module__", "").startswith("torch.utils.data")
+        ours = (
+            target is not None
+            and method != "fork"
+            and not getattr(target, "__module__", "").startswith("torch.utils.data")
+        )
         if ours:
             self._target = _Child(target, run_dir, name)
         try:

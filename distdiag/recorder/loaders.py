@@ -144,7 +144,11 @@ def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None
         values = batch.values()
     elif isinstance(batch, (list, tuple)):
         values = batch
-    elif hasattr(batch, "data") and not isinstance(batch, (str, bytes)) and isinstance(getattr(batch, "data", None), dict):
+    elif (
+        hasattr(batch, "data")
+        and not isinstance(batch, (str, bytes))
+        and isinstance(getattr(batch, "data", None), dict)
+    ):
         values = batch.data.values()
     for v in values:
         t = first_tensor(v, wanted, depth + 1)
@@ -169,5 +173,3 @@ def _crc(t: torch.Tensor | None) -> int:
     if len(set(part)) < 2:  # a constant says nothing about which data it is
         return 0
     return zlib.crc32(repr((n, part)).encode())
-
-

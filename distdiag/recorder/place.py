@@ -124,7 +124,7 @@ def page_dir(run_dir: Path) -> Path:
     /dev/shm cannot hold them they lie in the run directory.
     """
     node = os.environ.get("GROUP_RANK", "0")
-    key = hashlib.sha256(f"{run_dir}|{node}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}".encode()).hexdigest()[:12]
     shm = Path("/dev/shm")
     if shm.is_dir() and os.access(shm, os.W_OK):
         return shm / f"distdiag-{os.getuid()}" / key

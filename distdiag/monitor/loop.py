@@ -1,0 +1,491 @@
+"""The monitor of one node: four times a second from pages to findings to run.db, until the last rank is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import distdiag
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.snapshot import GpuState, Group, Site, Snapshot
+from distdiag.monitor import evidence, processes
+from distdiag.monitor.gpus import Gpus
+from distdiag.monitor.hosts import Hosts
+from distdiag.monitor.ranks import RankView
+from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
+from distdiag.monitor.speak import Voice
+from distdiag.recorder.page import Blocked, LifeWord, PageError, PageReader
+from distdiag.store import rundir, stacks
+from distdiag.store.rows import GpuRow, GroupRow
+from distdiag.store.writer import Writer
+
+TICK_S = 0.25
+FRAME_S = 0.5
+SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence
+LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
+FIRST_PAGE_S = 60.0
+RECORDS_KEPT_S = 8.0  # how long a flight record of a rank that stands still is good
+
+
+class Monitor:
+    """Everything the monitor knows; `run()` returns when the job is over."""
+
+    def __init__(self, run_dir: Path, pages: Path, node: int, quiet: bool, keep_bytes: int) -> None:
+        self.run_dir, self.pages, self.node = run_dir, pages, node
+        self.writer = Writer(run_dir, keep_bytes=keep_bytes)
+        self.voice = Voice(run_dir, quiet)
+        self.views: dict[int, RankView] = {}
+        self.bad_pages: set[str] = set()
+        self.start_ns = time.monotonic_ns()
+        self.started_unix_s = time.time()
+        self.diagnosis = Diagnosis(source=_source)
+        self.endings = processes.Endings()
+        self.cpu = processes.CpuWatch()
+        self.hosts = Hosts(node)
+        self.gpus = Gpus(node)
+        self.steps, self.collectives = Steps(), Collectives()
+        self.records: dict[int, tuple[tuple[Any, ...], evidence.FlightRecord]] = {}
+        self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
+        self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
+        self._asked: dict[int, float] = {}
+        self._frame_at = self._host_at = self._loaders_at = -10.0
+        self._gpu_rows: list[GpuRow] = []
+        self._throttled: dict[int, list[bool]] = {}
+        self._host_cpu: list[float] = []
+        self._groups_written: set[str] = set()
+        self._meta_written = False
+        self._gone_since: float | None = None
+        self._idle: dict[int, tuple[bool | None, str | None]] = {}
+        self._recorder_said: set[str] = set()
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self.writer.meta(
+            started_unix_s=self.started_unix_s,
+            monitor_pid=os.getpid(),
+            node=self.node,
+            distdiag=distdiag.__version__,
+            state=State.WAITING,
+            state_since_s=0,
+        )
+        sweep(self.pages)
+        if self.gpus.absent:
+            self.writer.event(0.0, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
+        while True:
+            began = time.monotonic()
+            if self.tick():
+                break
+            left = TICK_S - (time.monotonic() - began)
+            if left > 0:
+                self.endings.wake.wait(left)
+            self.endings.wake.clear()
+        self.close()
+
+    @property
+    def now_s(self) -> float:
+        return (time.monotonic_ns() - self.start_ns) / 1e9
+
+    def tick(self) -> bool:
+        """One look at everything; True when the job is over."""
+        self._discover()
+        now_s = self.now_s
+        for v in self.views.values():
+            v.refresh(now_s)
+            self._follow_process(v)
+        if not self.views:
+            return now_s > FIRST_PAGE_S
+        self._gather()
+        snapshot = self._snapshot(now_s)
+        over = self._over(snapshot)
+        changed = self.diagnosis.update(snapshot, final=over)
+        for q, longest in self.diagnosis.recovered.items():
+            if q in self.views:
+                self.views[q].longest_usual_s = longest
+        self._write(snapshot, changed, over)
+        return over
+
+    def _over(self, s: Snapshot) -> bool:
+        if any(v.ending is None for v in self.views.values()):
+            self._gone_since = None
+            return False
+        if self._gone_since is None:
+            self._gone_since = s.t_s
+        local = max(v.page.header.local_world_size for v in self.views.values() if v.page is not None)
+        expected = len(self.views) >= (local or s.world_size)
+        return s.t_s - self._gone_since > (0.4 if expected else LAST_RANK_S)
+
+    def _discover(self) -> None:
+        try:
+            names = sorted(p.name for p in self.pages.iterdir() if p.name.endswith(".page"))
+        except OSError:
+            return
+        known = {v.reader.path.name for v in self.views.values()} | self.bad_pages
+        for name in names:
+            if name in known:
+                continue
+            try:
+                view = RankView.open(self.pages / name, self.start_ns)
+            except PageError as e:
+                self.bad_pages.add(name)
+                self.writer.event(self.now_s, "monitor", "warning", f"a rank page cannot be read: {e}")
+                continue
+            except OSError:
+                continue
+            header = view.reader.header()
+            if not self.views:
+                self._set_start(header.started_mono_ns, header.started_wall_ns)
+            view.start_ns = self.start_ns
+            self.views[view.rank] = view
+            self.endings.watch(header.pid)
+
+    def _set_start(self, mono_ns: int, wall_ns: int) -> None:
+        """The run began when its first rank attached."""
+        self.start_ns = mono_ns
+        self.started_unix_s = wall_ns / 1e9
+        self.writer.meta(started_unix_s=self.started_unix_s)
+
+    def _follow_process(self, v: RankView) -> None:
+        assert v.page is not None
+        pid = v.page.header.pid
+        if v.ending is None:
+            ticks = v.page.header.process_start_ticks
+            end = self.endings.ended.get(pid)
+            if end is None and ticks and processes.start_ticks(pid) not in (None, ticks):
+                end = processes.Ending(time.monotonic_ns())  # the pid belongs to another process by now
+            if end is not None:
+                v.refresh(self.now_s)  # its last words, written after our last look
+                v.ending = end
+                v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
+        self._idle[v.rank] = (None, None) if v.ending is not None else self.cpu.idle(pid)
+
+    # -- evidence ---------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Ask ranks that stand still for their flight recorder, where somebody waits; never on a timer."""
+        now_s = self.now_s
+        for q, (mark, _) in list(self.records.items()):
+            if q not in self.views or self.views[q]._still_mark != mark:
+                del self.records[q]
+        waiting = [
+            v
+            for v in self.views.values()
+            if v.ending is None
+            and v.page is not None
+            and v.page.header.blocked not in (Blocked.NO, Blocked.STORE)
+            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
+        ]
+        if not waiting:
+            self._asked.clear()
+            return
+        wanted = [
+            v
+            for v in self.views.values()
+            if v.ending is None
+            and v.rank not in self.records
+            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
+            and self._idle[v.rank][1] != "T"
+            and now_s - self._asked.get(v.rank, -1e9) > 1.0
+            and v.page is not None
+            and v.page.header.witness
+        ]
+        futures = {}
+        for v in wanted:
+            assert v.page is not None
+            self._asked[v.rank] = now_s
+            path = v.text(v.page.header.witness)
+            futures[v.rank] = (v._still_mark, self.pool.submit(evidence.flight_record, path, now_s, 1.0))
+            silent = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0) > 1.5
+            if silent:
+                self._stacks_of(v, path)
+        for q, (mark, future) in futures.items():
+            record = future.result()
+            if record is not None:
+                self.records[q] = (mark, record)
+
+    def _stacks_of(self, v: RankView, path: str) -> None:
+        """The main thread's user frames by the witness: for a rank whose own pulse is silent."""
+        from distdiag.recorder.frames import USER, kind_of_file
+
+        try:
+            frames = evidence.main_stack(evidence.stacks(path, 1.0))
+        except (OSError, ValueError, RuntimeError):
+            return
+        except Exception as e:  # http.client has its own tree of exceptions
+            self.writer.event(self.now_s, "monitor", "info", f"no stack of rank {v.rank}: {e}")
+            return
+        mine = tuple(Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER)
+        if mine:
+            self.stuck_stacks[v.rank] = (self.now_s, mine)
+
+    # -- the snapshot -------------------------------------------------------------------------------------------
+
+    def _snapshot(self, now_s: float) -> Snapshot:
+        ranks = {}
+        groups: dict[str, Group] = {}
+        world = 1
+        for q, v in sorted(self.views.items()):
+            record = self.records.get(q)
+            idle, os_state = self._idle[q]
+            state = v.state(now_s, idle, os_state, record[1] if record else None)
+            stuck = self.stuck_stacks.get(q)
+            if state.activity == "gil_held" and stuck is not None and now_s - stuck[0] < 30:
+                state = msgspec.structs.replace(state, place=stuck[1][0], user_stack=stuck[1])
+            ranks[q] = state
+            assert v.page is not None
+            world = max(world, v.page.header.world_size)
+            for g in v.groups():
+                groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
+            for name, members in v.group_members.items():
+                groups.setdefault(name, Group(name=name, ranks=members, description="new_group"))
+        every = tuple(range(world))
+        for r in ranks.values():
+            for name in r.enqueued:
+                if name not in groups:
+                    base = groups.get(name.removesuffix(" (monitored_barrier)"))
+                    groups[name] = Group(name=name, ranks=base.ranks if base else every)
+        ranks = {q: self._with_locks(q, r) for q, r in ranks.items()}
+        steps = sorted(x.step_ms for r in ranks.values() for x in r.steps[-20:])
+        return Snapshot(
+            t_s=now_s,
+            world_size=world,
+            ranks=ranks,
+            groups=groups,
+            arrivals=tuple(self.collectives.arrivals),
+            gpus=tuple(self._gpu_state(g) for g in self._gpu_rows),
+            host_cpu_pct=sum(self._host_cpu) / len(self._host_cpu) if self._host_cpu else None,
+            usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
+        )
+
+    def _with_locks(self, q: int, r: Any) -> Any:
+        """A rank seen asleep on a lock: who holds it, by the kernel's table."""
+        if r.activity not in ("lock", "user_code") or not r.host_blocked or r.blocked is not None:
+            return r
+        still = self.views[q].still_since_s
+        if still is None or self.now_s - still < SUSPECT_S or r.pid is None:
+            return r
+        holders = processes.file_lock_waits().get(r.pid)
+        if not holders:
+            return r
+        by_pid = {v.page.header.pid: k for k, v in self.views.items() if v.page is not None}
+        found = tuple(sorted(by_pid[p] for p in holders if p in by_pid))
+        return msgspec.structs.replace(r, activity="lock", holds_up=found) if found else r
+
+    def _gpu_state(self, g: GpuRow) -> GpuState:
+        history = self._throttled.get(g.gpu, [])
+        return GpuState(
+            node=g.node,
+            gpu=g.gpu,
+            rank=g.rank,
+            utilization_pct=g.utilization_pct,
+            throttle=g.throttle,
+            ecc_uncorrected=g.ecc_uncorrected,
+            pcie_generation=g.pcie_generation,
+            pcie_generation_max=g.pcie_generation_max,
+            pcie_width=g.pcie_width,
+            pcie_width_max=g.pcie_width_max,
+            throttled_share=sum(history) / len(history) if len(history) >= 20 else None,
+        )
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def _write(self, s: Snapshot, changed: list[Finding], over: bool) -> None:
+        w = self.writer
+        for v in self.views.values():
+            self.steps.add(v.rank, v.new_steps)
+            self.collectives.add(v.rank, v.closed_calls)
+            w.scalars(v.scalars())
+        w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
+        step = max((r.step for r in s.ranks.values()), default=None)
+        w.collectives(self.collectives.rows({n: len(g.ranks) for n, g in s.groups.items()}, step))
+        self._write_findings(s, changed)
+        if s.t_s - self._host_at >= 1.0 or over:
+            self._host_at = s.t_s
+            self._sample_host(s)
+        state = self.diagnosis.state
+        if s.t_s - self._frame_at >= FRAME_S or over or changed:
+            self._frame_at = s.t_s
+            rows = rank_rows(s, self.views, self.diagnosis.open())
+            w.ranks(rows)
+            w.frame(s.t_s, state, self.diagnosis.state_text, rows)
+            w.meta(state=state, state_text=self.diagnosis.state_text, world_size=s.world_size)
+        if s.t_s - self._loaders_at >= 2.0 or over:
+            self._loaders_at = s.t_s
+            w.loaders(loader_rows(s))
+        self._write_facts(s)
+        w.commit()
+
+    def _write_findings(self, s: Snapshot, changed: list[Finding]) -> None:
+        for f in changed:
+            if f.cleared_s is None and at_least(f.severity, Severity.WARNING) and not f.evidence:
+                f = self._with_evidence(s, f)
+            self.writer.finding(f)
+            self.voice.finding(f)
+
+    def _with_evidence(self, s: Snapshot, f: Finding) -> Finding:
+        """Keep the flight records and stacks that stand behind a finding about waiting."""
+        if f.kind not in ("deadlock", "mismatch", "stall", "timeout"):
+            return f
+        kept = [p for q, (_, record) in sorted(self.records.items()) if record.raw
+                and (p := evidence.save(self.run_dir, q, record))]  # fmt: skip
+        found = {}
+        for q, r in s.ranks.items():
+            stack = tuple(f"{x.function} {x.file}:{x.line}" for x in reversed(r.user_stack))
+            b = r.blocked
+            op = f"{b.op or 'collective'} #{b.seq} {b.group}" if b is not None else None
+            found[str(q)] = stacks.RankStack(stack=stack, op=op, note=None if stack else r.life)
+        try:
+            path = stacks.write(self.run_dir, stacks.Stacks(t_s=s.t_s, ranks=found))
+            kept.append(str(path.relative_to(self.run_dir)))
+        except OSError as e:
+            self.writer.event(s.t_s, "monitor", "warning", f"evidence could not be kept: {e.strerror}")
+        record = self.diagnosis.records.get(f.key)
+        f = msgspec.structs.replace(f, evidence=tuple(kept))
+        if record is not None:
+            record.finding = f
+        return f
+
+    def _sample_host(self, s: Snapshot) -> None:
+        w = self.writer
+        row = self.hosts.node_row(s.t_s)
+        w.hosts([row])
+        if row.cpu_pct is not None:
+            self._host_cpu = [*self._host_cpu[-9:], row.cpu_pct]
+        found = []
+        for q, v in self.views.items():
+            if v.ending is None and v.page is not None:
+                p = self.hosts.process_row(s.t_s, q, v.page.header.pid)
+                if p is not None:
+                    found.append(p)
+                    v.cpu_pct = p.cpu_pct
+                    if p.rss_bytes is not None:
+                        v.memory.append((s.t_s, p.rss_bytes))
+        w.processes(found)
+        if len(self.gpus):
+            users = {
+                v.page.header.gpu: q for q, v in self.views.items() if v.page is not None and v.page.header.gpu >= 0
+            }
+            self._gpu_rows = self.gpus.rows(s.t_s, users)
+            w.gpus(self._gpu_rows)
+            for g in self._gpu_rows:
+                if g.throttle is not None:
+                    hot = any(word in g.throttle for word in ("thermal", "hardware", "brake"))
+                    self._throttled[g.gpu] = [*self._throttled.get(g.gpu, [])[-59:], hot]
+
+    def _write_facts(self, s: Snapshot) -> None:
+        """What is written once, or when it changes: versions, groups, failures of ours."""
+        w = self.writer
+        new = [g for n, g in s.groups.items() if n not in self._groups_written and g.description != "new_group"]
+        if new:
+            self._groups_written |= {g.name for g in new}
+            w.groups([GroupRow(name=g.name, ranks=g.ranks, description=g.description, backend=g.backend) for g in new])
+        v = self.views[min(self.views)]
+        assert v.page is not None
+        facts = v.facts
+        if (not self._meta_written or facts != self._facts) and facts.get("torch"):
+            self._meta_written, self._facts = True, dict(facts)
+            backend = next((g.backend for g in s.groups.values() if g.name == "default_pg"), None)
+            extra = {k: x for k, x in facts.items() if isinstance(x, (str, int, float)) and x is not None}
+            w.meta(**{**extra, "name": v.text(v.page.header.script), "attempt": v.page.header.attempt})
+            if backend:
+                w.meta(backend=backend)
+            else:
+                self._meta_written = False
+            rundir.write_run_json(
+                self.run_dir,
+                {"started_unix_s": self.started_unix_s, "world_size": s.world_size, "node": self.node, **extra},
+            )
+        self._write_recorder(s)
+
+    _facts: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed in place
+
+    def _write_recorder(self, s: Snapshot) -> None:
+        """What distdiag itself could not see is a finding, too."""
+        for q, v in self.views.items():
+            assert v.page is not None
+            h = v.page.header
+            if h.errors:
+                self._recorder(
+                    s, "failed", q, f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}", "info"
+                )
+            if h.dropped:
+                self._recorder(
+                    s, "dropped", q, f"rank {q} dropped {h.dropped} records; its numbers are incomplete", "info"
+                )
+            missing = v.facts.get("unsupported")
+            if missing:
+                self._recorder(
+                    s, "unsupported_torch", q, f"this torch lacks: {missing}; what needs it is not seen", "info"
+                )
+        if self.writer.failed_writes and self.writer.last_error:
+            self._recorder(s, "disk_full", -1, f"the run could not be written: {self.writer.last_error}", "warning")
+
+    def _recorder(self, s: Snapshot, cause: str, rank: int, text: str, severity: str) -> None:
+        key = f"{cause}/{rank}"
+        if key in self._recorder_said:
+            return
+        self._recorder_said.add(key)
+        ranks = (rank,) if rank >= 0 else ()
+        self.writer.finding(
+            Finding(
+                kind="recorder",
+                cause=cause,
+                severity=severity,
+                certainty="proved",
+                culprits=ranks,
+                first_seen_s=s.t_s,
+                detected_s=s.t_s,
+                message=text,
+                cost="none for the job; distdiag sees less",
+                advice="free the disk" if cause == "disk_full" else "report it with the run's directory",
+            )
+        )
+
+    def close(self) -> None:
+        """Last rows, the summary, and the pages' memory given back."""
+        now_s = self.now_s
+        self.writer.meta(ended_s=now_s)
+        self.writer.commit()
+        self.writer.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        finished = bool(self.views) and any(
+            v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
+        )
+        if finished:
+            self.voice.summary(self.diagnosis)
+        for v in self.views.values():
+            v.page = None
+            v.reader.close()
+        if self.pages.parent.name.startswith("distdiag-"):
+            shutil.rmtree(self.pages, ignore_errors=True)
+
+
+def sweep(pages: Path) -> None:
+    """Remove page directories of jobs long gone whose monitor was killed before it could."""
+    if not pages.parent.name.startswith("distdiag-"):
+        return
+    try:
+        for other in pages.parent.iterdir():
+            if other == pages or time.time() - other.stat().st_mtime < 60:
+                continue
+            readers = [PageReader(p) for p in other.glob("*.page")]
+            if not any(processes.start_ticks(r.header().pid) == r.header().process_start_ticks for r in readers):
+                shutil.rmtree(other, ignore_errors=True)
+    except (OSError, PageError):
+        return
+
+
+@lru_cache(maxsize=64)
+def _source(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,240 @@
+"""From snapshots to the rows of run.db: ranks, steps, collectives, loaders."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+from distdiag.diagnosis.findings import Finding, at_least
+from distdiag.diagnosis.snapshot import Arrival, Call, Life, RankState, Snapshot, Step
+from distdiag.diagnosis.speed import self_ms
+from distdiag.monitor.ranks import RankView
+from distdiag.store.frames import RankRow
+from distdiag.store.rows import CollectiveRow, LoaderRow, StepRow
+
+WINDOW = 50
+LATE_STEP_S = 5.0  # how long a step's row waits for the slowest rank's, to be compared with it
+
+
+class Steps:
+    """Step rows, written when every rank has reported the step (or has not for some seconds)."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, dict[int, Step]] = {}
+
+    def add(self, rank: int, steps: list[Step]) -> None:
+        for x in steps:
+            self._waiting.setdefault(x.step, {})[rank] = x
+
+    def rows(self, world: int, now_s: float, s: Snapshot, final: bool = False) -> list[StepRow]:
+        out: list[StepRow] = []
+        for step in list(self._waiting):
+            by_rank = self._waiting[step]
+            if len(by_rank) < world and not final and now_s - max(x.end_s for x in by_rank.values()) < LATE_STEP_S:
+                continue
+            ready = [x.ready_s for x in by_rank.values()]
+            known = [v for v in ready if v is not None]
+            first = min(known) if len(known) == len(ready) and len(known) > 1 else None
+            for q, x in by_rank.items():
+                r = s.ranks.get(q)
+                out.append(
+                    StepRow(
+                        rank=q,
+                        step=step,
+                        epoch=r.epoch if r else None,
+                        t_end_s=x.end_s,
+                        step_ms=x.step_ms,
+                        data_ms=x.data_ms,
+                        forward_ms=x.forward_ms,
+                        backward_ms=x.backward_ms,
+                        optimizer_ms=x.optimizer_ms,
+                        other_ms=x.other_ms,
+                        wait_ms=x.wait_ms,
+                        self_ms=self_ms(x),
+                        late_ms=(x.ready_s - first) * 1e3 if first is not None and x.ready_s is not None else None,
+                        samples=x.samples or None,
+                        loss=x.loss,
+                        rss_bytes=r.memory[-1][1] if r and r.memory else None,
+                        device_bytes=r.device_bytes if r else None,
+                    )
+                )
+            del self._waiting[step]
+        return out
+
+
+class Collectives:
+    """Collectives that all members have left, matched by group and number."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], dict[int, tuple[Call, float]]] = {}
+        self.arrivals: deque[Arrival] = deque(maxlen=256)
+
+    def add(self, rank: int, closed: list[tuple[Call, float]]) -> None:
+        for call, waited_s in closed:
+            if call.seq is not None and not call.failed and call.entered_s is not None:
+                self._open.setdefault((call.group, call.seq), {})[rank] = (call, waited_s)
+        while len(self._open) > 4096:
+            del self._open[next(iter(self._open))]
+
+    def rows(self, members: Mapping[str, int], step: int | None) -> list[CollectiveRow]:
+        """Rows of what is complete.
+
+        Args:
+            members: Size of each group.
+            step: Step number to file them under.
+        """
+        out = []
+        for key in [k for k, v in self._open.items() if len(v) >= members.get(k[0], 1 << 30)]:
+            by_rank = self._open.pop(key)
+            entered = {q: c.entered_s or 0.0 for q, (c, _) in by_rank.items()}
+            first, last = min(entered.values()), max(entered.values())
+            late = max(entered, key=lambda q: entered[q])
+            call, waited_s = by_rank[late]
+            out.append(
+                CollectiveRow(
+                    pgroup=key[0],
+                    seq=key[1],
+                    op=call.op,
+                    dtype=call.dtype,
+                    bytes=call.bytes,
+                    ranks=len(by_rank),
+                    t_s=first,
+                    duration_us=waited_s * 1e6 if waited_s > 0 else None,
+                    skew_us=(last - first) * 1e6,
+                    late_rank=late if last > first else None,
+                    step=step,
+                )
+            )
+            self.arrivals.append(Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late))
+        return out
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def rank_rows(s: Snapshot, views: Mapping[int, RankView], findings: list[Finding]) -> list[RankRow]:
+    """One row per rank of the job, those that have not reported included."""
+    worst: dict[int, str] = {}
+    for f in findings:
+        for q in f.culprits or f.victims:
+            if q not in worst or at_least(f.severity, worst[q]):
+                worst[q] = str(f.severity)
+    windows = {q: list(r.steps)[-WINDOW:] for q, r in s.ranks.items()}
+    selfs = {q: m for q, xs in windows.items() if (m := _median([self_ms(x) for x in xs])) is not None}
+    slowest: dict[int, int] = dict.fromkeys(windows, 0)
+    by_step: dict[int, dict[int, float]] = {}
+    for q, xs in windows.items():
+        for x in xs:
+            by_step.setdefault(x.step, {})[q] = self_ms(x)
+    for by_rank in by_step.values():
+        if len(by_rank) > 1:
+            slowest[max(by_rank, key=lambda q: by_rank[q])] += 1
+    rows = []
+    for q in range(max(s.world_size, max(s.ranks, default=0) + 1)):
+        r = s.ranks.get(q)
+        rows.append(
+            RankRow(rank=q) if r is None else _row(s, r, views.get(q), windows[q], selfs, slowest[q], worst.get(q))
+        )
+    return rows
+
+
+def _row(
+    s: Snapshot,
+    r: RankState,
+    view: RankView | None,
+    window: list[Step],
+    selfs: dict[int, float],
+    slowest: int,
+    severity: str | None,
+) -> RankRow:
+    others = [v for q, v in selfs.items() if q != r.rank]
+    own = selfs.get(r.rank)
+    delta = own - statistics.median_low(others) if own is not None and others else None
+    total_s = sum(x.step_ms for x in window) / 1e3
+    samples = sum(x.samples for x in window)
+    last = r.calls[-1] if r.calls else None
+    b = r.blocked
+    h = view.page.header if view is not None and view.page is not None else None
+    return RankRow(
+        rank=r.rank,
+        node=r.node,
+        local_rank=r.local_rank,
+        host=r.host,
+        pid=r.pid,
+        gpu=h.gpu if h is not None and h.gpu >= 0 else None,
+        life=r.life,
+        exit_code=r.exit_code,
+        signal=r.signal,
+        exception=r.exception,
+        t_s=s.t_s,
+        heartbeat_age_s=r.heartbeat_age_s,
+        phase="collective" if b is not None else r.phase,
+        phase_age_s=s.t_s - r.phase_since_s if r.phase_since_s is not None else None,
+        step=r.step,
+        epoch=r.epoch,
+        file=r.place.file if r.place else None,
+        line=r.place.line if r.place else None,
+        function=r.place.function if r.place else None,
+        waiting_op=(b.op or "collective") if b else None,
+        waiting_group=b.group if b else None,
+        waiting_seq=b.seq if b else None,
+        waiting_bytes=b.bytes if b else None,
+        waiting_age_s=s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
+        rss_bytes=r.memory[-1][1] if r.memory else None,
+        dropped=h.dropped if h is not None else None,
+        recorder_errors=h.errors if h is not None else None,
+        recorder_error=(view.text(h.error) or None) if view is not None and h is not None else None,
+        step_ms=_median([x.step_ms for x in window]),
+        self_ms=own,
+        delta_self_ms=delta,
+        wait_ms=_median([x.wait_ms for x in window]),
+        data_ms=_median([x.data_ms for x in window]),
+        forward_ms=_median([x.forward_ms for x in window]),
+        backward_ms=_median([x.backward_ms for x in window]),
+        optimizer_ms=_median([x.optimizer_ms for x in window]),
+        other_ms=_median([x.other_ms for x in window]),
+        samples_per_s=samples / total_s if samples and total_s else None,
+        loss=window[-1].loss if window else None,
+        device_bytes=r.device_bytes,
+        last_op=last.op if last else None,
+        last_group=last.group if last else None,
+        last_seq=max(r.enqueued.get("default_pg", 0), last.seq or 0 if last and last.group == "default_pg" else 0)
+        or None,
+        last_bytes=last.bytes if last else None,
+        severity=severity,
+        cpu_pct=r.cpu_pct,
+        slowest_in=slowest if len(selfs) > 1 else None,
+        activity=r.activity if r.life != Life.MISSING else None,
+    )
+
+
+def loader_rows(s: Snapshot) -> list[LoaderRow]:
+    """Newest state of every rank's loaders."""
+    out = []
+    for r in s.ranks.values():
+        for i, x in enumerate(r.loaders):
+            out.append(
+                LoaderRow(
+                    rank=r.rank,
+                    loader=i,
+                    file=x.site.file if x.site else None,
+                    line=x.site.line if x.site else None,
+                    length=x.length,
+                    batch_size=x.batch_size,
+                    dataset_length=x.dataset_length,
+                    drop_last=x.drop_last,
+                    distributed_sampler=x.distributed_sampler,
+                    sampler_epoch=x.sampler_epoch,
+                    shuffle=x.shuffle,
+                    epoch=x.iterations_started,
+                    batches=x.batches,
+                    exhausted=x.exhausted,
+                    in_training=x.in_training,
+                    workers=x.workers,
+                    fingerprint=x.first_fingerprints[0] if x.first_fingerprints else None,
+                    previous_fingerprint=x.previous_fingerprints[0] if x.previous_fingerprints else None,
+                )
+            )
+    return out
