@@ -23,6 +23,32 @@ from distdiag.store.rows import LoaderRow
 SCHEMA = "distdiag.report/1"
 MAX_COLLECTIVE_ROWS = 400_000
 ENOUGH_FOR_P99 = 100
+# Keys of table `meta` that the report shows elsewhere, or that only programs read.
+_KNOWN_META = frozenset(
+    [
+        "schema_version",
+        "monitor_host",
+        "monitor_pid",
+        "monitor_ended",
+        "node",
+        "distdiag",
+        "torch",
+        "python",
+        "cuda",
+        "nccl",
+        "state",
+        "state_text",
+        "state_since_s",
+        "started_unix_s",
+        "ended_s",
+        "heartbeat_unix_s",
+        "command",
+        "name",
+        "attempt",
+        "backend",
+        "world_size",
+    ]
+)
 # Operations whose recorded bytes are the S of nccl-tests; of the others one rank's part is recorded.
 _FULL_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce"})
 
@@ -125,6 +151,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None
     command: str | None
     versions: dict[str, str]
+    details: dict[str, str]  # what the job said of itself: model, data, batch size …
     attempt: int | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
@@ -166,7 +193,7 @@ def read_facts(run: Run) -> RunFacts:
     ended = number(meta.get("ended_s"))
     world, attempt = number(meta.get("world_size")), number(meta.get("attempt"))
     return RunFacts(
-        run=str(run.path),
+        run=str(run.path.resolve()),  # not reports/latest, which moves on
         name=meta.get("name") or run.path.resolve().name,
         state=report.state,
         monitor=str(run.monitor(meta)),
@@ -177,6 +204,7 @@ def read_facts(run: Run) -> RunFacts:
         backend=meta.get("backend"),
         command=meta.get("command"),
         versions=_versions(run, meta),
+        details={k: v for k, v in sorted(meta.items()) if v and k not in _KNOWN_META},
         attempt=None if attempt is None else int(attempt),
         findings=report.findings,
         notes=report.notes,

@@ -101,6 +101,8 @@ def _job(f: RunFacts) -> list[str]:
         lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s, pauses included")
     if f.command:
         lines += _wrap("command", f.command)
+    if f.details:
+        lines += _wrap("details", ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in f.details.items()))
     if f.versions:
         lines += _wrap("versions", ", ".join(f"{k} {v}" for k, v in f.versions.items()))
     return lines

@@ -58,7 +58,7 @@ def make_run(
     with Writer(path) as w:
         w.meta(
             name=name, world_size=ranks, backend="gloo", started_unix_s=1_700_000_000.0, torch=torch,
-            distdiag="0.1.0", command=command, state=state, ended_s=steps * step_ms / 1e3 + 1, monitor_ended=1,
+            distdiag="0.1.0", command=command, state=state, ended_s=steps * step_ms / 1e3 + 1, monitor_ended=1, model="SimpleCNN",
         )  # fmt: skip
         t = 0.0
         last: list[StepRow] = []

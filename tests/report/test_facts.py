@@ -33,6 +33,7 @@ def test_numbers_of_the_job(tmp_path: Path) -> None:
     assert f.samples_per_s == pytest.approx(4 * 32 / 0.1, rel=0.01)
     assert (f.first_step, f.last_step, f.sampled_every) == (1, 200, 1)
     assert f.versions == {"distdiag": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+    assert f.details == {"model": "SimpleCNN"}, "what readers show elsewhere is not repeated"
     assert f.ranks[0].h2d_ms is None, "not measured is not zero"
     assert f.hosts[0].memory_peak_bytes == 3 * 2**30 and f.hosts[0].net_sent_bytes_per_s is None
     collective = f.collectives[0]
