@@ -1,0 +1,194 @@
+"""`distdiag tui`: watch a run live, or replay a finished one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+if TYPE_CHECKING:
+    from distdiag.tui.ui import Ui
+
+SCREENS = ("ranks", "comm", "heat", "memory", "flags", "data", "stacks", "probes", "rank", "help")
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    m = re.fullmatch(r"(\d+)x(\d+)", text)
+    if m is None:
+        raise DistdiagError(f"--size {text}: not WIDTHxHEIGHT", "for example --size 120x30")
+    width, height = int(m[1]), int(m[2])
+    if width < 60 or height < 10:
+        raise DistdiagError(f"--size {text} is too small", "the smallest is 60x10")
+    return width, height
+
+
+def _ui(
+    screen: str,
+    rank: int | None,
+    sort: str,
+    reverse: bool,
+    filter_text: str,
+    at_s: float | None,
+    ascii_only: bool,
+    warn: float,
+    crit: float,
+) -> Ui:
+    from distdiag.tui import filters
+    from distdiag.tui.once import needs_ascii
+    from distdiag.tui.order import BY_KEY
+    from distdiag.tui.ui import Ui
+
+    if sort not in BY_KEY:
+        raise DistdiagError(f"--sort {sort}: no such order", f"one of {', '.join(BY_KEY)}")
+    try:
+        chosen = filters.parse(filter_text)
+    except filters.BadFilter as e:
+        raise DistdiagError(f"--filter {e}", "for example --filter 'rank 0-7 sev>=warn'") from None
+    if rank is not None and screen == "ranks":
+        screen = "rank"
+    return Ui(
+        page=screen, rank=rank if rank is not None else 0, sort=sort, reverse=reverse, filter=chosen, paused_at_s=at_s,
+        ascii=ascii_only or needs_ascii(), warn_pct=warn, crit_pct=crit,
+    )  # fmt: skip
+
+
+@click.command()
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--once", is_flag=True, help="Print one screen and leave: as large as the terminal; in a pipe, every row."
+)
+@click.option("--json", "as_json", is_flag=True, help="With --once: one snapshot as JSON (distdiag.snapshot/1).")
+@click.option(
+    "--screen",
+    type=click.Choice(SCREENS),
+    default="ranks",
+    show_default=True,
+    help="Screen to begin with, or to print.",
+)
+@click.option("--rank", type=click.IntRange(0), help="Begin with this rank's own screen.")
+@click.option(
+    "--at", "at_s", type=float, metavar="SECONDS", help="Show the run at this moment, seconds since it began."
+)
+@click.option(
+    "--filter",
+    "filter_text",
+    default="",
+    metavar="WORDS",
+    help="Only these ranks: 'node084', 'rank 600-700', 'sev>=warn'.",
+)
+@click.option(
+    "--sort",
+    default="severity",
+    show_default=True,
+    metavar="ORDER",
+    help="severity, rank, self_ms, delta, wait_ms, data_ms, step, memory, …",
+)
+@click.option("--reverse", is_flag=True, help="The other way round.")
+@click.option("--hz", type=click.FloatRange(0.1, 10), default=2.0, show_default=True, help="Looks per second.")
+@click.option("--size", metavar="WxH", help="With --once: size in cells, for example 120x30.")
+@click.option("--ascii", "ascii_only", is_flag=True, help="ASCII glyphs only; by itself where the locale is not UTF-8.")
+@click.option("--theme", metavar="NAME", help="Colours: textual-dark, textual-light, ansi-dark, ansi-light, nord, …")
+@click.option(
+    "--warn",
+    type=click.FloatRange(0, 100),
+    default=5.0,
+    show_default=True,
+    help="Δ self is a warning from this share of the step time on, %.",
+)
+@click.option(
+    "--crit",
+    type=click.FloatRange(0, 100),
+    default=20.0,
+    show_default=True,
+    help="… and an error from this share on, %.",
+)
+@click.option("--web", is_flag=True, help="Serve it to a browser on this machine only, behind a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --web: port; default: any free one.")
+def command(
+    run: Path | None, once: bool, as_json: bool, screen: str, rank: int | None, at_s: float | None, filter_text: str, sort: str,
+    reverse: bool, hz: float, size: str | None, ascii_only: bool, theme: str | None, warn: float, crit: float, web: bool, port: int,
+) -> int:  # fmt: skip
+    """Watch a run live, or replay a finished one; read-only, the job is not affected.
+
+    RUN is a run directory; default: DISTDIAG_RUN_DIR, else reports/latest.
+
+    \b
+    distdiag tui                     the newest run, live
+    distdiag tui --once              one screen as text (over ssh, in a pipe, for a bug report)
+    distdiag tui --once --json       one snapshot for a program
+    distdiag tui --rank 5            why is rank 5 slow, what is it doing
+    distdiag tui --web               in a browser: prints the address
+
+    Keys: 1-8 screens, Enter opens a rank, / filters, s sorts, [ ] replay, ? help, q leaves.
+    """
+    from distdiag.store import rundir
+
+    if as_json and not once:
+        raise DistdiagError("--json needs --once", "`distdiag tui --once --json` prints one snapshot")
+    ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only, warn, crit)
+    shape = _size(size)
+    try:
+        path = rundir.resolve(run)
+    except DistdiagError as e:
+        if as_json:
+            _print_error(e)
+            return int(e.code)
+        raise
+    explicit_attempt = run is not None and Path(run).name.startswith("attempt_")
+    if once:
+        return _once(path, ui, shape, as_json)
+    if web:
+        from distdiag.tui import web as serve
+
+        return serve.serve(path, port, sys.argv[1:])
+    return _watch(path, ui, hz, theme, follow_attempts=not explicit_attempt)
+
+
+def _print_error(error: DistdiagError) -> None:
+    import msgspec
+
+    body = {
+        "schema": "distdiag.snapshot/1",
+        "error": {"kind": error.kind, "message": error.message, "hint": error.hint},
+    }
+    print(msgspec.json.format(msgspec.json.encode(body), indent=1).decode())
+
+
+def _once(path: Path, ui: Ui, shape: tuple[int, int] | None, as_json: bool) -> int:
+    from distdiag.tui import once as printer
+
+    if as_json:
+        snap = printer.snapshot(path, ui)
+        if snap.problem is not None:
+            _print_error(snap.problem)
+            return int(snap.problem.code)
+        print(printer.as_json(snap).decode())
+        return int(ExitCode.OK)
+    snap = printer.print_once(path, ui, shape)
+    return int(snap.problem.code if snap.problem is not None else ExitCode.OK)
+
+
+def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bool) -> int:
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
+        raise DistdiagError(
+            "the live view needs a terminal", "`distdiag tui --once` prints one screen, also into a pipe"
+        )
+    from distdiag.tui.app import DistdiagApp
+    from distdiag.tui.text import quote
+
+    app = DistdiagApp(path, ui, hz=hz, theme=theme, follow_attempts=follow_attempts)
+    if theme is not None and theme not in app.available_themes:
+        raise DistdiagError(f"--theme {theme}: no such theme", f"one of {', '.join(sorted(app.available_themes))}")
+    app.run()
+    print(
+        f"distdiag: left the view; the job is not affected. `distdiag tui {quote(app.snap.run)}` comes back",
+        file=sys.stderr,
+    )
+    return app.return_value_code

@@ -1,0 +1,121 @@
+"""The one widget: lines drawn through the line API, of which only those that changed are drawn again."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from distdiag.tui.lines import STYLES, Line, hit_at
+
+
+class Canvas(Widget, can_focus=True):
+    """Shows lines; says where it was clicked.
+
+    A table widget renders every visible cell anew for one that changed, at seven to ten times the cost.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"canvas--{name}" for name in STYLES}
+    DEFAULT_CSS = """
+    Canvas {
+        width: 1fr;
+        height: 1fr;
+        background: $background;
+        color: $foreground;
+    }
+    Canvas > .canvas--muted { color: $text-muted; }
+    Canvas > .canvas--bold { text-style: bold; }
+    Canvas > .canvas--error { color: $text-error; text-style: bold; }
+    Canvas > .canvas--warning { color: $text-warning; }
+    Canvas > .canvas--title { color: $text-primary; text-style: bold; }
+    Canvas > .canvas--head { color: $text-muted; text-style: underline; }
+    Canvas > .canvas--key { color: $text-accent; text-style: bold; }
+    Canvas > .canvas--cursor { background: $primary 35%; text-style: bold; }
+    Canvas > .canvas--accent { color: $text-secondary; }
+    Canvas > .canvas--data { color: $text-warning; }
+    Canvas > .canvas--forward { color: $text-secondary; }
+    Canvas > .canvas--backward { color: $text-primary; }
+    Canvas > .canvas--optimizer { color: $text-accent; }
+    Canvas > .canvas--other { color: $text-muted; }
+    """
+
+    class Clicked(Message):
+        """A click on a part that means something; `chain` is 2 for a double click."""
+
+        def __init__(self, hit: str, chain: int) -> None:
+            super().__init__()
+            self.hit = hit
+            self.chain = chain
+
+    class Resized(Message):
+        """The canvas has a new size."""
+
+    class Wheel(Message):
+        """The mouse wheel was turned."""
+
+        def __init__(self, by: int) -> None:
+            super().__init__()
+            self.by = by
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[Line] = []
+        self._styles: dict[str, Style] = {}
+
+    def show(self, lines: list[Line]) -> int:
+        """Show these lines from the top; returns how many had to be drawn again."""
+        old, self._lines = self._lines, lines
+        width = self.size.width
+        changed = [
+            y
+            for y in range(max(len(old), len(lines)))
+            if (old[y] if y < len(old) else None) != (lines[y] if y < len(lines) else None)
+        ]
+        if changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
+        return len(changed)
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        base = self.rich_style
+        if y >= len(self._lines):
+            return Strip.blank(width, base)
+        segments = [Segment(text, base + self._style(style)) for text, style, _ in self._lines[y]]
+        return Strip(segments).adjust_cell_length(width, base)
+
+    def _style(self, names: str) -> Style:
+        found = self._styles.get(names)
+        if found is None:
+            found = Style.null()
+            for name in names.split():
+                found += self.get_component_rich_style(f"canvas--{name}", partial=True)
+            self._styles[names] = found
+        return found
+
+    def notify_style_update(self) -> None:
+        """Another theme: all styles are looked up anew."""
+        self._styles.clear()
+        super().notify_style_update()
+
+    def on_click(self, event: events.Click) -> None:
+        if event.y < len(self._lines):
+            hit = hit_at(self._lines[event.y], event.x)
+            if hit:
+                self.post_message(self.Clicked(hit, event.chain))
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self.post_message(self.Wheel(3))
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self.post_message(self.Wheel(-3))
+
+    def on_resize(self) -> None:
+        self.post_message(self.Resized())

@@ -1,0 +1,184 @@
+"""Collectives of the last steps by operation, group and size; those in flight; what a probe reached for the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from distdiag.store.reader import Frame, Run
+from distdiag.store.rows import CollectiveRow
+from distdiag.tui.text import median_low, quantile
+
+WINDOW_STEPS = 50
+
+# busbw = algbw * factor(n); nccl-tests/doc/PERFORMANCE.md. Absent: no bandwidth is claimed.
+_FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send": lambda n: 1.0,
+    "recv": lambda n: 1.0,
+}
+_SMALLEST_BYTES = 4096  # below it latency is all there is, and a bandwidth says nothing
+
+
+@dataclass(frozen=True)
+class OpStats:
+    """All collectives of one operation, group and size in the window."""
+
+    op: str
+    group: str
+    ranks: int
+    bytes: int | None
+    count: int
+    per_step: float | None
+    p50_us: float | None
+    p99_us: float | None  # None under 100 samples
+    skew_p50_us: float | None
+    late_rank: int | None  # the one that came last most often
+    late_count: int
+    late_of: int
+    newest_seq: int
+
+    @property
+    def algbw_gbps(self) -> float | None:
+        """GB/s (10^9 bytes) on the rank that arrived last: waiting for it is not in it."""
+        if not self.bytes or self.bytes < _SMALLEST_BYTES or not self.p50_us:
+            return None
+        return self.bytes / self.p50_us / 1e3
+
+    @property
+    def busbw_gbps(self) -> float | None:
+        factor = next((f for name, f in _FACTORS.items() if self.op.startswith(name)), None)
+        if factor is None or self.algbw_gbps is None or self.ranks < 2:
+            return None
+        return self.algbw_gbps * factor(self.ranks)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """One collective that some ranks are in."""
+
+    op: str
+    group: str
+    seq: int | None
+    bytes: int | None
+    age_s: float | None
+    entered: tuple[int, ...]
+    size: int | None  # of the group
+    missing: tuple[int, ...]  # members that have not entered it yet
+
+
+@dataclass(frozen=True)
+class CommData:
+    """What the Comm screen shows."""
+
+    ops: tuple[OpStats, ...] = ()
+    steps: int = 0
+    groups: tuple[tuple[str, int, str], ...] = ()  # name, ranks, description
+    in_flight: tuple[InFlight, ...] = ()
+    probed: dict[tuple[str, int], float] = field(default_factory=dict)  # (op, bytes) -> busbw, GB/s
+
+
+def _stats(key: tuple[str, str, int | None], rows: list[CollectiveRow], steps: int, size: int) -> OpStats:
+    durations = sorted(r.duration_us for r in rows if r.duration_us is not None)
+    late = Counter(r.late_rank for r in rows if r.late_rank is not None)
+    rank, times = late.most_common(1)[0] if late else (None, 0)
+    return OpStats(
+        op=key[0],
+        group=key[1],
+        ranks=size or max((r.ranks or 0 for r in rows), default=0),
+        bytes=key[2],
+        count=len(rows),
+        per_step=len(rows) / steps if steps else None,
+        p50_us=quantile(durations, 0.5),
+        p99_us=quantile(durations, 0.99) if len(durations) >= 100 else None,
+        skew_p50_us=median_low([r.skew_us for r in rows if r.skew_us is not None]),
+        late_rank=rank,
+        late_count=times,
+        late_of=sum(late.values()),
+        newest_seq=max(r.seq for r in rows),
+    )
+
+
+def in_flight(frame: Frame, members: dict[str, tuple[int, ...]]) -> tuple[InFlight, ...]:
+    """Collectives that ranks of this frame wait in, the oldest first."""
+    table = frame.table
+    ops = table.words("waiting_op")
+    if not any(ops):
+        return ()
+    ranks, groups, seqs = table.numbers("rank"), table.words("waiting_group"), table.numbers("waiting_seq")
+    sizes, ages = table.numbers("waiting_bytes"), table.numbers("waiting_age_s")
+    found: dict[tuple[str, str, int | None], list[int]] = {}
+    for i, op in enumerate(ops):
+        if op:
+            seq = int(seqs[i]) if seqs[i] == seqs[i] else None
+            found.setdefault((op, groups[i] or "", seq), []).append(i)
+    last_groups, last_seqs = table.words("last_group"), table.numbers("last_seq")
+    past: dict[str, dict[int, int]] = {}
+    for i, group in enumerate(last_groups):
+        if group and last_seqs[i] == last_seqs[i]:
+            past.setdefault(group, {})[int(ranks[i])] = int(last_seqs[i])
+    out = []
+    for (op, group, seq), rows in found.items():
+        inside = tuple(int(ranks[i]) for i in rows)
+        everyone = members.get(group, ())
+        gone_past = past.get(group, {})
+        missing = tuple(r for r in everyone if r not in inside and (seq is None or gone_past.get(r, -1) < seq))
+        age = max((ages[i] for i in rows if ages[i] == ages[i]), default=None)
+        nbytes = next((int(sizes[i]) for i in rows if sizes[i] == sizes[i]), None)
+        out.append(InFlight(op, group, seq, nbytes, age, inside, len(everyone) or None, missing))
+    return tuple(sorted(out, key=lambda f: -(f.age_s or 0.0)))
+
+
+def _probed(run: Run) -> dict[tuple[str, int], float]:
+    out: dict[tuple[str, int], float] = {}
+    for p in run.probes():
+        try:
+            rows = msgspec.json.decode(p.json).get("rows") or ()
+            for r in rows:
+                if r.get("busbw_gbps"):
+                    out[(p.name, int(r["bytes"]))] = float(r["busbw_gbps"])
+        except (msgspec.DecodeError, AttributeError, TypeError, ValueError, KeyError):
+            continue  # another version's probe: shown on its own screen, not compared
+    return out
+
+
+def probe_for(data: CommData, op: OpStats) -> float | None:
+    """Bus bandwidth that a probe recorded into this run reached for the operation, at a size within a factor of two."""
+    name = op.op.replace("_", "")
+    near = [
+        (abs(b - op.bytes), v)
+        for (n, b), v in data.probed.items()
+        if op.bytes and n == name and 0.5 <= b / op.bytes <= 2
+    ]
+    return min(near)[1] if near else None
+
+
+def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any]) -> CommData:
+    """Read and aggregate; the rows of a moment are read once."""
+    newest = run.query("SELECT count(*), max(t_s) FROM collective")[0]
+    key = ("comm", newest, at_s)
+    if cache.get("comm_key") != key:
+        rows = run.collectives(WINDOW_STEPS, at_s)
+        steps = len({r.step for r in rows if r.step is not None})
+        groups = run.groups()
+        sizes = {g.name: len(g.ranks) for g in groups}
+        by: dict[tuple[str, str, int | None], list[CollectiveRow]] = {}
+        for r in rows:
+            by.setdefault((r.op, r.pgroup, r.bytes), []).append(r)
+        ops = [_stats(k, v, steps, sizes.get(k[1], 0)) for k, v in by.items()]
+        ops.sort(key=lambda o: -(o.p50_us or 0.0) * o.count)  # what takes most of the time first
+        cache["comm"] = (tuple(ops), steps, tuple((g.name, len(g.ranks), g.description) for g in groups), _probed(run))
+        cache["comm_members"] = {g.name: g.ranks for g in groups}
+        cache["comm_key"] = key
+    ops, steps, groups, probed = cache["comm"]
+    return CommData(ops, steps, groups, in_flight(frame, cache["comm_members"]), probed)

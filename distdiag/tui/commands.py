@@ -1,0 +1,57 @@
+"""The command palette: every screen, order and export by name, and "go to rank N"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from textual.app import SystemCommand
+from textual.command import Hit, Hits, Provider
+
+from distdiag.tui.keys import KEYS
+from distdiag.tui.order import ORDERS
+
+if TYPE_CHECKING:
+    from distdiag.tui.app import DistdiagApp
+
+
+class RankCommands(Provider):
+    """`12`, `rank 12`: opens that rank."""
+
+    async def search(self, query: str) -> Hits:
+        from distdiag.tui.app import DistdiagApp
+
+        m = re.fullmatch(r"\s*(?:go\s*to\s*)?(?:rank\s*)?(\d+)\s*", query, re.IGNORECASE)
+        app = self.app
+        if m is None or not isinstance(app, DistdiagApp):
+            return
+        rank = int(m[1])
+        if rank < app.snap.summary.n:
+            yield Hit(1.0, f"Go to rank {rank}", partial(app.open_rank, rank), help="open the rank's own screen")
+
+
+def system_commands(app: DistdiagApp) -> Iterable[SystemCommand]:
+    """All that the keys do, by name, and more."""
+    for key in KEYS:
+        if key.action.startswith("show("):
+            name = key.action[6:-2]
+            yield SystemCommand(f"Screen: {key.label}", f"{key.help} ({key.shown})", partial(app.action_show, name))
+    for order in ORDERS:
+        yield SystemCommand(f"Sort by {order.title}", "order of the rank table", partial(app.sort_by, order.key))
+    for text, meaning in (
+        ("sev>=warn", "only flagged ranks"),
+        ("life:running", "only running ranks"),
+        ("", "all ranks"),
+    ):
+        yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(app.set_filter, text))
+    yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", app.action_follow)
+    yield SystemCommand("Group by node", "or by rank again (g)", app.action_group)
+    yield SystemCommand("Pause or resume", "hold this moment; the job goes on (space)", app.action_pause)
+    yield SystemCommand("Go to the first moment", "replay from the beginning", app.action_first_moment)
+    yield SystemCommand("Go to rank …", "type the number of the rank instead", app.action_command_palette)
+    yield SystemCommand("Export snapshot", "as JSON (e)", app.action_export)
+    yield SystemCommand("Picture of the screen", "as SVG (P)", app.action_picture)
+    yield SystemCommand("Theme", "colours, light and dark", app.action_change_theme)
+    yield SystemCommand("Quit", "the job is not affected (q)", partial(app.action_leave, 0))

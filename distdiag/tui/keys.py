@@ -1,0 +1,120 @@
+"""Every key, once: the app binds them, the key bar shows the ones that matter now, the help lists them all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from distdiag.store.reader import Monitor
+from distdiag.tui.lines import Line, Part, line
+from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.text import cells
+from distdiag.tui.ui import Ui
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+        keys: Textual's names, comma-separated; the first is shown.
+        action: What it does, in the app's words.
+        label: In the key bar; empty = never shown there.
+        help: One line of the help.
+        shown: As a person writes it.
+        pages: Where it means something; empty = everywhere.
+        needs: "live", "over", "paused", "running", "list", "" — when the key bar shows it.
+    """
+
+    keys: str
+    action: str
+    label: str
+    help: str
+    shown: str
+    pages: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def id(self) -> str:
+        """Name under which the key can be remapped."""
+        return re.sub(r"\W+", "-", self.action).strip("-")
+
+
+_RANKED = ("ranks", "heat", "memory", "data")
+KEYS: tuple[Key, ...] = (
+    Key("1", "show('ranks')", "Ranks", "who is slow, and what does it cost", "1"),
+    Key("2", "show('comm')", "Comm", "is the network the cause, or a rank", "2"),
+    Key("3", "show('heat')", "Heat", "one rank, one step, or everywhere", "3"),
+    Key("4", "show('memory')", "Mem", "who will run out; are the GPUs busy", "4"),
+    Key("5", "show('flags')", "Flags", "what happened while I was away", "5"),
+    Key("6", "show('data')", "Data", "does every rank get its own, equally many batches", "6"),
+    Key("7", "show('stacks')", "Stacks", "where does every rank stand in the code", "7"),
+    Key("8", "show('probes')", "Probes", "what can this machine do", "8"),
+    Key("escape", "back", "Back", "back to the screen before", "Esc", ("rank", "help")),
+    Key("enter", "open", "", "open the rank (or the flag's rank) under the cursor", "Enter"),
+    Key("n", "neighbour(1)", "Next rank", "next rank, in the order of the table", "n", ("rank",)),
+    Key("p", "neighbour(-1)", "Previous", "previous rank", "p", ("rank",)),
+    Key("r", "refresh_stacks", "Take stacks", "take new stacks of all ranks now (distdiag dump)", "r", ("stacks", "rank"), "live"),
+    Key("t", "travel", "To that moment", "show the run as it was when this flag was raised", "t", ("flags",)),
+    Key("m", "metric", "Metric", "next metric of the heat map", "m", ("heat",)),
+    Key("space", "pause", "Pause", "hold this moment; the job goes on", "space", (), "running"),
+    Key("space", "pause", "Resume", "follow the job again", "space", (), "paused"),
+    Key("left_square_bracket", "step(-1)", "", "one moment back (a finished run replays)", "["),
+    Key("right_square_bracket", "step(1)", "", "one moment forward", "]"),
+    Key("left_curly_bracket", "step(-10)", "", "ten moments back", "{"),
+    Key("right_curly_bracket", "step(10)", "", "ten moments forward", "}"),
+    Key("s", "sort", "Sort", "next order of the table", "s", _RANKED),
+    Key("S", "reverse", "", "reverse the order", "S", _RANKED),
+    Key("slash", "filter", "Filter", "show only some ranks", "/", _RANKED),
+    Key("g", "group", "", "group by node, or by rank again", "g", ("ranks",)),
+    Key("f", "follow", "", "keep the cursor on the worst rank", "f", _RANKED),
+    Key("up,k", "move(-1)", "", "up", "↑ k"),
+    Key("down,j", "move(1)", "", "down", "↓ j"),
+    Key("pageup,ctrl+b", "page(-1)", "", "one screen up", "PgUp"),
+    Key("pagedown,ctrl+f", "page(1)", "", "one screen down", "PgDn"),
+    Key("home", "ends(-1)", "", "to the first", "Home"),
+    Key("end", "ends(1)", "", "to the last", "End"),
+    Key("e", "export", "", "write this snapshot as JSON", "e"),
+    Key("P", "picture", "", "write this screen as SVG", "P"),
+    Key("ctrl+p", "command_palette", "", "all commands by name", "ctrl+p"),
+    Key("question_mark", "show('help')", "Help", "this page", "?"),
+    Key("q", "leave(0)", "Quit", "leave; the job is not affected", "q"),
+)  # fmt: skip
+
+# At most so many in the key bar; in this order they give way where it is narrow.
+_BAR_LIMIT = 12
+_GIVE_WAY = ("Probes", "Stacks", "Data", "Previous", "Filter", "Sort", "Mem", "Heat", "Comm")
+
+
+def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:
+    """Whether the key does something on this page, in this state."""
+    if key.pages and ui.page not in key.pages:
+        return False
+    live = snap.monitor is Monitor.LIVE
+    return {
+        "": True,
+        "live": live,
+        "running": live and ui.paused_at_s is None,
+        "paused": ui.paused_at_s is not None,
+    }[key.needs]
+
+
+def key_bar(snap: Snapshot, ui: Ui, width: int) -> Line:
+    """The last line of the screen: keys that do something here, clickable."""
+    keys = [k for k in KEYS if k.label and applies(k, snap, ui)]
+    if ui.page in ("rank", "help"):
+        keys = [k for k in keys if not k.action.startswith("show(") or k.label == "Help"]
+
+    def length(ks: list[Key]) -> int:
+        return sum(cells(k.shown) + cells(k.label) + 2 for k in ks) - 1
+
+    for label in _GIVE_WAY:
+        if length(keys) <= width and len(keys) <= (_BAR_LIMIT if width < 120 else 20):
+            break
+        keys = [k for k in keys if k.label != label or f"'{ui.page}'" in k.action]
+    parts: list[str | Part | tuple[str, str]] = []
+    for k in keys:
+        here = k.action == f"show('{ui.page}')"
+        hit = f"do:{k.action}"
+        parts += [(k.shown, "key", hit), (f" {k.label}", "bold" if here else "", hit), " "]
+    return line(*parts[:-1])

@@ -1,0 +1,126 @@
+"""What every screen is made of: lines of styled parts, drawn alike by the terminal app, `--once` and the tests.
+
+A part is `(text, style, hit)`. `style` names a meaning, never a colour: several may be joined by spaces. `hit` says
+what a click there does: `row:5`, `sort:self_ms`, `do:screen('comm')`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from distdiag.tui.text import cells, clip, to_ascii
+
+Part = tuple[str, str, str]
+Line = tuple[Part, ...]
+
+STYLES = (
+    "muted", "bold", "error", "warning", "title", "head", "key", "cursor", "accent",
+    "data", "forward", "backward", "optimizer", "other",
+)  # fmt: skip
+BLANK: Line = ()
+
+
+def part(text: str, style: str = "", hit: str = "") -> Part:
+    return (text, style, hit)
+
+
+def line(*parts: str | Part | tuple[str, str]) -> Line:
+    """A line of strings, `(text, style)` pairs and whole parts; empty texts are left out."""
+    out: list[Part] = []
+    for p in parts:
+        full: Part = (p, "", "") if isinstance(p, str) else (p[0], p[1], p[2] if len(p) == 3 else "")
+        if full[0]:
+            out.append(full)
+    return tuple(out)
+
+
+def width_of(text: Line) -> int:
+    return sum(cells(p[0]) for p in text)
+
+
+def plain(text: Line) -> str:
+    """The line without its styles."""
+    return "".join(p[0] for p in text).rstrip()
+
+
+def fitted(text: Line, width: int) -> Line:
+    """The line in at most `width` cells; what does not fit is said by an ellipsis."""
+    if width_of(text) <= width:
+        return text
+    out: list[Part] = []
+    left = width
+    for t, style, hit in text:
+        w = cells(t)
+        if w >= left:
+            # the ellipsis belongs here if this part is cut, or if anything after it is lost
+            out.append((clip(t + " ", left) if w == left else clip(t, left), style, hit))
+            break
+        out.append((t, style, hit))
+        left -= w
+    return tuple(out)
+
+
+def marked(text: Line, width: int, style: str = "cursor") -> Line:
+    """The line over its whole width with one more style: the row under the cursor."""
+    hit = text[0][2] if text else ""
+    padded = (*text, (" " * max(0, width - width_of(text)), "", hit))
+    return tuple((t, f"{s} {style}" if s else style, h) for t, s, h in padded)
+
+
+def hit_line(text: Line, hit: str) -> Line:
+    """The line with `hit` on every part that has none."""
+    return tuple((t, s, h or hit) for t, s, h in text)
+
+
+def ascii_line(text: Line) -> Line:
+    return tuple((to_ascii(t), s, h) for t, s, h in text)
+
+
+def rule(width: int, title: str = "") -> Line:
+    """A thin line across the screen, with a title at its left."""
+    if not title:
+        return line(("─" * width, "muted"))
+    title = clip(title, max(0, width - 2))
+    return line((" ─", "muted"), (title, "head"), ("─" * max(0, width - 2 - cells(title)), "muted"))
+
+
+def cut_line(n: int) -> Line:
+    """Says that lines are missing below: nothing is cut off in silence."""
+    return line((f"   … {n} more line{'s' if n != 1 else ''}: a taller terminal shows them", "muted"))
+
+
+def hit_at(text: Line, x: int) -> str:
+    """What a click at cell `x` of the line means; empty for nothing."""
+    at = 0
+    for t, _, hit in text:
+        at += cells(t)
+        if x < at:
+            return hit
+    return ""
+
+
+def joined(left: Line, right: Line, width: int) -> Line:
+    """Two halves at the ends of one line; the right one is dropped where both do not fit."""
+    gap = width - width_of(left) - width_of(right)
+    return (*left, (" " * gap, "", ""), *right) if gap >= 1 else left
+
+
+@dataclass(frozen=True)
+class Screenful:
+    """A whole screen: as many lines as the terminal has, or fewer.
+
+    Attributes:
+        lines: From the top.
+        rows: How many items of the list are shown: what PgUp and PgDn move by.
+        cursor: Line number of the cursor; None where there is none.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    rows: int = 1
+    cursor: int | None = None
+
+
+def text_of(lines: Iterable[Line], ascii_only: bool = False) -> str:
+    """All lines as plain text."""
+    return "".join((to_ascii(plain(x)) if ascii_only else plain(x)) + "\n" for x in lines)

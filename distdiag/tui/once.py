@@ -1,0 +1,187 @@
+"""`distdiag tui --once`: one screen as text, without the terminal library; `--json`: one snapshot for a program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.store.frames import RankRow
+from distdiag.store.reader import RunUnreadable, open_run
+from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, plain
+from distdiag.tui.screens import Page, pages, readers
+from distdiag.tui.snapshot import Request, Snapshot, Taker
+from distdiag.tui.state import job_state
+from distdiag.tui.ui import Ui
+
+SCHEMA = "distdiag.snapshot/1"
+PIPE_WIDTH = 110  # where nobody's terminal sets a width
+
+# The sixteen colours follow the terminal's own palette, light or dark.
+_CODES = {
+    "muted": "2", "bold": "1", "error": "31", "warning": "33", "title": "1", "head": "4", "accent": "36", "cursor": "7",
+    "data": "33", "forward": "36", "backward": "34", "optimizer": "35", "other": "2", "key": "1",
+}  # fmt: skip
+_COLOURS = frozenset({"error", "warning", "accent", "data", "forward", "backward", "optimizer"})
+
+
+def take(run: Path, page: Page, ui: Ui, width: int, height: int) -> Snapshot:
+    """One snapshot for one page; a run that cannot be read gives a snapshot with the reason."""
+    try:
+        with open_run(run) as opened:
+            taker = Taker(opened, readers())
+            base = taker.take(Request("", ui.paused_at_s))  # the frame alone decides which ranks are shown
+            return taker.take(page.request(base, ui, width, height))
+    except RunUnreadable as e:
+        return Snapshot(run, problem=e)
+
+
+def snapshot(run: Path, ui: Ui) -> Snapshot:
+    """One snapshot without any screen: for `--once --json`."""
+    try:
+        with open_run(run) as opened:
+            return Taker(opened, {}).take(Request("", ui.paused_at_s))
+    except RunUnreadable as e:
+        return Snapshot(run, problem=e)
+
+
+def screen(run: Path, ui: Ui, width: int, height: int | None) -> tuple[list[Line], Snapshot]:
+    """Lines of one page; with no height, all rows there are."""
+    page = pages()[ui.page]
+    ui = replace(ui, interactive=False)
+    tall = height
+    if tall is None:
+        # room for every row: the frame says how many there are
+        first = take(run, page, ui, width, 24)
+        rows = first.summary.n + sum(len(f.where) + len(f.names) + 24 for f in first.findings)
+        tall = max(24, rows + 40)
+        if ui.page == "stacks":
+            tall += len(getattr(first.panel, "lines", ()))
+    snap = take(run, page, ui, width, tall)
+    lines = [fitted(x, width) for x in page.render(snap, ui, width, tall).lines]
+    if ui.ascii:
+        lines = [ascii_line(x) for x in lines]
+    return (lines if height is not None else _without_gaps(lines)), snap
+
+
+def _without_gaps(lines: list[Line]) -> list[Line]:
+    """The filler between the table and the flags is of use on a screen only."""
+    out: list[Line] = []
+    for x in lines:
+        if plain(x) or (out and plain(out[-1])):
+            out.append(x if plain(x) else BLANK)
+    while out and not plain(out[-1]):
+        out.pop()
+    return out
+
+
+def coloured(text: Line, colours: bool) -> str:
+    """The line with ANSI codes; without `colours` (NO_COLOR) bold, dim and underlined stay."""
+    out = []
+    for t, style, _ in text:
+        codes = [_CODES[s] for s in style.split() if s in _CODES and (colours or s not in _COLOURS)]
+        out.append(f"\x1b[{';'.join(codes)}m{t}\x1b[0m" if codes and t.strip() else t)
+    return "".join(out).rstrip()
+
+
+def wants_colour(stream: Any = None) -> tuple[bool, bool]:
+    """(escapes at all, colours among them) by NO_COLOR, FORCE_COLOR, TERM and whether a person sees the output."""
+    stream = stream or sys.stdout
+    forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
+    terminal = (stream.isatty() and os.environ.get("TERM") != "dumb") or forced
+    return terminal, terminal and (forced or not os.environ.get("NO_COLOR"))
+
+
+def needs_ascii(stream: Any = None) -> bool:
+    """True where the output cannot carry the glyphs."""
+    encoding = (getattr(stream or sys.stdout, "encoding", None) or "ascii").lower().replace("-", "").replace("_", "")
+    return not encoding.startswith("utf")
+
+
+def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapshot:
+    """Print one screen; at a terminal as large as it is (one line stays for the prompt), in a pipe all rows."""
+    escapes, colours = wants_colour()
+    if size is not None:
+        width, height = size
+    elif sys.stdout.isatty():
+        columns, rows = shutil.get_terminal_size((80, 24))
+        width, height = columns, max(10, rows - 1)
+    else:
+        width, height = _piped_width(), None
+    lines, snap = screen(run, ui, width, height)
+    for x in lines:
+        print(coloured(x, colours) if escapes else plain(x))
+    return snap
+
+
+def _piped_width() -> int:
+    text = os.environ.get("COLUMNS", "")
+    return max(60, int(text)) if text.isdigit() and int(text) else PIPE_WIDTH
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------
+
+
+class SnapshotJson(msgspec.Struct, kw_only=True):
+    """What `--once --json` and the key `e` write; null is "not measured"."""
+
+    schema: str = SCHEMA
+    run: str
+    state: str
+    state_text: str
+    next_command: str | None
+    monitor: str | None
+    heartbeat_age_s: float | None
+    t_s: float | None
+    paused_at_s: float | None
+    world_size: int | None
+    ranks_seen: int
+    nodes: int
+    step: int | None
+    max_steps: int | None
+    step_ms: float | None
+    self_ms: dict[str, float | None]
+    samples_per_s: float | None
+    loss: float | None
+    waiting: list[dict[str, Any]]
+    findings: tuple[Finding, ...]
+    ranks: list[dict[str, Any]]
+
+
+def as_json(snap: Snapshot) -> bytes:
+    """The snapshot as one JSON object, its schema first."""
+    s, job = snap.summary, job_state(snap)
+    max_steps = snap.number("max_steps")
+    body = SnapshotJson(
+        run=str(snap.run),
+        state=(snap.frame.state if snap.frame is not None else snap.meta.get("state") or "waiting"),
+        state_text=job.text,
+        next_command=job.do or None,
+        monitor=snap.monitor,
+        heartbeat_age_s=snap.heartbeat_age_s,
+        t_s=snap.t_s,
+        paused_at_s=snap.at_s,
+        world_size=snap.world_size or None,
+        ranks_seen=s.reported,
+        nodes=s.nodes,
+        step=s.step,
+        max_steps=None if max_steps is None else int(max_steps),
+        step_ms=s.step_ms,
+        self_ms={"p50": s.self_p50, "p99": s.self_p99, "max": s.self_max},
+        samples_per_s=s.samples_per_s,
+        loss=s.loss,
+        waiting=[{"op": op, "group": g, "seq": q, "bytes": b, "ranks": n} for (op, g, q, b), n in s.waiting],
+        findings=snap.findings,
+        ranks=[] if snap.frame is None else [_rank(r) for r in snap.frame.ranks],
+    )
+    return msgspec.json.format(msgspec.json.encode(body), indent=1)
+
+
+def _rank(row: RankRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__struct_fields__}

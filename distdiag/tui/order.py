@@ -1,0 +1,106 @@
+"""Which ranks a table shows, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.ui import Ui
+
+
+@dataclass(frozen=True)
+class Order:
+    """One order of the ranks: name in the header, column, and whether large comes first."""
+
+    key: str
+    title: str
+    column: str
+    descending: bool = True
+
+
+ORDERS = (
+    Order("severity", "severity, Δ self", ""),
+    Order("rank", "rank", "rank", descending=False),
+    Order("self_ms", "self ms", "self_ms"),
+    Order("delta", "Δ self", "delta_self_ms"),
+    Order("wait_ms", "wait ms, least first", "wait_ms", descending=False),
+    Order("data_ms", "data", "data_ms"),
+    Order("step", "step, last first", "step", descending=False),
+    Order("memory", "memory", "device_bytes"),
+    Order("waiting", "time in phase", "waiting_age_s"),
+    Order("cpu", "CPU", "cpu_pct"),
+    Order("node", "node", "node", descending=False),
+)
+BY_KEY = {o.key: o for o in ORDERS}
+
+
+def ordered(snap: Snapshot, ui: Ui) -> list[int]:
+    """Rows of the frame that pass the filter, in the chosen order.
+
+    By default worse first; among the flagged the larger Δ self first, all others by rank, so that healthy rows keep
+    their places while their numbers flicker.
+    """
+    if snap.frame is None:
+        return []
+    table, marks = snap.frame.table, snap.summary.marks
+    rows = ui.filter.indices(table, marks)
+    order = BY_KEY.get(ui.sort, ORDERS[0])
+    if order.key == "severity":
+        delta = table.numbers("delta_self_ms")
+        flagged = [i for i in rows if marks[i].level > 0]
+        blamed = table.words("severity")
+        flagged.sort(key=lambda i: (-marks[i].level, not blamed[i], -delta[i] if delta[i] == delta[i] else 0.0, i))
+        quiet = [i for i in rows if marks[i].level == 0]
+        return [*quiet[::-1], *flagged[::-1]] if ui.reverse else [*flagged, *quiet]
+    values = table.numbers(order.column)
+    if order.column == "device_bytes" and not any(v == v for v in values):
+        values = table.numbers("rss_bytes")
+    elif order.column == "waiting_age_s":
+        phase = table.numbers("phase_age_s")
+        values = [w if w == w else p for w, p in zip(values, phase, strict=True)]
+    known = [i for i in rows if values[i] == values[i]]
+    known.sort(key=values.__getitem__, reverse=order.descending != ui.reverse)
+    return known + [i for i in rows if values[i] != values[i]]  # what was not measured stands last either way
+
+
+def ranks_of(snap: Snapshot, rows: Sequence[int]) -> list[int]:
+    """Rank numbers of rows of the frame."""
+    if snap.frame is None:
+        return []
+    ranks = snap.frame.table.numbers("rank")
+    return [int(ranks[i]) for i in rows]
+
+
+class Cached:
+    """Keeps the last order: recomputed when the data or the choice changed, and while the person moves the cursor at
+    most every two seconds, so that rows do not jump away under it."""
+
+    HOLD_S = 2.0
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._key: tuple[object, ...] = ()
+        self._choice: tuple[object, ...] = ()
+        self._rows: list[int] = []
+        self._at = -math.inf
+        self._moved_at = -math.inf
+
+    def moved(self) -> None:
+        """The person moved the cursor."""
+        self._moved_at = self._now()
+
+    def rows(self, snap: Snapshot, ui: Ui) -> list[int]:
+        choice = (ui.sort, ui.reverse, ui.filter.text)
+        n = 0 if snap.frame is None else len(snap.frame.table)
+        key = (id(snap.frame), n)
+        now = self._now()
+        if choice == self._choice and key == self._key:
+            return self._rows
+        held = now - self._moved_at < self.HOLD_S and now - self._at < self.HOLD_S
+        same_ranks = bool(self._key) and self._key[1] == n
+        if choice == self._choice and held and same_ranks and not ui.filter.tests:
+            return self._rows
+        self._rows, self._key, self._choice, self._at = ordered(snap, ui), key, choice, now
+        return self._rows

@@ -1,0 +1,158 @@
+"""Findings as four lines: what and who, what it costs, where, what to do; and the panel below every screen."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.findings import Finding, Where, rank_list
+from distdiag.tui import severity
+from distdiag.tui.header import overflow
+from distdiag.tui.lines import Line, cut_line, line, rule
+from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.state import JobState, closing_lines
+from distdiag.tui.text import cells, clean, clip, place, quote, seconds, wrap
+from distdiag.tui.ui import Ui
+
+_STATES = {
+    "user_code": "in its own code", "data": "waiting for data", "lock": "waiting for a lock", "queue": "waiting for a queue",
+    "socket": "waiting for a socket", "stdin": "waiting for standard input", "gil_held": "holding the GIL",
+    "waiting": "waiting in a collective", "stopped": "stopped", "exited": "exited", "killed": "killed",
+    "crashed": "crashed", "finished": "finished",
+}  # fmt: skip
+
+
+def where_text(w: Where) -> str:
+    """`rank 3: train.py:118 in next_batch (waiting for data)`."""
+    state = f" ({_STATES.get(w.state, clean(w.state))})" if w.state else ""
+    at = place(w.file, w.line, w.function) if w.file else ""
+    return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' place not known'}"
+
+
+def first_line(f: Finding) -> tuple[severity.Mark, str]:
+    """Mark of a finding, and its kind with the message."""
+    mark = severity.of_finding(f.severity)
+    kind = clean(f.kind)
+    return mark, f"{kind}  {clean(f.message)}" if f.message else kind
+
+
+def finding_lines(f: Finding, width: int, full: bool = True) -> list[Line]:
+    """One finding; its first line (wrapped, never cut) alone, or with cost, where and what to do.
+
+    Args:
+        f: Texts in it come from the job: they are cleaned here.
+        width: Cells of a line.
+        full: False leaves one line, cut with an ellipsis.
+    """
+    mark, text = first_line(f)
+    closed = f.cleared_s is not None
+    style = "muted" if closed else mark.style
+    hit = f"finding:{f.key}"
+    lead = f" {mark.glyph} {mark.word} "
+    hedge = "" if f.certainty == "proved" or f.severity == "info" else " (suspected)"
+    text += hedge
+    if closed:
+        held = seconds((f.cleared_s or 0.0) - f.first_seen_s) if f.first_seen_s is not None else "some time"
+        text += f"; cleared after {held}"
+    if not full:
+        return [
+            line((lead, f"{style} bold", hit), (clip(text, width - cells(lead) - 1), "muted" if closed else "", hit))
+        ]
+    out: list[Line] = []
+    for i, row in enumerate(wrap(text, width - cells(lead) - 1)):
+        body = (row, "muted" if closed else "", hit)
+        out.append(line((lead, f"{style} bold", hit), body) if i == 0 else line(" " * cells(lead), body))
+    details = []
+    if f.cost:
+        details.append(("cost", clean(f.cost)))
+    if f.where:
+        shown = "; ".join(where_text(w) for w in f.where[:2])
+        more = f"; and {len(f.where) - 2} more" if len(f.where) > 2 else ""
+        details.append(("where", shown + more))
+    if f.names:
+        more = f" and {len(f.names) - 3} more" if len(f.names) > 3 else ""
+        details.append(("names", ", ".join(map(clean, f.names[:3])) + more))
+    if f.advice:
+        details.append(("do", clean(f.advice)))
+    for word, value in details:
+        for i, row in enumerate(wrap(value, width - 11)):
+            out.append(line((f"   {word if i == 0 else '':6} ", "muted"), (f" {row}", "muted" if closed else "", hit)))
+    return out
+
+
+def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
+    """What is to be said about the reading itself, before any finding."""
+    out: list[Line] = []
+    if cut := overflow(job, snap, width):
+        out += [line((f" {job.glyph} ", job.style), row) for row in wrap(cut, width - 4)]
+    if job.do:
+        for i, row in enumerate(wrap(job.do, width - 11)):
+            out.append(line((f"   {'do' if i == 0 else '':6}  ", "muted"), row))
+    if snap.note:
+        out.append(line(("   note    ", "muted"), clip(clean(snap.note), width - 11)))
+    return out
+
+
+def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int) -> list[Line]:
+    """Rule and flags, in at most `height` lines; under 30 rows of screen only the first flag is shown in full.
+
+    What is left out is said in the last line.
+    """
+    if height < 2:
+        return []
+    findings = snap.open_findings
+    over = job.word in ("ENDED", "FAILED")
+    body: list[Line] = []
+    if snap.problem is not None or not (findings or over):
+        body += _notices(snap, job, ui, width)
+        if not body and snap.frame is not None:
+            closed = len(snap.findings)
+            quiet = f" · no open flags; {closed} closed: press 5" if closed else " · no flags"
+            body.append(line((quiet, "muted")))
+    if snap.problem is None and over and not findings:
+        body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
+    elif snap.problem is None and findings:
+        body = _some_findings(snap, findings, job, ui, width, height - 1)
+    return [rule(width), *body[: height - 1]]
+
+
+def _some_findings(
+    snap: Snapshot, findings: tuple[Finding, ...], job: JobState, ui: Ui, width: int, height: int
+) -> list[Line]:
+    body: list[Line] = []
+    if job.word == "MONITOR GONE":
+        body += _notices(snap, job, ui, width)
+    shown = 0
+    for i, f in enumerate(findings):
+        full = finding_lines(f, width)
+        rest = len(findings) - i - 1
+        room = height - len(body) - (1 if rest else 0)
+        if (i == 0 or height >= 14) and len(full) <= room:
+            body += full
+        elif i == 0 and room >= 2:
+            body += [*full[: room - 1], cut_line(len(full) - room + 1)]  # its beginning is what matters
+        elif room >= 1:
+            body += finding_lines(f, width, full=False)
+        else:
+            break
+        shown += 1
+    left = len(findings) - shown
+    if left:
+        how = "press 5" if ui.interactive else f"distdiag diagnose {quote(snap.run)}"
+        body.append(line((f"   {left} more flag{'s' if left != 1 else ''}: {how}", "muted", "do:show('flags')")))
+    elif len(body) < height and job.word in ("DEADLOCK", "FAILED", "LOST"):
+        verb = "dump" if job.word == "DEADLOCK" else "report"
+        body.append(line(("   more    ", "muted"), (f"distdiag {verb} {quote(snap.run)}", "muted")))
+    return body
+
+
+def summary_line(snap: Snapshot, width: int) -> Line:
+    """The worst open flag on one line, for screens that are about something else."""
+    findings = list(snap.open_findings)
+    if not findings:
+        return line((" · no open flags", "muted"))
+    more = f"   +{len(findings) - 1}: press 5" if len(findings) > 1 else ""
+    lead = finding_lines(findings[0], width - cells(more), full=False)[0]
+    return (*lead, (more, "muted", "do:show('flags')")) if more else lead
+
+
+def who(f: Finding) -> str:
+    """Culprits of a finding, or its victims where nobody can be blamed."""
+    return rank_list(f.culprits or f.victims) if f.culprits or f.victims else "every rank"

@@ -1,0 +1,52 @@
+"""The screens, one file each: what to read for it, which items the cursor moves over, and its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from distdiag.tui.lines import Screenful
+from distdiag.tui.snapshot import PageReader, Request, Snapshot
+from distdiag.tui.ui import Ui
+
+
+class Page(Protocol):
+    """One screen; pure functions of a snapshot and what the person chose."""
+
+    name: str
+    title: str
+    question: str
+
+    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
+        """What to read for it at this size."""
+        ...
+
+    def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
+        """What the cursor moves over; empty where it only scrolls or does nothing."""
+        ...
+
+    def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
+        """The screen without its key bar, at most `height` lines."""
+        ...
+
+
+def pages() -> dict[str, Page]:
+    """All screens by name, in the order of their keys."""
+    from distdiag.tui.screens import comm, data, flags, heat, memory, probes, rank, ranks, stacks
+    from distdiag.tui.screens import help as help_screen
+
+    every: list[Page] = [
+        ranks.RanksPage(), comm.CommPage(), heat.HeatPage(), memory.MemoryPage(), flags.FlagsPage(), data.DataPage(),
+        stacks.StacksPage(), probes.ProbesPage(), rank.RankPage(), help_screen.HelpPage(),
+    ]  # fmt: skip
+    return {p.name: p for p in every}
+
+
+def readers() -> dict[str, PageReader]:
+    """What each screen reads beyond the frame."""
+    from distdiag.tui.screens import comm, data, flags, heat, memory, probes, rank, ranks, stacks
+
+    return {
+        "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory.read, "flags": flags.read,
+        "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read,
+    }  # fmt: skip

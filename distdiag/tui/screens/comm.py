@@ -1,0 +1,211 @@
+"""Comm: is the network the cause, or a rank?"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from distdiag.diagnosis.findings import rank_list
+from distdiag.store.reader import Frame, Run
+from distdiag.tui.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
+from distdiag.tui.header import step_line, title_line
+from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.panels import footer_panel
+from distdiag.tui.severity import WARN
+from distdiag.tui.snapshot import Request, Snapshot
+from distdiag.tui.state import job_state
+from distdiag.tui.table import Column, choose, header, row
+from distdiag.tui.text import clean, clip, decimal, integer, percent, seconds, size
+from distdiag.tui.ui import Ui
+
+__all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
+
+
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> CommData:
+    return read_comm(run, frame, request.at_s, cache)
+
+
+def _ms(us: float | None) -> str:
+    """Microseconds as ms with two digits: collectives are short."""
+    return decimal(None if us is None else us / 1e3, 2)
+
+
+def _gbps(v: float | None) -> str:
+    return "–" if v is None else decimal(v, 1 if v >= 1 else 2)
+
+
+def _late(o: OpStats) -> str:
+    return "–" if o.late_rank is None else f"{o.late_rank} in {100 * o.late_count / o.late_of:.0f}%"
+
+
+COLUMNS: tuple[Column[OpStats], ...] = (
+    Column("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 8),
+    Column("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 14),
+    Column(
+        "", "n/step", 6, "how many per step", lambda o: decimal(o.per_step, 0 if (o.per_step or 0) >= 1 else 2), ">", 2
+    ),
+    Column("", "size", 9, "bytes of one rank's tensor, as torch counts them", lambda o: size(o.bytes)),
+    Column("", "p50 ms", 7, "median time on the rank that arrived last: the transfer", lambda o: _ms(o.p50_us)),
+    Column("", "p99 ms", 7, "99 % are shorter; only of 100 and more", lambda o: _ms(o.p99_us), ">", 4),
+    Column("", "algbw", 6, "size / time, GB/s (10^9 bytes)", lambda o: _gbps(o.algbw_gbps), ">", 3),
+    Column(
+        "", "busbw", 6, "algbw x the operation's factor, comparable to the link", lambda o: _gbps(o.busbw_gbps), ">", 1
+    ),
+    Column("", "skew ms", 8, "median of last arrival - first arrival", lambda o: _ms(o.skew_p50_us)),
+    Column("", "late rank", 9, "who arrives last, and in how many of them", _late, "<", 0, 6),
+    Column("", "seq", 8, "newest sequence number", lambda o: integer(o.newest_seq), ">", 6),
+    Column("", "ranks", 6, "ranks of the group", lambda o: integer(o.ranks), ">", 7),
+)
+FLIGHT: tuple[Column[InFlight], ...] = (
+    Column("", "in flight", 14, "collective that ranks wait in now", lambda f: clean(f.op), "<", 0, 8),
+    Column("", "group", 10, "process group", lambda f: clean(f.group), "<", 0, 14),
+    Column("", "seq", 8, "sequence number in its group", lambda f: integer(f.seq)),
+    Column("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
+    Column("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
+    Column("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
+    Column("", "missing", 8, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
+)
+
+
+def _entered(f: InFlight) -> str:
+    return f"{len(f.entered):,} of {f.size:,}" if f.size else f"{len(f.entered):,}"
+
+
+def _missing(f: InFlight) -> str:
+    if not f.size:
+        return "members not known"
+    return rank_list(f.missing).split(" ", 1)[1] if f.missing else "none"
+
+
+def verdict(data: CommData, snap: Snapshot) -> Line:
+    """Network or rank: the transfer time of the heaviest operation against the skew of its arrivals."""
+    if not data.ops:
+        return BLANK
+    o = data.ops[0]
+    if not o.p50_us or o.skew_p50_us is None:
+        return line((" · no skew measured yet: it needs the arrival times of all ranks", "muted"))
+    ratio = o.skew_p50_us / o.p50_us
+    if ratio >= 3 and o.skew_p50_us >= 1000:
+        who = (
+            f"See rank {o.late_rank}."
+            if o.late_of and o.late_count / o.late_of >= 0.5
+            else "No single rank is late: jitter."
+        )
+        text = f" skew is {ratio:.0f}x the transfer time: the network is not the cause. {who}"
+        return line((f" {WARN.glyph}", "warning"), text)
+    reached = probe_for(data, o)
+    if reached and o.busbw_gbps is not None:
+        share = 100 * o.busbw_gbps / reached
+        style = "warning" if share < 70 else ""
+        return line(
+            (f" {WARN.glyph if style else '·'}", style or "muted"),
+            f" the transfers reach {share:.0f}% of what the probe measured here ({_gbps(reached)} GB/s)",
+        )
+    return line(
+        (" ·", "muted"), f" skew is {ratio:.1f}x the transfer time; `distdiag probe` says what this network can do"
+    )
+
+
+def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int) -> list[Line]:
+    """The collectives panel of the home screen."""
+    if not data.ops:
+        return []
+    chosen = choose(COLUMNS, width, 0)
+    out = [rule(width, f"collectives, last {data.steps or WINDOW_STEPS} steps; GB/s = 10^9 bytes "), header(chosen)]
+    out += [row(chosen, o) for o in data.ops[: at_most - 2]]
+    left = len(data.ops) - (at_most - 2)
+    if left > 0:
+        out.append(line((f"   {left} more: press 2", "muted", "do:show('comm')")))
+    return out
+
+
+class CommPage:
+    name = "comm"
+    title = "comm"
+    question = "is the network the cause, or a rank?"
+
+    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
+        return Request("comm", ui.paused_at_s)
+
+    def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
+        return [(o.op, o.group, o.bytes) for o in snap.panel.ops] if isinstance(snap.panel, CommData) else []
+
+    def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
+        data = snap.panel if isinstance(snap.panel, CommData) else CommData()
+        job = job_state(snap)
+        lines = [title_line(snap, ui, width, self.title, self.question, f"last {data.steps or WINDOW_STEPS} steps")]
+        lines.append(_share(snap, width) if snap.frame is not None else step_line(snap, job, width))
+        panel = footer_panel(snap, ui, job, width, max(3, min(height // 3, 8)))
+        flights = _flights(data, width, max(3, (height - len(panel)) // 3))
+        room = height - len(lines) - len(panel) - len(flights) - 5
+        body, shown, cursor = self._table(data, snap, ui, width, max(1, room))
+        at = None if cursor is None else len(lines) + cursor
+        lines += body
+        if data.ops:
+            lines += [
+                line((" bandwidth in GB/s (10^9 B/s), transfer only: waiting for late ranks is in skew", "muted")),
+                _reached(data, snap, ui),
+            ]
+            lines.append(verdict(data, snap))
+        lines += [BLANK, *flights]
+        lines = [fitted(x, width) for x in lines[: height - len(panel)]]
+        lines += [BLANK] * (height - len(lines) - len(panel))
+        return Screenful([*lines, *panel], shown, at)
+
+    def _table(
+        self, data: CommData, snap: Snapshot, ui: Ui, width: int, room: int
+    ) -> tuple[list[Line], int, int | None]:
+        if not data.ops:
+            text = "   No collectives yet. They appear after the first step whose collectives all ranks completed."
+            hint = "   Is the recorder attached before `init_process_group`?"
+            return [BLANK, line((clip(text, width), "muted")), line((hint, "muted")), BLANK], 1, None
+        chosen = choose(COLUMNS, width, 0)
+        items = self.items(snap, ui)
+        top, index = ui.window("comm", items, room)
+        out, cursor = [header(chosen)], None
+        for nth in range(top, min(len(items), top + room)):
+            text = row(chosen, data.ops[nth], hit=f"item:{nth}")
+            if nth == index:
+                cursor = len(out)
+                text = marked(text, width)
+            out.append(text)
+        if len(items) > room:
+            out.append(line((f" rows {top + 1}–{min(len(items), top + room)} of {len(items)}", "muted")))
+        return out, room, cursor
+
+
+def _share(snap: Snapshot, width: int) -> Line:
+    s = snap.summary
+    share = percent(100 * s.wait_p50 / s.step_ms) if s.wait_p50 is not None and s.step_ms else "–"
+    groups = snap.panel.groups if isinstance(snap.panel, CommData) else ()
+    named = ", ".join(f"{clean(n)} ({k} ranks)" for n, k, _ in groups[:4]) + (
+        f", {len(groups) - 4} more" if len(groups) > 4 else ""
+    )
+    return fitted(
+        line(f" waiting for other ranks: {share} of step time (median)   groups: {named or 'none recorded yet'}"), width
+    )
+
+
+def _reached(data: CommData, snap: Snapshot, ui: Ui) -> Line:
+    items = [(o.op, o.group, o.bytes) for o in data.ops]
+    o = data.ops[ui.index("comm", items)]
+    reached = probe_for(data, o)
+    if reached is None:
+        return line((f" no probe of {clean(o.op)} at {size(o.bytes)} in this run: press 8", "muted"))
+    share = f" → {100 * o.busbw_gbps / reached:.0f}% of it reached" if o.busbw_gbps else ""
+    return line(f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.bytes)}{share}")
+
+
+def _flights(data: CommData, width: int, room: int) -> list[Line]:
+    chosen = choose(FLIGHT, width, 0)
+    if not data.in_flight:
+        return [line((" in flight: nothing", "muted"))]
+    out = [header(chosen)]
+    for f in data.in_flight[: room - 1]:
+        text = row(chosen, f)
+        if f.missing and (f.age_s or 0) > 5:
+            text = (*text[:-1], (text[-1][0], "error", ""))
+        out.append(text)
+    if len(data.in_flight) > room - 1:
+        out.append(line((f" {len(data.in_flight) - room + 1} more in flight", "muted")))
+    return out

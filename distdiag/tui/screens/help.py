@@ -1,0 +1,79 @@
+"""Help, generated from the keys and the column definitions, so that it cannot fall behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+from distdiag.tui import filters, severity
+from distdiag.tui.header import title_line
+from distdiag.tui.keys import KEYS
+from distdiag.tui.lines import BLANK, Line, Screenful, line, marked
+from distdiag.tui.order import ORDERS
+from distdiag.tui.screens.ranks_columns import all_columns
+from distdiag.tui.snapshot import Request, Snapshot
+from distdiag.tui.text import cells, wrap
+from distdiag.tui.ui import Ui
+
+
+@lru_cache(maxsize=8)
+def help_lines(width: int, warn_pct: float, crit_pct: float) -> tuple[Line, ...]:
+    """All of it, as long as it gets."""
+    out: list[Line] = []
+
+    def section(title: str, rows: Sequence[tuple[str, str]], left: int, style: str = "key") -> None:
+        out.append(line((f" {title}", "head")))
+        for term, text in rows:
+            if cells(term) > left:
+                out.append(line(f"   {term}"))
+                term = ""
+            for i, piece in enumerate(wrap(text, max(20, width - left - 6))):
+                shown = term if i == 0 else ""
+                out.append(line((f"   {shown}{' ' * (left - cells(shown))}  ", style), piece))
+        out.append(BLANK)
+
+    for text in (
+        "In a synchronous job every rank has the same step time, so step time finds nobody.",
+        "The slow rank is the one that waits least: look at self ms = step - wait, and at Δ self.",
+    ):
+        out += [line((f" {piece}", "bold")) for piece in wrap(text, width - 2)]
+    out.append(BLANK)
+    section("keys", [(k.shown, k.help + (f" (on {', '.join(k.pages)})" if k.pages else "")) for k in KEYS], 8)
+    section(
+        "severity: glyph, --ascii, word",
+        [(f"{m.glyph}  {m.ascii}  {m.word}", m.meaning) for m in severity.MARKS],
+        14,
+        "",
+    )
+    text = f"Δ self: a warning from {warn_pct:g}% of the step time on, an error from {crit_pct:g}% (--warn, --crit)"
+    out[-1:] = [*(line((f"   {piece}", "muted")) for piece in wrap(text, width - 4)), BLANK]
+    section("columns of the rank table", [(c.title, c.help) for c in all_columns() if c.help], 16, "bold")
+    section("orders (s, or click on a column)", [(o.key, o.title) for o in ORDERS], 16, "bold")
+    section("filter (/): words joined by AND", list(filters.HELP), 18, "bold")
+    return tuple(out)
+
+
+class HelpPage:
+    name = "help"
+    title = "help"
+    question = "what do the keys and the columns mean?"
+
+    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
+        return Request("help", ui.paused_at_s)
+
+    def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
+        return range(200)
+
+    def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
+        every = help_lines(width, ui.warn_pct, ui.crit_pct)
+        room = max(1, height - 3)
+        items = range(len(every))
+        top, index = ui.window("help", items, room)
+        if not ui.interactive:
+            room = len(every)
+        lines = [title_line(snap, ui, width, self.title, self.question), BLANK]
+        for nth in range(top, min(len(every), top + room)):
+            lines.append(marked(every[nth], width) if nth == index else every[nth])
+        if len(every) > room:
+            lines.append(line((f"   lines {top + 1}–{min(len(every), top + room)} of {len(every)}", "muted")))
+        return Screenful(lines, room, None if index is None else 2 + index - top)

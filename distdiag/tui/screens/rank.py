@@ -1,0 +1,315 @@
+"""One rank: why is it slow, and what is it doing now?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distdiag.store import stacks as store
+from distdiag.store.frames import RankRow
+from distdiag.store.reader import Frame, Run
+from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
+from distdiag.tui import severity
+from distdiag.tui.lines import BLANK, Line, Screenful, cut_line, fitted, joined, line, rule
+from distdiag.tui.panels import finding_lines
+from distdiag.tui.snapshot import Request, Snapshot
+from distdiag.tui.state import job_state
+from distdiag.tui.text import (
+    cells,
+    clean,
+    clip_left,
+    clock,
+    decimal,
+    fit,
+    gib,
+    integer,
+    median_low,
+    milliseconds,
+    percent,
+    place,
+    quantile,
+    quote,
+    rate,
+    seconds,
+    size,
+    spark,
+)  # fmt: skip
+from distdiag.tui.ui import Ui
+
+PHASES = (
+    ("data", "data_ms"), ("h2d", "h2d_ms"), ("forward", "forward_ms"), ("backward", "backward_ms"),
+    ("optimizer", "optimizer_ms"), ("other", "other_ms"), ("wait", "wait_ms"), ("self", "self_ms"), ("step", "step_ms"),
+)  # fmt: skip
+WINDOW = 100
+
+
+@dataclass(frozen=True)
+class RankData:
+    """Everything of one rank beyond its row in the frame."""
+
+    rank: int
+    steps: tuple[StepRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+    stack: store.RankStack | None = None
+    stack_t_s: float | None = None
+    process: ProcessRow | None = None
+    host: HostRow | None = None
+    gpu: GpuRow | None = None
+
+
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> RankData | None:
+    if request.rank is None:
+        return None
+    rank = request.rank
+    at = next((i for i, r in enumerate(frame.table.numbers("rank")) if r == rank), None)
+    row = frame.table.row(at) if at is not None else RankRow(rank=rank)
+    span = run.step_range(request.at_s)
+    steps = run.steps(max(span[0], span[1] - WINDOW + 1), span[1], [rank]) if span else []
+    found = store.read(run.path)
+    gpus = run.gpus(request.at_s)
+    gpu = next(
+        (
+            g
+            for g in gpus
+            if g.rank == rank or (g.rank is None and row.gpu is not None and (g.node, g.gpu) == (row.node, row.gpu))
+        ),
+        None,
+    )
+    members = {g.name: g.ranks for g in run.groups()}
+    collectives = [c for c in run.collectives(10, request.at_s, 400) if rank in members.get(c.pgroup, (rank,))]
+    return RankData(
+        rank=rank,
+        steps=tuple(steps),
+        collectives=tuple(collectives[:20]),
+        stack=found.ranks.get(str(rank)) if found else None,
+        stack_t_s=found.t_s if found else None,
+        process=next((p for p in run.processes(request.at_s) if p.rank == rank), None),
+        host=next((h for h in run.hosts(request.at_s) if h.node == row.node), None),
+        gpu=gpu,
+    )
+
+
+class RankPage:
+    name = "rank"
+    title = "rank"
+    question = "why is it slow, and what is it doing?"
+
+    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
+        return Request("rank", ui.paused_at_s, ui.rank)
+
+    def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
+        return []
+
+    def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
+        data = snap.panel if isinstance(snap.panel, RankData) and snap.panel.rank == ui.rank else RankData(ui.rank or 0)
+        table = snap.frame.table if snap.frame is not None else None
+        at = next((i for i, r in enumerate(table.numbers("rank")) if r == ui.rank), None) if table is not None else None
+        if table is None or at is None:
+            return Screenful(
+                [line((f" rank {ui.rank} is not part of this run", "warning")), line((" Esc goes back", "muted"))]
+            )
+        row, mark = table.row(at), snap.summary.marks[at]
+        job = job_state(snap)
+        lines = [_title(snap, row, mark, width), *_now(row, snap, job.stuck, width)]
+        mine = [f for f in snap.open_findings if row.rank in f.culprits] or [
+            f for f in snap.open_findings if row.rank in f.victims
+        ]
+        flag = [rule(width), *finding_lines(mine[0], width)][: max(3, height // 4)] if mine else []
+        room = height - len(flag)
+        stack, calls = _stack(data, row, snap, width, height), _collectives(data, width, 8 if height >= 40 else 3)
+        phases = _phases(data, snap, at, width)
+        # a rank that stands still is asked where; one that runs is asked how long
+        blocks = [stack, calls, phases] if job.stuck or row.life != "running" else [phases, calls, stack]
+        blocks.append(_facts(data, row, width))
+        for block in blocks:
+            if len(lines) + len(block) + 1 > room:
+                fits = max(0, room - len(lines) - 1)
+                block = [*block[: fits - 1], cut_line(len(block) - fits + 1)] if fits > 1 else []
+            if block:
+                lines += [BLANK, *block] if height >= 22 else block
+        lines = [fitted(x, width) for x in lines[:room]]
+        lines += [BLANK] * (room - len(lines))
+        return Screenful([*lines, *flag][:height])
+
+
+def _title(snap: Snapshot, row: RankRow, mark: severity.Mark, width: int) -> Line:
+    word, style = severity.state_of(row, mark, True)
+    device = f" gpu{row.gpu}" if row.gpu is not None else ""
+    pid = f"   pid {row.pid}" if row.pid is not None else ""
+    left = line(
+        (" distdiag > ", "muted"),
+        (f"rank {row.rank}", "title"),
+        f"   {clean(row.host)}{device}{pid}   ",
+        (f"{mark.glyph} {word}", f"{style} bold"),
+    )
+    return joined(fitted(left, width), line(f"step {integer(row.step)}  {clock(snap.t_s)}"), width)
+
+
+def _now(row: RankRow, snap: Snapshot, stuck: bool, width: int) -> list[Line]:
+    """What it does at this moment, in a sentence."""
+    doing = f"{clean(row.phase or 'phase not known')} for {seconds(row.phase_age_s)}"
+    if row.waiting_op:
+        number = f" #{row.waiting_seq}" if row.waiting_seq is not None else ""
+        doing = f"waits in {clean(row.waiting_op)}{number} ({clean(row.waiting_group or '?')}, {size(row.waiting_bytes)}) for {seconds(row.waiting_age_s)}"
+    elif row.activity and row.activity not in ("user_code", row.phase):
+        doing += f", {clean(row.activity).replace('_', ' ')}"
+    out = [
+        line(
+            (" now    ", "muted"),
+            doing,
+            *([(f"   at {place(row.file, row.line, row.function)}", "bold")] if row.file else []),
+        )
+    ]
+    ended = severity.signal_name(row.signal) if row.signal else ""
+    if row.exception or ended or row.exit_code:
+        code = f"exit code {row.exit_code}" if row.exit_code is not None else ""
+        out.append(
+            line((" ended  ", "muted"), (", ".join(x for x in (ended, clean(row.exception or ""), code) if x), "error"))
+        )
+    if row.recorder_errors:
+        out.append(
+            line(
+                (" note   ", "muted"),
+                (
+                    f"the recorder failed {row.recorder_errors} times here: {clean(row.recorder_error or '?')}",
+                    "warning",
+                ),
+            )
+        )
+    return [fitted(x, width) for x in out]
+
+
+def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
+    if not data.steps:
+        return [line((" no step of this rank has ended yet", "muted"))]
+    assert snap.frame is not None
+    bars = max(8, min(WINDOW, width - 47))
+    n = min(len(data.steps), bars)
+    many = len(data.steps) >= 100
+    out = [
+        line(
+            (
+                f" {'phase':10}{'now':>8}{'p50':>8}{'p99' if many else 'max':>8}{'others':>8}   last {n} steps, ms",
+                "head",
+            )
+        )
+    ]
+    for name, column in PHASES:
+        values = [getattr(s, column) for s in data.steps]
+        known = sorted(v for v in values if v is not None and math.isfinite(v))
+        if not known:
+            continue
+        theirs = snap.frame.table.numbers(column)
+        others = median_low([v for i, v in enumerate(theirs) if v == v and i != at])
+        p50, top = quantile(known, 0.5), quantile(known, 0.99) if many else known[-1]
+        off = (
+            name not in ("wait", "step")
+            and others is not None
+            and p50 is not None
+            and p50 - others > 0.05 * (snap.summary.step_ms or math.inf)
+        )
+        texts = "".join(f"{milliseconds(v):>8}" for v in (values[-1], p50, top, others))
+        out.append(
+            line(
+                (f" {name:10}", "bold" if name in ("self", "step") else ""),
+                (texts, "warning" if off else ""),
+                "   ",
+                (spark(values, bars), "accent"),
+            )
+        )
+    out.append(line((f" others = median of the {snap.summary.n - 1:,} other ranks; self = step - wait", "muted")))
+    return out
+
+
+def _collectives(data: RankData, width: int, at_most: int) -> list[Line]:
+    if not data.collectives:
+        return [line((" no collective has completed on all its ranks yet", "muted"))]
+    out = [
+        line((f" {'last collectives':24}{'size':>10}{'transfer':>12}{'skew':>12}   {'arrived':8}{'seq':>9}", "head"))
+    ]
+    for c in data.collectives[:at_most]:
+        name = fit(f"{clean(c.op)} {clean(c.pgroup)}", 24)
+        transfer = "–" if c.duration_us is None else f"{c.duration_us / 1e3:.2f} ms"
+        skew = "–" if c.skew_us is None else f"{c.skew_us / 1e3:.2f} ms"
+        last = c.late_rank == data.rank
+        out.append(
+            line(
+                f" {name}{size(c.bytes):>10}{transfer:>12}{skew:>12}   ",
+                (fit("last" if last else "·", 8), "warning" if last else "muted"),
+                f"{c.seq:>9}",
+            )
+        )
+    return out
+
+
+def _stack(data: RankData, row: RankRow, snap: Snapshot, width: int, height: int) -> list[Line]:
+    if data.stack is None:
+        hint = f"distdiag dump {quote(snap.run)} takes whole stacks"
+        return [
+            fitted(
+                line(
+                    (" stack  ", "head"), place(row.file, row.line, row.function, width - 20), (f"   {hint}", "muted")
+                ),
+                width,
+            )
+        ]
+    out = [line((f" stack, taken at {clock(data.stack_t_s)}, innermost first", "head"))]
+    frames = list(reversed(data.stack.stack)) or [data.stack.note or "no stack"]
+    at_most = 4 if height < 40 else 16
+    for f in frames[:at_most]:
+        function, _, at = clean(f).rpartition(" ")
+        out.append(line(f"   {fit(clip_left(at, 40), 40)}  ", function))
+    if len(frames) > at_most:
+        out.append(line((f"   {len(frames) - at_most} more frames: press 7", "muted", "do:show('stacks')")))
+    return out
+
+
+def _facts(data: RankData, row: RankRow, width: int) -> list[Line]:
+    """Process, host and GPU, each on one line."""
+    out = []
+    p, h, g = data.process, data.host, data.gpu
+    if p or row.rss_bytes:
+        rss = p.rss_bytes if p else row.rss_bytes
+        parts = [f" process  CPU {percent(p.cpu_pct if p else row.cpu_pct)}", f"rss {gib(rss)} GiB"]
+        if p:
+            parts += [
+                f"{integer(p.threads)} threads",
+                f"{integer(p.children)} children at {percent(p.children_cpu_pct)}",
+                f"reads {rate(p.read_bytes_per_s)}",
+            ]
+        out.append(_within(parts, width))
+    if h:
+        out.append(
+            _within(
+                [
+                    f" host     CPU {percent(h.cpu_pct)} of {integer(h.cores)}",
+                    f"load {decimal(h.load1)}",
+                    f"memory {gib(h.memory_used_bytes)} of {gib(h.memory_total_bytes)} GiB",
+                    f"disk read {rate(h.disk_read_bytes_per_s)}",
+                ],
+                width,
+            )
+        )
+    if g:
+        throttle = f"throttled: {clean(g.throttle)}" if g.throttle else "not throttled"
+        out.append(
+            _within(
+                [
+                    f" gpu {g.gpu:<4} {clean(g.name or '')} {percent(g.utilization_pct)}",
+                    f"{gib(g.memory_used_bytes)} of {gib(g.memory_total_bytes)} GiB",
+                    f"{decimal(g.power_w, 0)} W",
+                    f"{decimal(g.temperature_c, 0)} °C",
+                    throttle,
+                ],
+                width,
+            )
+        )
+    return out
+
+
+def _within(parts: list[str], width: int) -> Line:
+    while len(parts) > 1 and cells("   ".join(parts)) > width:
+        parts.pop()
+    return line("   ".join(parts))

@@ -1,0 +1,136 @@
+"""Columns of the rank table: times while the job runs, places while it is stuck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.store.frames import RankRow
+from distdiag.tui import severity
+from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.table import Cell, Column
+from distdiag.tui.text import cells, clean, decimal, delta, gib, integer, milliseconds, place, seconds, short_size
+from distdiag.tui.ui import Ui
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One row: the rank, its mark, and what the cells need around it."""
+
+    row: RankRow
+    mark: severity.Mark
+    snap: Snapshot
+    ui: Ui
+    stuck: bool
+
+
+def _delta(s: Shown) -> Cell:
+    d, step = s.row.delta_self_ms, s.row.step_ms
+    if d is None or not step:
+        return delta(d)
+    share = 100 * d / step
+    style = "error" if share >= s.ui.crit_pct else "warning" if share >= s.ui.warn_pct else ""
+    return delta(d), style
+
+
+def _last(s: Shown) -> Cell:
+    op, nbytes = (s.row.waiting_op, s.row.waiting_bytes) if s.row.waiting_op else (s.row.last_op, s.row.last_bytes)
+    return f"{clean(op)} {short_size(nbytes)}".rstrip() if op else "–"
+
+
+def _sequence(s: Shown) -> Cell:
+    return integer(s.row.waiting_seq if s.row.waiting_op and s.row.waiting_seq is not None else s.row.last_seq)
+
+
+def _phase(s: Shown) -> Cell:
+    return "comm" if s.row.waiting_op else clean(s.row.phase or "–")
+
+
+def _in_phase(s: Shown) -> Cell:
+    return seconds(s.row.waiting_age_s if s.row.waiting_op else s.row.phase_age_s)
+
+
+def _memory(s: Shown) -> Cell:
+    return gib(s.row.device_bytes if s.row.device_bytes is not None else s.row.rss_bytes)
+
+
+def _at(s: Shown) -> Cell:
+    text = place(s.row.file, s.row.line)
+    return (text, s.mark.style) if s.mark.level >= severity.WARN.level else text
+
+
+def _state(s: Shown) -> Cell:
+    return severity.state_of(s.row, s.mark, s.stuck)
+
+
+def host_width(snap: Snapshot) -> int:
+    """Cells of the node column: as wide as the longest host name, from 8 to 20."""
+    return max(8, min(20, max((cells(clean(h.split(".")[0])) for h in snap.summary.node_of.values()), default=8)))
+
+
+def short_host(host: str) -> str:
+    """The host without its domain; an address stays whole."""
+    return clean(host if host.replace(".", "").isdigit() else host.split(".")[0]) or "–"
+
+
+def columns_for(snap: Snapshot, ui: Ui, stuck: bool) -> list[Column[Shown]]:
+    """Columns of the table in this state; `choose` takes those that fit."""
+    one_node = snap.summary.nodes <= 1
+    digits = max(4, len(str(max(snap.summary.n - 1, 0))) + 1)
+    rank = Column[Shown]("rank", "rank", digits, "global rank", lambda s: str(s.row.rank))
+    host = Column[Shown](
+        "node",
+        "node",
+        host_width(snap),
+        "host the rank runs on",
+        lambda s: short_host(s.row.host),
+        "<",
+        3 if one_node else 0,
+    )
+    state = Column[Shown]("", "state", 8, "severity in a word, or what became of the process", _state, "<", 0, 6)
+    gpu = Column[Shown]("", "gpu", 3, "index of the rank's device on its node", lambda s: integer(s.row.gpu), ">", 13)
+    step = Column[Shown]("step", "step", 7, "optimizer steps done", lambda s: integer(s.row.step))
+    seq = Column[Shown]("", "seq", 7, "newest collective's number in its group", _sequence, ">", 11 if not stuck else 0)
+    last = Column[Shown](
+        "", "last collective", 18, "newest collective issued, with its size", _last, "<", 10 if not stuck else 2
+    )
+    pid = Column[Shown]("", "pid", 8, "process id on its node", lambda s: integer(s.row.pid), ">", 20)
+    at = Column[Shown](
+        "", "at", 16, "the main thread's innermost line of the job's own code", _at, "<", 1 if stuck else 16, 24
+    )
+    if stuck:
+        return [
+            rank, host, gpu, step,
+            Column("", "phase", 8, "what the main thread does", _phase, "<"),
+            Column("waiting", "in phase", 11, "for how long", _in_phase),
+            seq, last, at,
+            Column("", "CPU %", 6, "of one core, this process", lambda s: decimal(s.row.cpu_pct, 0), ">", 14),
+            pid, state,
+        ]  # fmt: skip
+    memory = "mem GiB" if not snap.frame or snap.summary.on_device else "rss GiB"
+    ms = milliseconds
+    return [
+        rank, host, gpu, step,
+        Column("", "step ms", 8, "median time of the last steps", lambda s: ms(s.row.step_ms), ">", 5),
+        Column("self_ms", "self ms", 8, "step - wait: the rank's own time; the slow rank waits least", lambda s: ms(s.row.self_ms)),
+        Column("delta", "Δ self", 7, "self ms against the (lower) median of the other ranks", _delta),
+        Column("wait_ms", "wait ms", 8, "waiting for other ranks in collectives", lambda s: ms(s.row.wait_ms)),
+        Column("data_ms", "data", 7, "waiting for the next batch", lambda s: ms(s.row.data_ms), ">", 1),
+        Column("", "h2d", 6, "copying the batch to the device", lambda s: ms(s.row.h2d_ms), ">", 18),
+        Column("", "fwd", 6, "forward", lambda s: ms(s.row.forward_ms), ">", 6),
+        Column("", "bwd", 6, "backward, waiting included where it overlaps", lambda s: ms(s.row.backward_ms), ">", 7),
+        Column("", "opt", 6, "optimizer step", lambda s: ms(s.row.optimizer_ms), ">", 8),
+        Column("", "late", 6, "arrival at the step's first collective after the first rank", lambda s: ms(s.row.late_ms), ">", 12),
+        Column("", "worst", 5, "of the last 50 steps, in how many this rank was the slowest", lambda s: integer(s.row.slowest_in), ">", 9),
+        Column("memory", memory, 7, "peak of torch's allocator on the device, else the process's RSS", _memory, ">", 2),
+        Column("cpu", "CPU %", 6, "of one core, this process", lambda s: decimal(s.row.cpu_pct, 0), ">", 15),
+        seq, last, at, pid, state,
+    ]  # fmt: skip
+
+
+def all_columns() -> list[Column[Shown]]:
+    """Every column of both tables, once: for the help."""
+    from pathlib import Path
+
+    snap, ui = Snapshot(Path(".")), Ui()
+    both = {c.title: c for stuck in (False, True) for c in columns_for(snap, ui, stuck)}
+    return list(both.values())

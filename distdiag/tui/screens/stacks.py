@@ -1,0 +1,157 @@
+"""Stacks: where does every rank stand in the code? One tree for all ranks, so that the odd one out is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distdiag.diagnosis.findings import rank_list
+from distdiag.store import stacks as store
+from distdiag.store.reader import Frame, Monitor, Run
+from distdiag.tui.header import title_line
+from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.panels import summary_line
+from distdiag.tui.snapshot import Request, Snapshot
+from distdiag.tui.text import cells, clean, clip_left, clock, place, quote, seconds
+from distdiag.tui.ui import Ui
+
+
+@dataclass(frozen=True)
+class TreeLine:
+    """One line of the tree: frames that all of `ranks` share."""
+
+    depth: int
+    frame: str
+    ranks: tuple[int, ...]
+    splits: bool  # the ranks of its parent part here
+    first: bool  # the root
+    leaf: bool
+
+
+@dataclass(frozen=True)
+class StacksData:
+    """The merged tree; from a dump, or of single places where none was taken."""
+
+    t_s: float | None = None
+    lines: tuple[TreeLine, ...] = ()
+    dumped: bool = False
+    ranks: int = 0
+
+
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> StacksData:
+    """The newest dump beside the run; without one, the place that each rank's page shows."""
+    found = store.read(run.path)
+    if found is None:
+        return StacksData(frame.t_s, tuple(_flatten(store.merge(places(frame)), 0)), False, len(frame.table))
+    key = ("stacks", found.t_s, len(found.ranks))
+    if cache.get("stacks_key") != key:
+        cache["stacks"] = tuple(_flatten(store.merge(found), 0))
+        cache["stacks_key"] = key
+    return StacksData(found.t_s, cache["stacks"], True, len(found.ranks))
+
+
+def places(frame: Frame) -> store.Stacks:
+    """Every rank's innermost line as a stack of one frame."""
+    t = frame.table
+    out = {}
+    columns = (
+        t.numbers("rank"),
+        t.words("file"),
+        t.numbers("line"),
+        t.words("function"),
+        t.words("waiting_op"),
+        t.numbers("waiting_seq"),
+        t.words("life"),
+    )
+    for rank, file, number, function, op, seq, life in zip(*columns, strict=True):
+        at = f"{function or '?'} {file}:{int(number)}" if file and number == number else None
+        call = f"{op} #{int(seq)}" if op and seq == seq else op
+        out[str(int(rank))] = store.RankStack(stack=(at,) if at else (), op=call, note=f"no place known ({life})")
+    return store.Stacks(t_s=frame.t_s, ranks=out)
+
+
+def _flatten(branches: list[store.Branch], depth: int, root: bool = True) -> list[TreeLine]:
+    out: list[TreeLine] = []
+    for b in branches:
+        splits = len(branches) > 1
+        out.append(TreeLine(depth, b.frame, tuple(b.ranks), splits, root, not b.children))
+        # a chain stays at its depth; only where ranks part does the tree indent
+        out += _flatten(b.children, depth + (1 if len(b.children) > 1 else 0), root=False)
+    return out
+
+
+class StacksPage:
+    name = "stacks"
+    title = "stacks"
+    question = "where does every rank stand in the code?"
+
+    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
+        return Request("stacks", ui.paused_at_s)
+
+    def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
+        return range(len(snap.panel.lines)) if isinstance(snap.panel, StacksData) else []
+
+    def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
+        data = snap.panel if isinstance(snap.panel, StacksData) else StacksData()
+        lines = [title_line(snap, ui, width, self.title, self.question), *_age(snap, data, ui, width), BLANK]
+        tail = [rule(width), summary_line(snap, width)]
+        items = self.items(snap, ui)
+        room = max(1, height - len(lines) - len(tail) - 1)
+        top, index = ui.window("stacks", items, room)
+        cursor = None
+        total = data.ranks
+        for nth in range(top, min(len(items), top + room)):
+            text = _tree_line(data.lines[nth], total, width)
+            if nth == index:
+                cursor = len(lines)
+                text = marked(text, width)
+            lines.append(text)
+        if len(items) > room:
+            lines.append(line((f"   lines {top + 1:,}–{min(len(items), top + room):,} of {len(items):,}", "muted")))
+        if not items:
+            lines.append(line(("   no rank has shown a place in its code yet", "muted")))
+        lines = [fitted(x, width) for x in lines[: height - len(tail)]]
+        lines += [BLANK] * (height - len(lines) - len(tail))
+        return Screenful([*lines, *tail][:height], room, cursor)
+
+
+def _age(snap: Snapshot, data: StacksData, ui: Ui, width: int) -> list[Line]:
+    if ui.busy:
+        return [line((f" {clean(ui.busy)}", "accent"))]
+    live = snap.monitor is Monitor.LIVE
+    key = f"r takes new ones (distdiag dump {quote(snap.run)})" if live and ui.interactive else ""
+    if not live and not data.dumped:
+        key = "the run is over: no more can be taken"
+    elif live and not ui.interactive:
+        key = f"distdiag dump {quote(snap.run)} takes whole stacks"
+    if data.dumped and data.t_s is not None:
+        ago = (
+            f", {seconds(snap.t_s - data.t_s)} before the moment shown"
+            if snap.t_s is not None and snap.t_s >= data.t_s
+            else ""
+        )
+        said = f" whole stacks, taken at {clock(data.t_s)}{ago}   "
+    else:
+        said = " innermost lines only, as each rank's page has them; no whole stacks were taken   "
+    return [fitted(line(said, (key, "muted")), width)]
+
+
+def _tree_line(t: TreeLine, total: int, width: int) -> Line:
+    """`ranks 0–2 (3 of 4)  main  train.py:91`: who, where ranks part; then function and place."""
+    function, _, at = t.frame.rpartition(" ")
+    file, _, number = at.rpartition(":")
+    is_frame = bool(function) and number.isdigit()
+    indent = "   " + "  " * t.depth
+    who, style = "", ""
+    if t.splits or t.first:
+        who = f"{rank_list(t.ranks)} ({len(t.ranks):,} of {total:,})  "
+        style = "warning" if t.splits and len(t.ranks) * 4 <= total else "bold"
+    room = width - cells(indent) - cells(who) - 2
+    if not is_frame:
+        return fitted(line(indent, (who, style), (clean(t.frame), "accent")), width)
+    name = clean(function)
+    where = place(file, float(number))
+    if room > cells(name) + cells(where) + 6:
+        where = clip_left(f"{clean(file)}:{number}", room - cells(name) - 2)
+    return fitted(line(indent, (who, style), name, "  ", (where, "" if t.leaf else "muted")), width)

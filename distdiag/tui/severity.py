@@ -1,0 +1,112 @@
+"""Severity as glyph, word and style, in this order of importance: the colour alone never says anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.diagnosis.findings import Severity
+from distdiag.diagnosis.snapshot import Life
+from distdiag.store.frames import RankRow, RankTable
+from distdiag.tui.text import clean, seconds
+
+STALE_S = 3.0  # a rank that has not been heard of for this long shows its age
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How one severity is drawn."""
+
+    level: int  # higher is worse; the order of tables and maps
+    glyph: str
+    ascii: str
+    word: str
+    style: str
+    meaning: str
+
+
+OK = Mark(0, "·", ".", "ok", "muted", "nothing found")
+NO_DATA = Mark(0, "–", "-", "no data", "muted", "not measured; never drawn as 0")
+WAIT = Mark(1, "○", "o", "wait", "muted", "has not reported yet")
+INFO = Mark(0, "·", ".", "info", "muted", "a fact worth knowing, costs nothing")
+WARN = Mark(2, "▲", "!", "WARN", "warning", "costs step time, or a trend will hurt")
+CRIT = Mark(3, "█", "#", "CRIT", "error", "the job fails, hangs or computes the wrong thing")
+LOST = Mark(4, "×", "x", "LOST", "error", "the process is gone, or silent")
+MARKS = (OK, NO_DATA, WAIT, WARN, CRIT, LOST)
+
+_BY_SEVERITY = {Severity.INFO: INFO, Severity.WARNING: WARN, Severity.ERROR: CRIT}
+_LOST = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
+
+
+def of_finding(severity: str) -> Mark:
+    """The mark of a finding's severity."""
+    return _BY_SEVERITY.get(Severity(severity), WARN) if severity in set(Severity) else WARN
+
+
+def of_rank(life: str | None, severity: str | None) -> Mark:
+    """The mark of a rank: what became of its process, else the worst open finding that names it."""
+    if life in _LOST:
+        return LOST
+    if severity == Severity.ERROR:
+        return CRIT
+    if severity == Severity.WARNING:
+        return WARN
+    if life == Life.MISSING:
+        return WAIT
+    return OK
+
+
+def of_table(table: RankTable) -> list[Mark]:
+    """The mark of every rank of a frame."""
+    known: dict[tuple[str | None, str | None], Mark] = {}
+    out = []
+    for pair in zip(table.words("life"), table.words("severity"), strict=True):
+        mark = known.get(pair)
+        if mark is None:
+            mark = known[pair] = of_rank(*pair)
+        out.append(mark)
+    return out
+
+
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+def signal_name(number: int | None) -> str:
+    """`SIGKILL`; `signal 35` for those without a common name."""
+    return "" if number is None else _SIGNALS.get(number, f"signal {number}")
+
+
+def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
+    """Last column of the rank table: `(word, style)`.
+
+    Args:
+        stuck: The job makes no progress: a rank in a collective then `waits`.
+    """
+    life = row.life
+    if life == Life.KILLED:
+        return signal_name(row.signal) or "killed", LOST.style
+    if life == Life.CRASHED:
+        return clean(row.exception.split(":")[0]) if row.exception else "crashed", LOST.style
+    if life == Life.SILENT:
+        return f"silent {seconds(row.heartbeat_age_s)}" if row.heartbeat_age_s else "silent", LOST.style
+    if life == Life.STOPPED:
+        return "stopped", mark.style or WARN.style
+    if life == Life.MISSING:
+        return "no page", WAIT.style
+    if mark.level >= WARN.level:
+        return mark.word, mark.style
+    if life == Life.FINISHED:
+        return "done", ""
+    if row.heartbeat_age_s is not None and row.heartbeat_age_s > STALE_S:
+        return seconds(row.heartbeat_age_s), "muted"
+    if stuck and row.waiting_op:
+        return "waits", "muted"
+    if life == Life.STARTING or (row.phase == "init" and not row.step):
+        return "init", "muted"
+    if row.phase in ("validate", "checkpoint"):
+        return row.phase, ""
+    return OK.word, OK.style
+
+
+def stale(row: RankRow) -> bool:
+    """True where the row's numbers are old: drawn dim."""
+    return row.life in (Life.SILENT, Life.MISSING) or (row.heartbeat_age_s or 0.0) > STALE_S

@@ -1,0 +1,193 @@
+"""Snapshot: all that one screen shows at one moment, read from run.db in one go and never changed afterwards."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.store.reader import Frame, Monitor, Run, RunUnreadable, number
+from distdiag.tui.summary import Summary, summarise
+
+HISTORY = 160  # steps of the history line
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the screen wants read.
+
+    Attributes:
+        page: Name of the page.
+        at_s: Moment to show, seconds since the run began; None follows the job.
+        rank: The rank of the detail page.
+        ranks: The ranks that a page shows rows of, where it reads rows per rank.
+        window: Steps that fit on the screen.
+        metric: Column of a heat map.
+        extra: Whether the page has room for its optional panels.
+    """
+
+    page: str = "ranks"
+    at_s: float | None = None
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    window: int = 50
+    metric: str = "delta"
+    extra: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One moment of a run, or the reason why there is none (`problem`)."""
+
+    run: Path
+    problem: RunUnreadable | None = None
+    meta: dict[str, str | None] = field(default_factory=dict)
+    monitor: Monitor | None = None
+    heartbeat_age_s: float | None = None
+    frame: Frame | None = None
+    summary: Summary = field(default_factory=Summary)
+    findings: tuple[Finding, ...] = ()  # as known at that moment; open ones first
+    newest_t_s: float | None = None
+    newest_step: int | None = None
+    history: tuple[float | None, ...] = ()  # step times, ms, up to that moment
+    at_s: float | None = None
+    note: str | None = None
+    request: Request = field(default_factory=Request)
+    panel: Any = None  # what the page's own reader read
+
+    @property
+    def t_s(self) -> float | None:
+        return None if self.frame is None else self.frame.t_s
+
+    def number(self, key: str) -> float | None:
+        """A meta value as a number."""
+        return number(self.meta.get(key))
+
+    @property
+    def open_findings(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.cleared_s is None)
+
+    @property
+    def world_size(self) -> int:
+        return int(self.number("world_size") or self.summary.n)
+
+
+class PageReader(Protocol):
+    """Reads what one page needs beyond the frame; runs in the reader's thread."""
+
+    def __call__(self, run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Any: ...
+
+
+class Taker:
+    """Takes snapshots of one open run, keeping what need not be read twice."""
+
+    def __init__(self, run: Run, readers: dict[str, PageReader]) -> None:
+        self.run = run
+        self._readers = readers
+        self._frame: Frame | None = None
+        self._summary = Summary()
+        self._cache: dict[Any, Any] = {}
+        self._version: int | None = None
+        self._request: Request | None = None
+        self._last: Snapshot | None = None
+        self._history: tuple[Any, tuple[float | None, ...]] = (None, ())
+
+    def forget(self) -> None:
+        """Read everything anew with the next snapshot: something beside the database has changed."""
+        self._version = None
+
+    def take(self, request: Request) -> Snapshot:
+        """The snapshot for a request; cheap where neither the database nor the request changed.
+
+        Raises:
+            RunUnreadable: as any reading.
+        """
+        self.run.check()
+        version = self.run.data_version()
+        if self._last is not None and version == self._version and request == self._request:
+            return self._refreshed(self._last)
+        meta = self.run.meta
+        newest = self.run.query("SELECT max(t_s) FROM frame")[0][0]
+        frame = self._read_frame(newest, request.at_s)
+        findings = self.run.findings()
+        if request.at_s is not None and frame is not None:
+            findings = known_at(findings, frame.t_s)
+        newest_step = self.run.query("SELECT max(step) FROM step")[0][0]
+        panel = None
+        reader = self._readers.get(request.page)
+        if reader is not None and frame is not None:
+            panel = reader(self.run, request, frame, self._cache)
+        snapshot = Snapshot(
+            run=self.run.path,
+            meta=meta,
+            monitor=self.run.monitor(meta),
+            heartbeat_age_s=self.run.heartbeat_age_s(meta),
+            frame=frame,
+            summary=self._summary if frame is not None else Summary(),
+            findings=findings,
+            newest_t_s=newest,
+            newest_step=newest_step,
+            history=self._read_history(newest_step, request.at_s),
+            at_s=request.at_s,
+            note=self.run.note,
+            request=request,
+            panel=panel,
+        )
+        self._version, self._request, self._last = version, request, snapshot
+        return snapshot
+
+    def _refreshed(self, last: Snapshot) -> Snapshot:
+        """The same snapshot; of a monitor that went silent, with the time since (which no new row tells)."""
+        if last.monitor is Monitor.ENDED:
+            return last
+        monitor = self.run.monitor(last.meta)
+        if monitor is last.monitor is Monitor.LIVE:
+            return last
+        self._last = replace(last, monitor=monitor, heartbeat_age_s=self.run.heartbeat_age_s(last.meta))
+        return self._last
+
+    def _read_frame(self, newest: float | None, at_s: float | None) -> Frame | None:
+        if newest is None:
+            return None
+        if at_s is None and self._frame is not None and self._frame.t_s == newest:
+            return self._frame
+        frame = self.run.latest_frame() if at_s is None else self.run.frame_at(at_s)
+        if frame is not None and (self._frame is None or frame.t_s != self._frame.t_s):
+            self._summary = summarise(frame.table)
+        self._frame = frame
+        return frame
+
+    def _read_history(self, newest_step: int | None, at_s: float | None) -> tuple[float | None, ...]:
+        if newest_step is None:
+            return ()
+        key = (newest_step, at_s)
+        if self._history[0] != key:
+            span = self.run.step_range(at_s)
+            values: tuple[float | None, ...] = ()
+            if span is not None:
+                # in a synchronous job every rank has the same step time: the first rank's will do
+                rank = self.run.query("SELECT rank FROM step WHERE step = ? ORDER BY rank LIMIT 1", (span[1],))[0][0]
+                rows = self.run.step_column("step_ms", max(span[0], span[1] - HISTORY + 1), span[1], (rank,))
+                values = tuple(v for _, _, v in rows)
+            self._history = (key, values)
+        return self._history[1]
+
+
+def known_at(findings: tuple[Finding, ...], t_s: float) -> tuple[Finding, ...]:
+    """The findings as they stood at a moment: later ones are not known yet, later clearings have not happened."""
+    import msgspec
+
+    out = []
+    for f in findings:
+        seen = f.detected_s if f.detected_s is not None else f.first_seen_s
+        if seen is not None and seen > t_s + 1e-6:
+            continue
+        out.append(msgspec.structs.replace(f, cleared_s=None) if f.cleared_s is not None and f.cleared_s > t_s else f)
+    return tuple(sorted(out, key=lambda f: f.cleared_s is not None))
+
+
+def age_of(t_s: float | None, started_unix_s: float | None) -> float | None:
+    """Seconds between a moment of the run and now."""
+    return None if t_s is None or started_unix_s is None else max(0.0, time.time() - started_unix_s - t_s)

@@ -1,0 +1,135 @@
+"""The state of the job in one word, what it means, and the next command to type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.diagnosis.findings import State, at_least, rank_list
+from distdiag.store.reader import Monitor, ReadStatus
+from distdiag.store.rundir import CREATE
+from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.text import clean, integer, quote, seconds
+
+
+@dataclass(frozen=True)
+class JobState:
+    """How the first line of every screen names the run.
+
+    Attributes:
+        word: In capitals: RUNNING, DEADLOCK, …
+        glyph: One cell before it.
+        style: Its meaning for the eye.
+        text: What follows the word.
+        do: The next command to type, or what to look at; empty where nothing is to be done.
+        stuck: The job makes no progress: tables show where ranks wait instead of how long they compute.
+    """
+
+    word: str
+    glyph: str
+    style: str
+    text: str = ""
+    do: str = ""
+    stuck: bool = False
+
+
+_PROBLEMS = {
+    ReadStatus.MISSING: ("WAITING", "○", "muted"),
+    ReadStatus.LOCKED: ("LOCKED", "–", "warning"),
+    ReadStatus.DELETED: ("DELETED", "×", "error"),
+    ReadStatus.CORRUPT: ("DAMAGED", "×", "error"),
+    ReadStatus.OLDER: ("OLDER VERSION", "–", "warning"),
+    ReadStatus.NEWER: ("NEWER VERSION", "–", "warning"),
+    ReadStatus.ELSEWHERE: ("ELSEWHERE", "○", "muted"),
+    ReadStatus.UNREADABLE: ("UNREADABLE", "×", "error"),
+}
+
+
+def job_state(snap: Snapshot) -> JobState:
+    """The state shown for a snapshot.
+
+    Reading problems come first, then time travel, then a monitor that is gone: whatever is older than the person
+    thinks must say so before it says anything else.
+    """
+    if snap.problem is not None:
+        word, glyph, style = _PROBLEMS[snap.problem.status]
+        return JobState(word, glyph, style, clean(snap.problem.message), clean(snap.problem.hint))
+    job = _from_frame(snap)
+    if snap.at_s is not None:
+        return _replay(snap, job)
+    if snap.monitor is Monitor.GONE and job.word not in ("ENDED", "FAILED"):
+        age = snap.heartbeat_age_s
+        since = f"nothing written for {seconds(age)}" if age is not None else "it never wrote"
+        return JobState(
+            "MONITOR GONE", "×", "warning", f"{since}; the job may still run (it was {job.word})",
+            f"distdiag dump {quote(snap.run)}", job.stuck,
+        )  # fmt: skip
+    return job
+
+
+def _replay(snap: Snapshot, job: JobState) -> JobState:
+    then = f"{job.word.lower()} at step {integer(snap.summary.step, grouped=True)}"
+    if snap.monitor is Monitor.LIVE:
+        text = f"{then}; the job is at {integer(snap.newest_step, grouped=True)}"
+        return JobState("PAUSED", "‖", "accent", text, "", job.stuck)
+    last = integer(snap.newest_step, grouped=True)
+    return JobState("REPLAY", "‖", "accent", f"{then}; the run ended at {last}", "", job.stuck)
+
+
+def _from_frame(snap: Snapshot) -> JobState:
+    frame, s, run = snap.frame, snap.summary, quote(snap.run)
+    state = frame.state if frame is not None else (snap.meta.get("state") or State.WAITING)
+    text = clean(frame.state_text) if frame is not None else ""
+    ranks = f"{s.n:,} ranks / {s.nodes:,} node{'s' if s.nodes != 1 else ''}" if s.n else ""
+    if state == State.WAITING:
+        world = snap.world_size
+        told = f"{s.reported:,} of {world:,} ranks have reported" if world else "no rank has reported yet"
+        if s.missing and world and s.reported:
+            told += f"; missing {rank_list(s.missing).split(' ', 1)[1]}"
+        do = ""
+        if not world:
+            do = CREATE
+        elif s.missing or s.reported < world:
+            do = "did the launcher start every rank? do they all run `-m distdiag.run`, with the same run directory?"
+        return JobState("WAITING", "○", "muted", text or told, do)
+    if state == State.RUNNING:
+        return JobState("RUNNING", "●", "accent", text or ranks)
+    if state == State.STALLED:
+        return JobState("STALLED", "▲", "warning", text or _waiting(snap), f"distdiag dump {run}", True)
+    if state == State.DEADLOCKED:
+        return JobState("DEADLOCK", "█", "error", text or _waiting(snap), f"distdiag dump {run}", True)
+    if state == State.DEGRADED:
+        if s.lost:
+            return JobState("LOST", "×", "error", text or f"{rank_list(s.lost)} gone", f"distdiag diagnose {run}")
+        return JobState("DEGRADED", "▲", "warning", text or ranks, f"distdiag diagnose {run}")
+    if state == State.ENDED:
+        steps = f"after {integer(s.step, grouped=True)} steps" if s.step is not None else "no step was recorded"
+        return JobState("ENDED", "■", "bold", text or steps, f"distdiag report {run}")
+    if state == State.FAILED:
+        lost = f"{rank_list(s.lost)} failed" if s.lost else ""
+        return JobState("FAILED", "■", "error", text or lost, f"distdiag diagnose {run}")
+    return JobState(clean(str(state)).upper() or "UNKNOWN", "–", "muted", text)
+
+
+def _waiting(snap: Snapshot) -> str:
+    s = snap.summary
+    if not s.waiting:
+        return "no progress"
+    (op, _, seq, _), n = s.waiting[0]
+    number = f" #{seq}" if seq is not None else ""
+    return f"{n:,} of {s.n:,} ranks wait in {clean(op)}{number} for {seconds(s.waiting_age_s)}"
+
+
+def closing_lines(snap: Snapshot, interactive: bool = True) -> list[str]:
+    """For a run that is over: how many findings it had, and what can be made of it."""
+    run = quote(snap.run)
+    errors = [f for f in snap.findings if at_least(f.severity, "error")]
+    warnings = [f for f in snap.findings if f.severity == "warning"]
+    parts = []
+    for found, word in ((errors, "CRIT"), (warnings, "WARN")):
+        if found:
+            closed = sum(f.cleared_s is not None for f in found)
+            parts.append(f"{len(found)} {word}" + (f" ({closed} closed)" if closed else ""))
+    n = len(errors) + len(warnings)
+    press = "    press 5" if interactive else ""
+    head = f"{n} flag{'s' if n != 1 else ''} in this run: {', '.join(parts)}{press}" if n else "no flags in this run"
+    return [head, f"  report   distdiag report {run}", f"  verdict  distdiag diagnose {run}"]

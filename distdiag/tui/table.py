@@ -1,0 +1,93 @@
+"""Tables of fixed columns: as many as fit, the more important first, with help for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from distdiag.tui.lines import Line, Part
+from distdiag.tui.text import cells, fit
+
+R = TypeVar("R")
+Cell = str | tuple[str, str]  # text, or text and style
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """One column.
+
+    Attributes:
+        key: Name for sorting; empty where it cannot be sorted by.
+        title: Head, with its unit.
+        width: Cells.
+        help: What it means, one line.
+        cell: Text (and style) of a row.
+        align: `>` for numbers.
+        priority: Columns with a higher number are left out first.
+        grow: Takes what is left of the line, up to so many cells more.
+    """
+
+    key: str
+    title: str
+    width: int
+    help: str
+    cell: Callable[[R], Cell]
+    align: str = ">"
+    priority: int = 0
+    grow: int = 0
+
+
+def choose(columns: Sequence[Column[R]], width: int, lead: int = 0) -> list[tuple[Column[R], int]]:
+    """Columns that fit in `width` cells, in their order, each with its width.
+
+    Args:
+        lead: Cells already used at the left.
+    """
+    chosen: list[Column[R]] = []
+    left = width - lead
+    for column in sorted(columns, key=lambda c: c.priority):
+        if column.width + 1 <= left:
+            chosen.append(column)
+            left -= column.width + 1
+        elif column.priority > 0:
+            break  # a less important column must not take the place of a more important one
+    out = []
+    for column in columns:
+        if column in chosen:
+            more = min(column.grow, left)
+            left -= more
+            out.append((column, column.width + more))
+    return out
+
+
+def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "", reverse: bool = False) -> Line:
+    """The head of a table; clicking a title sorts by it."""
+    parts: list[Part] = [(" " * lead, "head", "")]
+    for column, width in chosen:
+        title = column.title
+        if column.key and column.key == sort and cells(title) < width:
+            arrow = "↑" if reverse else "↓"
+            title = title + arrow if column.align == "<" else arrow + title
+        parts.append((" " + fit(title, width, column.align), "head", f"sort:{column.key}" if column.key else ""))
+    return tuple(parts)
+
+
+def row(
+    chosen: Sequence[tuple[Column[R], int]], item: R, lead: Sequence[Part] = (), dim: bool = False, hit: str = ""
+) -> Line:
+    """One row.
+
+    Args:
+        lead: Parts at the left: the severity's glyph.
+        dim: Old numbers: muted, except what carries a severity.
+        hit: What a click on it does.
+    """
+    parts: list[Part] = list(lead)
+    for column, width in chosen:
+        got = column.cell(item)
+        text, style = got if isinstance(got, tuple) else (got, "")
+        if dim and style not in ("error", "warning"):
+            style = "muted"
+        parts.append((" " + fit(text, width, column.align), style, hit))
+    return tuple(parts)

@@ -1,0 +1,260 @@
+"""Text of a fixed width: what jobs wrote is shown and never interpreted; numbers with their units; sparklines."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+
+MISSING = "–"
+SPARKS = "▁▂▃▄▅▆▇█"
+
+# One cell for one cell, so that --ascii changes no layout.
+_ASCII = str.maketrans(
+    {
+        "·": ".", "–": "-", "—": "-", "▲": "!", "█": "#", "×": "x", "○": "o", "●": "*", "‖": "=", "■": "#", "─": "-",
+        "│": "|", "├": "|", "└": "`", "Δ": "d", "→": ">", "…": "~", "▏": "|", "↑": "^", "↓": "v", "≥": ">", "≤": "<",
+        "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%", "°": " ", "µ": "u", "±": "~", "›": ">",
+    }
+)  # fmt: skip
+_PLAIN = frozenset("·–▲█×○●‖■─│├└Δ→…▏↑↓≥≤▁▂▃▄▅▆▇°µ±›" + "".join(map(chr, range(32, 127))))
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
+
+
+@lru_cache(maxsize=8192)
+def clean(text: str) -> str:
+    """Foreign text with every control, bidirectional or invisible character written as its escape.
+
+    Host names, paths and exception texts come from the job: an escape sequence among them must be seen, not obeyed.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    out = []
+    marks = 0
+    for ch in text:
+        category = unicodedata.category(ch)
+        marks = marks + 1 if category == "Mn" else 0
+        if category in _INVISIBLE or marks > 2:
+            out.append(ch.encode("unicode_escape").decode())
+        else:
+            out.append(ch)
+    return "".join(out)
+
+
+def to_ascii(text: str) -> str:
+    """`text` in ASCII, as many cells wide: the bracketed glyphs of the help, `?` for anything else."""
+    if text.isascii():
+        return text
+    text = text.translate(_ASCII)
+    return "".join(c if ord(c) < 128 else "?" * cells(c) for c in text)
+
+
+@lru_cache(maxsize=8192)
+def cells(text: str) -> int:
+    """Width of `text` in terminal cells, as the terminal library counts them."""
+    if text.isascii() or _PLAIN.issuperset(text):
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def clip(text: str, width: int) -> str:
+    """`text` in at most `width` cells; what is cut off is said by an ellipsis."""
+    if cells(text) <= width:
+        return text
+    if width <= 0:
+        return ""
+    out, used = [], 0
+    for ch in text:
+        w = cells(ch)
+        if used + w > width - 1:
+            break
+        out.append(ch)
+        used += w
+    return "".join(out) + "…"
+
+
+def clip_left(text: str, width: int) -> str:
+    """Like `clip`, but the end stays: of a path, the file."""
+    return text if cells(text) <= width else clip(text[::-1], width)[::-1]
+
+
+def fit(text: str, width: int, align: str = "<") -> str:
+    """`text` in exactly `width` cells, `<` left or `>` right."""
+    text = clip(text, width)
+    pad = " " * (width - cells(text))
+    return pad + text if align == ">" else text + pad
+
+
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """`text` on lines of at most `width` cells, broken at spaces where there are any; continued lines are indented."""
+    lines: list[str] = []
+    current = ""
+    for word in text.split(" "):
+        while True:
+            candidate = f"{current} {word}" if current.strip() else current + word
+            if cells(candidate) <= width:
+                current = candidate
+                break
+            if current.strip():
+                lines.append(current)
+                current = indent
+                continue
+            head = clip(word, max(2, width - cells(indent)))[:-1] or word[:1]  # a word longer than the line
+            lines.append(current + head)
+            current, word = indent, word[len(head) :]
+    lines.append(current)
+    return lines
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+def is_number(v: float | None) -> bool:
+    return v is not None and not math.isnan(v)
+
+
+def milliseconds(v: float | None) -> str:
+    """`231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` where not measured."""
+    if v is None or math.isnan(v):
+        return MISSING
+    if abs(v) < 999.95:
+        return f"{v:.1f}"
+    return f"{v:.0f}" if abs(v) < 99_999.5 else f"{v / 1000:.0f}s"
+
+
+def delta(v: float | None) -> str:
+    """A difference in ms, always signed."""
+    if v is None or math.isnan(v):
+        return MISSING
+    return f"{v:+.1f}" if abs(v) < 999.95 else f"{v:+.0f}" if abs(v) < 99_999.5 else f"{v / 1000:+.0f}s"
+
+
+def integer(v: float | None, grouped: bool = False) -> str:
+    if v is None or math.isnan(v):
+        return MISSING
+    return f"{int(v):,}" if grouped else str(int(v))
+
+
+def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
+    return MISSING if v is None or math.isnan(v) else f"{v:,.{digits}f}{unit}"
+
+
+def percent(v: float | None) -> str:
+    return MISSING if v is None or math.isnan(v) else f"{v:.0f}%"
+
+
+def gib(v: float | None) -> str:
+    """Bytes as GiB = 2^30."""
+    if v is None or math.isnan(v):
+        return MISSING
+    g = v / 2**30
+    return f"{g:.2f}" if g < 9.995 else f"{g:.1f}"
+
+
+def size(v: float | None) -> str:
+    """Bytes for people: `4.0 KiB`, `25.0 MiB`."""
+    if v is None or math.isnan(v):
+        return MISSING
+    v = float(v)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if v < 1023.95 or unit == "GiB":
+            return f"{v:.0f} B" if unit == "B" else f"{v:.1f} {unit}"
+        v /= 1024
+    raise AssertionError("unreachable")
+
+
+def short_size(v: float | None) -> str:
+    """Bytes in a table cell: `25.0M`."""
+    return size(v).replace(" ", "").replace("iB", "") if is_number(v) else ""
+
+
+def rate(v: float | None) -> str:
+    """Bytes per second (10^6), for disks and networks."""
+    return MISSING if v is None or math.isnan(v) else f"{v / 1e6:,.1f} MB/s"
+
+
+def seconds(v: float | None) -> str:
+    """An age: `0.06 s`, `31.4 s`, `12 min 04 s`, `3 h 12 min`."""
+    if v is None or math.isnan(v):
+        return MISSING
+    if v < 1:
+        return f"{v:.2f} s"
+    if v < 120:
+        return f"{v:.1f} s"
+    if v < 7200:
+        return f"{int(v) // 60} min {int(v) % 60:02} s"
+    return f"{int(v) // 3600} h {int(v) % 3600 // 60:02} min"
+
+
+def clock(t_s: float | None) -> str:
+    """Time since the run began as `00:04:31`, days in front where there are any."""
+    if t_s is None or math.isnan(t_s):
+        return "--:--:--"
+    t = max(0, int(t_s))
+    days = f"{t // 86400}d " if t >= 86400 else ""
+    return f"{days}{t % 86400 // 3600:02}:{t % 3600 // 60:02}:{t % 60:02}"
+
+
+def place(file: str | None, line: float | None, function: str | None = None, width: int = 0) -> str:
+    """`train.py:118 in next_batch`: the file's name alone, or as much of the path as `width` has room for."""
+    if not file:
+        return MISSING
+    number = f":{int(line)}" if is_number(line) and line is not None else ""
+    tail = f" in {clean(function)}" if function else ""
+    base = clean(file.rsplit("/", 1)[-1]) + number + tail
+    if width:
+        full = clean(file) + number + tail
+        return clip_left(full, width) if width > cells(base) else clip(base, width)
+    return base
+
+
+def quote(path: object) -> str:
+    """A path as it can be typed in a shell; control characters shown."""
+    return clean(shlex.quote(str(path)))
+
+
+# -- statistics and bars ------------------------------------------------------------------------------------------
+
+
+def quantile(ordered: Sequence[float], q: float) -> float | None:
+    """The value below which a share `q` of a rising sequence lies (nearest rank, the lower one); None of nothing."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))]
+
+
+def median_low(values: Sequence[float]) -> float | None:
+    """The lower median: with two ranks the faster one is the reference."""
+    return quantile(sorted(values), 0.5)
+
+
+def spark(values: Sequence[float | None], width: int) -> str:
+    """The last `width` values as bars; a quiet series stays low, gaps are gaps.
+
+    The scale runs from the smallest to at least 1.3 times the median, so that noise of a per cent draws no mountains.
+    """
+    shown = list(values)[-width:]
+    known = sorted(v for v in shown if v is not None and math.isfinite(v))
+    if not known:
+        return ""
+    low = known[0]
+    high = max(known[-1], (median_low(known) or 0.0) * 1.3, low + 1e-9)
+    out = []
+    for v in shown:
+        if v is None or not math.isfinite(v):
+            out.append(" ")
+        else:
+            out.append(SPARKS[min(7, int((v - low) / (high - low) * 7.99))])
+    return "".join(out)
+
+
+def bar(share: float | None, width: int) -> str:
+    """A filled share of `width` cells, `share` in 0..1."""
+    if share is None or math.isnan(share):
+        return MISSING + " " * (width - 1)
+    full = round(max(0.0, min(1.0, share)) * width)
+    return "█" * full + "·" * (width - full)

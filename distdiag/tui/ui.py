@@ -1,0 +1,70 @@
+"""What the person chose: page, cursor, order, filter, moment. Holds no data of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from distdiag.tui.filters import Filter
+
+METRICS = ("delta", "self_ms", "wait_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "late_ms", "step_ms")
+
+
+@dataclass
+class Ui:
+    """State of one viewer.
+
+    Attributes:
+        warn_pct: From this share of the step time on, a rank's Δ self is drawn as a warning.
+        crit_pct: From this share on, as an error.
+        paused_at_s: Moment of the run that is shown instead of the newest.
+    """
+
+    page: str = "ranks"
+    back: list[str] = field(default_factory=list)
+    cursor: dict[str, Hashable] = field(default_factory=dict)
+    top: dict[str, int] = field(default_factory=dict)
+    sort: str = "severity"
+    reverse: bool = False
+    filter: Filter = field(default_factory=lambda: Filter(""))
+    group: bool = False
+    follow: bool = False
+    metric: str = "delta"
+    rank: int | None = None  # of the detail page
+    paused_at_s: float | None = None
+    ascii: bool = False
+    warn_pct: float = 5.0
+    crit_pct: float = 20.0
+    interactive: bool = True  # False for --once: no cursor, no key bar
+    message: str = ""  # answers the last key; gone with the next
+    typing: bool = False  # the filter line is open
+    rows: int = 10  # items on the screen at the last drawing
+    busy: str = ""  # what runs in the background
+
+    def window(self, page: str, items: Sequence[Hashable], rows: int) -> tuple[int, int | None]:
+        """First item shown, and the index of the cursor; keeps the cursor on its item and on the screen."""
+        n = len(items)
+        rows = max(1, rows)
+        if not n:
+            return 0, None
+        if not self.interactive:
+            return 0, None
+        index = self.index(page, items)
+        top = min(self.top.get(page, 0), max(0, n - rows))
+        top = max(min(top, index), index - rows + 1, 0)
+        self.top[page] = top
+        return top, index
+
+    def index(self, page: str, items: Sequence[Hashable]) -> int:
+        """Where the cursor stands among `items`; the first item while it was never moved."""
+        if page not in self.cursor:
+            return 0
+        try:
+            return items.index(self.cursor[page])
+        except ValueError:
+            return min(self.top.get(page, 0), len(items) - 1)
+
+    def move(self, page: str, items: Sequence[Hashable], by: int) -> None:
+        """Move the cursor by so many items, at most to the ends."""
+        if items:
+            self.cursor[page] = items[max(0, min(len(items) - 1, self.index(page, items) + by))]

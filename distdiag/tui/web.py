@@ -1,0 +1,113 @@
+"""The same app in a browser: on the loopback interface only, behind a token that is in the address and nowhere else."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from distdiag.errors import DistdiagError
+from distdiag.tui.text import clean
+
+HOST = "127.0.0.1"
+COOKIE = "distdiag_token"
+
+
+def app_command(arguments: list[str]) -> str:
+    """The command that each browser session runs: this one, without the options of the server.
+
+    Args:
+        arguments: What the person typed after `distdiag`, the word `tui` first.
+    """
+    kept: list[str] = []
+    skip = False
+    for a in arguments:
+        if skip:
+            skip = False
+        elif a == "--port":
+            skip = True
+        elif a != "--web" and not a.startswith("--port="):
+            kept.append(a)
+    return shlex.join([sys.executable, "-m", "distdiag", *kept])
+
+
+def free_port(port: int) -> int:
+    """`port` if it is free on the loopback interface, or any free one for 0.
+
+    Raises:
+        DistdiagError: it is taken.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((HOST, port))
+        except OSError as e:
+            raise DistdiagError(
+                f"port {port} on {HOST} cannot be used: {e.strerror}", "leave --port out: any free one is taken"
+            ) from e
+        return s.getsockname()[1]
+
+
+def _token_guard(token: str, port: int) -> Any:
+    """Middleware: nothing is answered without the token; it moves from the address into a cookie.
+
+    The Host header is checked too, so that a foreign page cannot reach the server under a name of its own
+    (DNS rebinding), and the Origin of the websocket, so that it cannot use the cookie.
+    """
+    from aiohttp import web
+
+    hosts = {f"{HOST}:{port}", f"localhost:{port}"}
+    origins = {f"http://{h}" for h in hosts}
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.query.get("token") or request.cookies.get(COOKIE) or ""
+        origin = request.headers.get("Origin")
+        if request.headers.get("Host") not in hosts or (origin is not None and origin not in origins):
+            raise web.HTTPForbidden(text="distdiag: not from this host\n")
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            raise web.HTTPForbidden(
+                text="distdiag: open the address that `distdiag tui --web` printed, token included\n"
+            )
+        response = await handler(request)
+        if "token" in request.query and not response.prepared:
+            response.set_cookie(COOKIE, token, httponly=True, samesite="Strict")
+            response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    return guard
+
+
+def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = None) -> int:
+    """Serve until Ctrl-C; prints the address with its token on stdout.
+
+    Raises:
+        DistdiagError: textual-serve is not installed; the port is taken.
+    """
+    try:
+        from textual_serve.server import Server
+    except ImportError as e:
+        raise DistdiagError(f"--web needs {e.name}", "pip install 'distdiag[web]'") from e
+    port = free_port(port)
+    secret = token or secrets.token_urlsafe(24)
+
+    class Guarded(Server):
+        async def _make_app(self) -> Any:
+            app = await super()._make_app()
+            app.middlewares.append(_token_guard(secret, port))
+            return app
+
+        async def on_startup(self, app: Any) -> None:
+            print(f"http://{HOST}:{port}/?token={secret}", flush=True)
+            print(f"distdiag: serving {clean(str(run_dir))} to this machine only; Ctrl-C ends it", file=sys.stderr)
+            print(f"hint: from elsewhere: ssh -L {port}:{HOST}:{port} HOST, then open that address", file=sys.stderr)
+
+        def initialize_logging(self) -> None:
+            """No log lines on the person's terminal."""
+
+    Guarded(app_command(arguments), host=HOST, port=port, title="distdiag").serve()
+    return 0
