@@ -1,0 +1,164 @@
+"""The probe command, from its arguments to its exit code; `distdiag probe` and every script in probes/ end here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probing import catalog, environment
+from distdiag.probing.options import Options, check_backend, check_ranks, parse, place_ranks
+from distdiag.probing.result import Result, Verdict, worst
+
+if TYPE_CHECKING:
+    from distdiag.probing.environment import RankPlace
+
+_TEARDOWN_S = 0.7  # of the budget: process groups, results, the end of Python
+_ARRIVAL_LIMIT_S = 60.0  # other nodes' launchers may be slower than ours
+_CODES = {Verdict.PASS: ExitCode.OK, Verdict.FAIL: ExitCode.FAILED, Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE}
+
+
+def main(argv: list[str] | None = None, name: str | None = None) -> int:
+    """Run one probe command; the exit code of the contract. Never raises for a known error.
+
+    Args:
+        name: The probe, where the caller is its script.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")
+    rank = 0
+    try:
+        if name is None and (not arguments or arguments[0] == "list"):
+            return _list(as_json)
+        options = parse(arguments, name, prog=f"distdiag probe {name}" if name else "distdiag probe")
+        place = environment.detect()
+        if place is not None:
+            rank = place.rank
+        return _run(options, place)
+    except SystemExit as e:  # --help
+        return int(e.code or 0)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our stdout (head, less) has gone; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except DistdiagError as e:
+        if as_json and rank == 0:
+            from distdiag.probing.rendering import error_json
+
+            print(error_json(e))
+        if rank == 0 or e.kind == "timeout":
+            print(f"distdiag: error: {e.message}\nhint: {e.hint}", file=sys.stderr)
+        return int(e.code)
+
+
+def _follows(arguments: list[str], option: str, value: str) -> bool:
+    return any(a == option and b == value for a, b in itertools.pairwise(arguments))
+
+
+def _list(as_json: bool) -> int:
+    if as_json:
+        import json
+
+        print(
+            json.dumps(
+                {"schema": "distdiag.probes/1", "probes": catalog.PROBES | {catalog.ALL: "all of them"}}, indent=2
+            )
+        )
+        return 0
+    for probe, text in catalog.PROBES.items():
+        print(f"{probe:14s}{text}")
+    print(f"{catalog.ALL:14s}the whole health check in one budget: one verdict, one line per probe")
+    return 0
+
+
+def _run(options: Options, place: RankPlace | None) -> int:
+    from distdiag.probing import baseline, beside, rendering
+
+    rendering.check_output(options)
+    if options.save:
+        rendering.refuse_overwrite(options.save, options.force)
+    reference = baseline.load(options.against) if options.against else None
+    run = beside.find_run(options) if place is None or place.rank == 0 else None
+    if run is not None and run.live:
+        print(run.warning(options), file=sys.stderr)
+
+    results = _measure(options, place)
+    if place is not None and place.rank != 0:
+        _leave_rank(ExitCode.OK)
+    if reference is not None:
+        for result in results:
+            baseline.compare(result, reference, options.tolerance)
+    if run is not None:
+        run.shown_against_job(results)
+    rendering.write(results, options)
+    if options.save:
+        baseline.save(options.save, results)
+        print(f"baseline written: distdiag probe {options.name} --against {options.save}", file=sys.stderr)
+    if run is not None and options.record:
+        print(run.record(results), file=sys.stderr)
+    code = exit_code(results)
+    if place is not None:
+        _leave_rank(code)
+    return int(code)
+
+
+def exit_code(results: list[Result]) -> ExitCode:
+    """The code of the worst verdict."""
+    return _CODES[worst([r.verdict for r in results])]
+
+
+def _measure(options: Options, place: RankPlace | None) -> list[Result]:
+    """The results: of ranks started here, or, where a launcher made this process a rank, of the ranks it made."""
+    deadline_s = environment.process_started_s() + options.budget_s - _TEARDOWN_S
+    whole = options.name == catalog.ALL
+    if options.name == "gpu":
+        from distdiag.probing import gpus
+
+        with gpus.nvml():  # says that there is none before torch is even imported
+            pass
+    if place is None:
+        # Only now torch: what can be refused without it was refused before.
+        gpus = _gpu_count()
+        probe = None if whole else catalog.load(options.name)
+        nproc = place_ranks(options, gpus, probe.min_ranks if probe else 1, probe.default_ranks if probe else 2)
+        if probe is not None:
+            probe.check(options)
+        from distdiag.probing.launch import launch
+
+        return launch(options, nproc, deadline_s)
+    from distdiag.probing.ranks import run_rank
+
+    gpus = _gpu_count()
+    if not options.device:
+        options.device = "cuda" if gpus >= place.local_world_size and gpus > 0 else "cpu"
+    check_backend(options, gpus)
+    probe = None if whole else catalog.load(options.name)
+    check_ranks(options, place.world_size, probe.min_ranks if probe else 1)
+    if probe is not None:
+        probe.check(options)
+    results, error = run_rank(place, options, deadline_s, max(_ARRIVAL_LIMIT_S, options.timeout_s) if options.timeout_s == 10.0 else options.timeout_s)  # fmt: skip
+    if error is not None:
+        raise error.as_error()
+    return results or []
+
+
+def _gpu_count() -> int:
+    """GPUs that torch can use here, without touching CUDA: ranks are forked from this process."""
+    import torch
+
+    return torch.cuda.device_count() if torch.version.cuda else 0
+
+
+def _leave_rank(code: ExitCode) -> None:
+    """End a rank that a launcher started, without the interpreter's own end.
+
+    gloo jobs that have destroyed their process group still abort there now and then (SIGABRT, "terminate called
+    without an active exception"), and the launcher would report a failure that is none.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))

@@ -1,0 +1,111 @@
+"""Which rank this process is, when something has already started the ranks: torchrun, srun, mpirun.
+
+Only environment variables are read, so that the question costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distdiag.errors import DistdiagError
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where this process stands among the ranks, and where they meet."""
+
+    launcher: str  # torchrun | srun | mpirun | distdiag
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def detect(env: Mapping[str, str] | None = None) -> RankPlace | None:
+    """The rank that the launcher made this process, or None where no launcher has.
+
+    torchrun sets RANK and WORLD_SIZE; srun SLURM_PROCID within a job step (an sbatch script itself is no rank);
+    Open MPI OMPI_COMM_WORLD_RANK; MPICH and Intel MPI PMI_RANK. srun and mpirun do not say where ranks meet:
+    MASTER_ADDR and MASTER_PORT are used when set, else the first node of the allocation and a port made of the
+    job's number, the same on every rank.
+
+    Raises:
+        DistdiagError: a half-set environment.
+    """
+    e = os.environ if env is None else env
+    if "RANK" in e and "WORLD_SIZE" in e:
+        rank, size = _int(e, "RANK"), _int(e, "WORLD_SIZE")
+        local, local_size = _int(e, "LOCAL_RANK", rank), _int(e, "LOCAL_WORLD_SIZE", size)
+        return _place(e, "torchrun", rank, size, local, local_size, None, 29500)
+    if "SLURM_PROCID" in e and "SLURM_STEP_NUM_TASKS" in e:
+        size = _int(e, "SLURM_STEP_NUM_TASKS")
+        nodes = _int(e, "SLURM_STEP_NUM_NODES", _int(e, "SLURM_NNODES", 1))
+        local_size = _leading_int(e.get("SLURM_STEP_TASKS_PER_NODE", ""), max(1, size // max(1, nodes)))
+        node_list = e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST") or ""
+        host = first_host(node_list) if nodes > 1 else "127.0.0.1"
+        port = 20000 + _int(e, "SLURM_JOB_ID", 0) % 10000
+        return _place(e, "srun", _int(e, "SLURM_PROCID"), size, _int(e, "SLURM_LOCALID", 0), local_size, host, port)
+    for launcher_rank, launcher_size, local, local_size, job in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
+    ):  # fmt: skip
+        if launcher_rank in e and launcher_size in e:
+            rank, size = _int(e, launcher_rank), _int(e, launcher_size)
+            ranks_here = _int(e, local_size, size)
+            port = 20000 + zlib.crc32(e.get(job, "").encode()) % 10000
+            host = "127.0.0.1" if ranks_here == size else None
+            return _place(e, "mpirun", rank, size, _int(e, local, rank), ranks_here, host, port)
+    return None
+
+
+def process_started_s() -> float:
+    """When this process began, on time.monotonic()'s clock; now where the kernel does not tell."""
+    try:
+        with open("/proc/self/stat") as f:
+            ticks = int(f.read().rsplit(")", 1)[1].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - age
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.monotonic()
+
+
+def first_host(node_list: str) -> str:
+    """First host of Slurm's folded list: `node[03-07,9],login1` -> `node03`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", node_list)
+    return (match[1] + (match[2] or "") + (match[3] or "")) if match else ""
+
+
+def _place(
+    e: Mapping[str, str], launcher: str, rank: int, size: int, local: int, local_size: int, host: str | None, port: int
+) -> RankPlace:
+    addr = e.get("MASTER_ADDR") or host
+    if not addr:
+        raise DistdiagError(
+            f"{launcher} started rank {rank} of {size}, but MASTER_ADDR is not set",
+            "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 for all ranks",
+        )
+    if not 0 <= rank < size:
+        raise DistdiagError(f"rank {rank} does not fit a world of {size}", f"check the variables that {launcher} sets")
+    return RankPlace(launcher, rank, size, local, local_size, addr, _int(e, "MASTER_PORT", port))
+
+
+def _int(e: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = e.get(key)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise DistdiagError(f"{key}={text!r} is not a number", "check how the ranks were launched") from None
+
+
+def _leading_int(text: str, default: int) -> int:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else default

@@ -1,0 +1,276 @@
+"""NVML facts of every GPU, and what its maker publishes as its peak.
+
+NVML is asked one question at a time, and what a card does not offer is None: consumer cards have no ECC, older
+drivers no NVLink counters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from distdiag.errors import DistdiagError, ExitCode
+
+# Bytes per second of one PCIe lane and direction, GB/s, by generation (after line coding).
+PCIE_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+# One NVLink, one direction, GB/s, by NVLink version.
+NVLINK_GBPS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+
+# Reasons that NVML gives for lowered clocks. Idle, application clocks and display are not faults.
+THROTTLE_REASONS = {
+    0x0000000000000004: "power cap",
+    0x0000000000000008: "hardware slowdown",
+    0x0000000000000020: "thermal (software)",
+    0x0000000000000040: "thermal (hardware)",
+    0x0000000000000080: "power brake",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Published peaks: dense TFLOP/s by element type, device memory GB/s."""
+
+    tflops: dict[str, float]
+    memory_gbps: float
+
+
+# From the makers' data sheets, dense (without sparsity), boost clock. The first name that the device's contains.
+PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("B200", Peak({"float32": 80, "tf32": 1100, "bfloat16": 2250, "float16": 2250}, 8000)),
+    ("H200", Peak({"float32": 67, "tf32": 494, "bfloat16": 989, "float16": 989}, 4800)),
+    ("GH200", Peak({"float32": 67, "tf32": 494, "bfloat16": 989, "float16": 989}, 4000)),
+    ("H100 PCIe", Peak({"float32": 51, "tf32": 378, "bfloat16": 756, "float16": 756}, 2000)),
+    ("H100 NVL", Peak({"float32": 60, "tf32": 417, "bfloat16": 835, "float16": 835}, 3900)),
+    ("H100", Peak({"float32": 67, "tf32": 494, "bfloat16": 989, "float16": 989}, 3350)),
+    ("A100-PCIE-40GB", Peak({"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312}, 1555)),
+    ("A100-SXM4-40GB", Peak({"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312}, 1555)),
+    ("A100 80GB PCIe", Peak({"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312}, 1935)),
+    ("A100", Peak({"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312}, 2039)),
+    ("L40S", Peak({"float32": 91.6, "tf32": 183, "bfloat16": 362, "float16": 362}, 864)),
+    ("L40", Peak({"float32": 90.5, "tf32": 90.5, "bfloat16": 181, "float16": 181}, 864)),
+    ("L4", Peak({"float32": 30.3, "tf32": 60, "bfloat16": 121, "float16": 121}, 300)),
+    ("A10G", Peak({"float32": 35, "tf32": 35, "bfloat16": 70, "float16": 70}, 600)),
+    ("A10", Peak({"float32": 31.2, "tf32": 62.5, "bfloat16": 125, "float16": 125}, 600)),
+    ("A40", Peak({"float32": 37.4, "tf32": 74.8, "bfloat16": 149.7, "float16": 149.7}, 696)),
+    ("V100", Peak({"float32": 15.7, "float16": 125}, 900)),
+    ("T4", Peak({"float32": 8.1, "float16": 65}, 320)),
+    ("RTX 4090", Peak({"float32": 82.6, "tf32": 82.6, "bfloat16": 165, "float16": 165}, 1008)),
+    ("RTX 3090", Peak({"float32": 35.6, "tf32": 35.6, "bfloat16": 71, "float16": 71}, 936)),
+)
+
+
+@dataclass(slots=True)
+class GpuFacts:
+    """One GPU as NVML describes it; None where it does not."""
+
+    index: int
+    name: str
+    uuid: str | None = None
+    utilization_pct: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    throttle: list[str] = field(default_factory=list)
+    ecc_uncorrected: int | None = None  # since boot
+    retired_pages: int | None = None
+    remapped_rows_pending: bool | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks_active: int | None = None
+    nvlinks_down: int | None = None
+    nvlink_version: int | None = None
+    persistence: bool | None = None
+    other_processes: int | None = None
+
+
+def peak_of(name: str) -> Peak | None:
+    """Published peak of a device by NVML's or torch's name; None where it is not in the table."""
+    words = name.replace("NVIDIA", "").replace("Tesla", "").strip()
+    for key, peak in PEAKS:
+        # "A10" must not match "A100", nor "L4" "L40S".
+        at = words.find(key)
+        if at >= 0 and (at + len(key) == len(words) or not words[at + len(key)].isalnum()):
+            return peak
+    return None
+
+
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """The initialised pynvml module.
+
+    Raises:
+        DistdiagError: NO_DATA; no NVIDIA driver, or nvidia-ml-py is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import pynvml
+    except ImportError:
+        raise _no_data("nvidia-ml-py is not installed", "pip install nvidia-ml-py") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        raise _no_data(
+            f"no NVIDIA driver ({e})", "this probe needs an NVIDIA GPU; `distdiag doctor` looks at the rest"
+        ) from None
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _no_data(message: str, hint: str) -> DistdiagError:
+    return DistdiagError(message, hint, ExitCode.NO_DATA, "no_gpu")
+
+
+def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
+    """All facts of one GPU.
+
+    Args:
+        n: pynvml, initialised.
+        index: NVML's index.
+        own_pids: Processes of ours, which are no neighbours.
+    """
+
+    def ask(f: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return f(*args)
+        except (n.NVMLError, AttributeError, TypeError):  # not supported by this card, driver or binding
+            return None
+
+    h = n.nvmlDeviceGetHandleByIndex(index)
+    g = GpuFacts(index, _text(n.nvmlDeviceGetName(h)))
+    g.uuid = _text(ask(n.nvmlDeviceGetUUID, h))
+    if use := ask(n.nvmlDeviceGetUtilizationRates, h):
+        g.utilization_pct = int(use.gpu)
+    if memory := ask(n.nvmlDeviceGetMemoryInfo, h):
+        g.memory_used_bytes, g.memory_total_bytes = int(memory.used), int(memory.total)
+    g.temperature_c = ask(n.nvmlDeviceGetTemperature, h, 0)
+    if (milliwatt := ask(n.nvmlDeviceGetPowerUsage, h)) is not None:
+        g.power_w = milliwatt / 1e3
+    if (milliwatt := ask(n.nvmlDeviceGetEnforcedPowerLimit, h)) is not None:
+        g.power_limit_w = milliwatt / 1e3
+    g.sm_clock_mhz = ask(n.nvmlDeviceGetClockInfo, h, 1)  # NVML_CLOCK_SM
+    g.sm_clock_max_mhz = ask(n.nvmlDeviceGetMaxClockInfo, h, 1)
+    reasons = ask(n.nvmlDeviceGetCurrentClocksThrottleReasons, h) or 0
+    g.throttle = [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
+    g.ecc_uncorrected = ask(n.nvmlDeviceGetTotalEccErrors, h, 1, 0)  # uncorrected, since the driver was loaded
+    pages = [ask(n.nvmlDeviceGetRetiredPages, h, cause) for cause in (0, 1)]
+    if any(p is not None for p in pages):
+        g.retired_pages = sum(len(p) for p in pages if p is not None)
+    rows = ask(n.nvmlDeviceGetRemappedRows, h)  # corrected, uncorrected, pending, failure
+    if rows is not None:
+        g.remapped_rows_pending = bool(rows[2] or rows[3])
+    g.pcie_generation = ask(n.nvmlDeviceGetCurrPcieLinkGeneration, h)
+    g.pcie_generation_max = ask(n.nvmlDeviceGetMaxPcieLinkGeneration, h)
+    g.pcie_width = ask(n.nvmlDeviceGetCurrPcieLinkWidth, h)
+    g.pcie_width_max = ask(n.nvmlDeviceGetMaxPcieLinkWidth, h)
+    links = [s for link in range(18) if (s := ask(n.nvmlDeviceGetNvLinkState, h, link)) is not None]
+    if links:
+        g.nvlinks_active, g.nvlinks_down = sum(bool(s) for s in links), sum(not s for s in links)
+        g.nvlink_version = ask(n.nvmlDeviceGetNvLinkVersion, h, 0)
+    mode = ask(n.nvmlDeviceGetPersistenceMode, h)
+    g.persistence = None if mode is None else bool(mode)
+    processes = ask(n.nvmlDeviceGetComputeRunningProcesses, h)
+    if processes is not None:
+        g.other_processes = sum(p.pid not in own_pids for p in processes)
+    return g
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def topology(n: Any, count: int) -> list[list[str]]:
+    """How each pair of GPUs is connected: `X` itself, else NVML's level in words."""
+    levels = {0: "same board", 10: "one switch", 20: "switches", 30: "one CPU", 40: "one node", 50: "across CPUs"}
+    matrix: list[list[str]] = []
+    for a in range(count):
+        row: list[str] = []
+        for b in range(count):
+            if a == b:
+                row.append("X")
+                continue
+            try:
+                level = n.nvmlDeviceGetTopologyCommonAncestor(
+                    n.nvmlDeviceGetHandleByIndex(a), n.nvmlDeviceGetHandleByIndex(b)
+                )
+            except n.NVMLError:
+                level = None
+            row.append(levels.get(int(level), "?") if level is not None else "?")
+        matrix.append(row)
+    return matrix
+
+
+def complaints(g: GpuFacts) -> list[tuple[bool, str]]:
+    """(is it a fault, sentence) for each fact that is not as it should be; a fault fails, the others are notes.
+
+    PCIe generation is judged under load only: links of an idle GPU are clocked down on purpose.
+    """
+    found: list[tuple[bool, str]] = []
+    who = f"GPU {g.index}"
+    if g.ecc_uncorrected:
+        found.append(
+            (
+                True,
+                f"{who}: {g.ecc_uncorrected} uncorrected ECC errors since the driver was loaded: replace it, or reset it and watch",
+            )
+        )
+    if g.remapped_rows_pending:
+        found.append((True, f"{who}: memory rows wait for remapping: reset the GPU"))
+    if g.retired_pages:
+        found.append((False, f"{who}: {g.retired_pages} retired memory pages"))
+    hard = [t for t in g.throttle if t != "power cap"]
+    if hard:
+        found.append(
+            (True, f"{who}: clocks lowered: {', '.join(hard)} ({g.temperature_c} C): look at cooling and power")
+        )
+    elif g.throttle:
+        found.append(
+            (
+                False,
+                f"{who}: at its power cap ({g.power_limit_w:g} W)" if g.power_limit_w else f"{who}: at its power cap",
+            )
+        )
+    if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
+        found.append(
+            (True, f"{who}: PCIe x{g.pcie_width} where x{g.pcie_width_max} is possible: reseat the card or its riser")
+        )
+    if g.nvlinks_down:
+        found.append(
+            (
+                bool(g.nvlinks_active),
+                f"{who}: {g.nvlinks_down} of {g.nvlinks_down + (g.nvlinks_active or 0)} NVLinks are down",
+            )
+        )
+    if g.persistence is False:
+        found.append((False, f"{who}: persistence mode is off: the first use takes seconds (nvidia-smi -pm 1)"))
+    if g.other_processes:
+        found.append((False, f"{who}: {g.other_processes} other process{'es' if g.other_processes > 1 else ''} on it"))
+    return found
+
+
+def link_ceilings(index: int) -> dict[str, float | None]:
+    """PCIe and NVLink of one GPU, one direction, GB/s; None where NVML does not tell."""
+    import os
+
+    try:
+        with nvml() as n:
+            g = facts(n, index, {os.getpid()})
+    except DistdiagError:
+        return {"pcie_gbps": None, "nvlink_gbps": None}
+    lane = PCIE_LANE_GBPS.get(g.pcie_generation_max or 0)
+    per_link = NVLINK_GBPS.get(g.nvlink_version or 0)
+    return {
+        "pcie_gbps": lane * g.pcie_width if lane and g.pcie_width else None,
+        "nvlink_gbps": per_link * g.nvlinks_active if per_link and g.nvlinks_active else None,
+    }

@@ -1,0 +1,101 @@
+"""Which network interface the ranks will try to meet on, and whether it can work.
+
+gloo takes GLOO_SOCKET_IFNAME, else the address that this host's own name resolves to, else the loopback
+(torch, ProcessGroupGloo::createDefaultDevice). On clusters whose /etc/hosts maps the host name to 127.0.0.1 every
+node then advertises itself as 127.0.0.1, and nobody arrives.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Interface name, IPv4 address, and why this one."""
+
+    name: str
+    address: str
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.address} ({self.reason})"
+
+
+def addresses() -> dict[str, str]:
+    """IPv4 address of every interface that has one."""
+    import fcntl
+
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def tried_by(backend: str) -> Interface:
+    """The interface that `backend` ("gloo" or "nccl") would use on this host."""
+    by_name = addresses()
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    if wanted := os.environ.get(variable):
+        name = wanted.split(",")[0].lstrip("^=")
+        return Interface(name, by_name.get(name, "no address"), f"{variable}={wanted}")
+    if backend == "nccl":
+        for name, address in by_name.items():
+            if name != "lo" and not name.startswith(("docker", "virbr")):
+                return Interface(name, address, "NCCL's first choice: not loopback, not docker")
+    host = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+        with socket.socket() as s:
+            s.bind((address, 0))
+    except OSError:
+        return Interface("lo", "127.0.0.1", f"the host name {host} does not resolve to this host")
+    address = str(address)
+    name = next((n for n, a in by_name.items() if a == address), "lo" if address.startswith("127.") else "?")
+    return Interface(name, address, f"the host name {host} resolves to it")
+
+
+def advice(interfaces: dict[int, Interface], hosts: dict[int, str], backend: str) -> str:
+    """One line of remedy for ranks that did not find each other.
+
+    Args:
+        interfaces: By rank, of the ranks that are known.
+        hosts: Host name by rank.
+    """
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    several = len(set(hosts.values())) > 1
+    for rank, interface in interfaces.items():
+        if interface.address.startswith("127.") and several:
+            return (
+                f"rank {rank} offers {interface.address}, which no other node can reach: "
+                f"export {variable}=<the interface with the cluster's address> on every node"
+            )
+        if interface.name.startswith(("docker", "virbr", "br-")):
+            return f"rank {rank} would use {interface.name}, a bridge inside its host: export {variable}=<the cluster's interface>"
+    if interfaces and all(i.address.startswith("127.") for i in interfaces.values()):
+        return (
+            "start the missing ranks, or look at their output; should they be on another node, 127.0.0.1 cannot be "
+            f"reached from there: export {variable}=<interface> and MASTER_ADDR=<address>"
+        )
+    return f"start the missing ranks, or look at their output; check that the interface is the right one ({variable})"
+
+
+def line_rate_gbps(name: str) -> float | None:
+    """Line rate of a network card in GB/s (10^9 bytes), from the kernel; None for loopback and virtual ones."""
+    try:
+        with open(f"/sys/class/net/{name}/speed") as f:
+            mbit = int(f.read())
+    except (OSError, ValueError):
+        return None
+    return mbit / 8e3 if mbit > 0 else None

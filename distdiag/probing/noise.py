@@ -1,0 +1,127 @@
+"""Who else used the CPUs while we measured: busy time in /proc/stat minus our own processes' use.
+
+A neighbour on a two-core machine halves every bandwidth and says nothing about it, so a measurement carries the
+foreign CPU of its own seconds beside it. The kernel counts /proc/stat in ticks (10 ms as shown), our own use exactly;
+over 100 ms the difference is good to about 0.1 CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+@dataclass(frozen=True, slots=True)
+class CpuReading:
+    """CPU seconds used since boot on the CPUs this process may run on, and when that was read."""
+
+    at_s: float  # time.monotonic()
+    busy_s: float | None  # all processes; None where the kernel does not tell
+    own_s: float  # this process, all its threads; its children too, where asked for
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNoise:
+    """Foreign CPU in one measuring block on one host."""
+
+    foreign_cpus: float | None  # CPUs' worth of work by others, 0 = nobody
+    cpus: int
+    ranks: int  # of ours on this host
+
+    @property
+    def noisy(self) -> bool:
+        """Others use more than a tenth of the CPUs and leave fewer than one for each of our ranks."""
+        if self.foreign_cpus is None:
+            return False
+        return self.foreign_cpus > 0.10 * self.cpus and self.cpus - self.foreign_cpus < self.ranks
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_cpu(children: bool = False) -> CpuReading:
+    """Read both counters now; about 50 us.
+
+    Args:
+        children: Count the processes that this one has started as ours too (a DataLoader's workers).
+    """
+    own_s = time.process_time()
+    if children:
+        used = os.times()
+        own_s += used.children_user + used.children_system + sum(map(_process_cpu_s, _children()))
+    return CpuReading(time.monotonic(), _busy_seconds(), own_s)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as f:
+                found += map(int, f.read().split())
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _process_cpu_s(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            fields = f.read().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def parse_busy_ticks(stat: str, cpus: set[int]) -> int:
+    """Busy ticks of `cpus` in the text of /proc/stat: user, nice, system and steal.
+
+    Interrupt time is left out: the loopback traffic of our own ranks is handled there, and is nobody else's. Steal
+    is another virtual machine on our CPU: as foreign as it gets.
+    """
+    busy = 0
+    for line in stat.splitlines():
+        if not line.startswith("cpu") or line.startswith("cpu "):
+            continue
+        name, *fields = line.split()
+        if int(name[3:]) in cpus:
+            user, nice, system = (int(f) for f in fields[:3])
+            steal = int(fields[7]) if len(fields) > 7 else 0
+            busy += user + nice + system + steal
+    return busy
+
+
+def foreign_cpus(busy_s: float | None, own_s: float, wall_s: float) -> float | None:
+    """CPUs' worth of foreign work: (all busy - ours) / wall, not below 0."""
+    if busy_s is None or wall_s <= 0:
+        return None
+    return max(0.0, (busy_s - own_s) / wall_s)
+
+
+def _busy_seconds() -> float | None:
+    try:
+        with open("/proc/stat") as f:
+            text = f.read()
+    except OSError:
+        return None
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return parse_busy_ticks(text, set(cpus)) / _TICKS_PER_S
+
+
+def kernel_hz() -> int | None:
+    """The kernel's scheduler ticks per second, where its configuration can be read."""
+    import gzip
+
+    for path, opener in (("/proc/config.gz", gzip.open), (f"/boot/config-{os.uname().release}", open)):
+        try:
+            with opener(path, "rt") as f:
+                for line in f:
+                    if line.startswith("CONFIG_HZ="):
+                        return int(line.split("=")[1])
+        except (OSError, ValueError):
+            continue
+    return None

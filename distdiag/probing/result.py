@@ -1,0 +1,156 @@
+"""What a probe hands back: plain records, the same in memory, in JSON (`distdiag.probe/1`) and in a baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+SCHEMA = "distdiag.probe/1"
+
+
+class Verdict(StrEnum):
+    """The answer of a probe; ordered: what is worse wins over what is better."""
+
+    PASS = "pass"
+    INCONCLUSIVE = "inconclusive"  # the host was too noisy, or the budget too small, to decide
+    FAIL = "fail"
+
+
+def worst(verdicts: list[Verdict]) -> Verdict:
+    """The verdict on several probes: fail if any failed, else inconclusive if any was."""
+    order = list(Verdict)
+    return max(verdicts, key=order.index, default=Verdict.INCONCLUSIVE)
+
+
+@dataclass(slots=True)
+class TimeUs:
+    """Times of one operation on the slowest rank, microseconds; `ci95` is of the p50, by block bootstrap."""
+
+    min: float
+    p50: float
+    p95: float
+    max: float
+    ci95: tuple[float, float]
+
+
+@dataclass(slots=True)
+class WrongValues:
+    """One rank's result that was not what the operation is defined to give."""
+
+    rank: int
+    elements: int  # how many were wrong
+    first: int  # position of the first one
+    case: str  # which call: "exact size", "odd size", "in place"; and the root, where there is one
+    source_rank: int | None = None  # whose part it is, where the layout of the result tells
+
+
+@dataclass(slots=True)
+class Row:
+    """One message size of one collective."""
+
+    bytes: int
+    elements: int
+    iterations: int
+    time_us: TimeUs
+    wire_us: float  # p50 from the last rank's arrival to the last rank's exit: waiting for a late rank is not in it
+    algbw_gbps: float | None
+    busbw_gbps: float | None
+    busbw_ci95_gbps: tuple[float, float] | None
+    skew_us: float  # p50 of last arrival - first arrival
+    late_rank: int | None  # the rank that is last, where it is nearly always the same
+    late_share: float  # share of the iterations in which the most frequent last rank was last
+    correct: bool
+    wrong: list[WrongValues] = field(default_factory=list)
+    modes: list[dict[str, float]] = field(default_factory=list)  # [{"time_us", "share"}], empty where unimodal
+    foreign_cpus: float | None = None  # mean over the blocks, of the noisiest host
+    noisy: bool = False  # too few clean blocks: the numbers are those of a shared host
+    dropped_iterations: int = 0  # measured beside a neighbour's work, and left out because enough clean ones remained
+
+
+@dataclass(slots=True)
+class HostNoise:
+    """Work of others on the hosts while we measured."""
+
+    foreign_cpus: float | None  # mean; None where the kernel does not tell
+    cpus: int
+    blocks: int
+    noisy_blocks: int
+    noisy: bool
+
+
+@dataclass(slots=True)
+class Measure:
+    """One figure of a result that a baseline keeps: independent repeats of it, lower is better."""
+
+    key: str  # "1048576" (bytes), "workers=2 …", "ddp"
+    unit: str
+    values: list[float]
+
+
+@dataclass(slots=True)
+class Result:
+    """What one probe found. `rows` holds the probe's own record type."""
+
+    probe: str
+    world_size: int
+    backend: str
+    device: str
+    dtype: str | None = None
+    verdict: Verdict = Verdict.PASS
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ceilings: dict[str, float | None] = field(default_factory=dict)
+    host_noise: HostNoise | None = None
+    rows: list[Any] = field(default_factory=list)
+    fit: dict[str, Any] | None = None
+    clock_error_us: float = 0.0
+    elapsed_s: float = 0.0
+    hosts: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)  # what only this probe has
+    measures: list[Measure] = field(default_factory=list)  # for --save; not in the JSON
+    comparison: list[dict[str, Any]] | None = None  # of --against
+
+    def judge(self, verdict: Verdict, reason: str) -> None:
+        """Add a reason; the verdict only ever gets worse."""
+        self.verdict = worst([self.verdict, verdict])
+        self.reasons.append(reason)
+
+    def as_json(self) -> dict[str, Any]:
+        """The public object: `schema` first, units in the names, null for not measured."""
+        data = dataclasses.asdict(self)
+        del data["measures"]
+        if self.comparison is None:
+            del data["comparison"]
+        return _rounded({"schema": SCHEMA, **data})
+
+
+def _rounded(value: Any) -> Any:
+    """Floats at six significant digits; infinities and NaN, which JSON lacks, as null."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def host_class() -> str:
+    """What makes two hosts comparable: processor, CPUs, architecture. Not the name: a cluster has many alike."""
+    model = platform.machine()
+    try:
+        with open("/proc/cpuinfo") as f:
+            for line in f:
+                if line.startswith(("model name", "model\t", "CPU part")):
+                    model = line.split(":", 1)[1].strip()
+                    if line.startswith("model name"):
+                        break
+    except OSError:
+        pass
+    return f"{platform.machine()} {model} x{os.cpu_count()}"

@@ -1,0 +1,123 @@
+"""DataParallel on CPU threads: what torch's does on GPUs, where torch's own silently runs one process.
+
+`nn.DataParallel` on a CPU passes its input through to the one module, without a word. This does the four parts of
+the real one: scatter the batch, replicate the module, apply the replicas in threads, gather the outputs; backward
+adds the replicas' gradients up on the root. It shows the semantics and what replicating costs. It does not show a
+GPU's timing: torch runs the backward of CPU tensors on one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(slots=True)
+class PartTimes:
+    """Seconds of the four parts of the last forward."""
+
+    scatter_s: float = 0.0
+    replicate_s: float = 0.0
+    apply_s: float = 0.0
+    gather_s: float = 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """What a single process would not pay."""
+        return self.scatter_s + self.replicate_s + self.gather_s
+
+
+class _CopyToReplicas(torch.autograd.Function):
+    """Parameters copied once per replica; backward sums the replicas' gradients (ReduceAddCoalesced on GPUs)."""
+
+    @staticmethod
+    def forward(ctx: Any, replicas: int, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.replicas, ctx.count = replicas, len(parameters)
+        return tuple(p.clone() for _ in range(replicas) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        sums: list[torch.Tensor | None] = []
+        for i in range(ctx.count):
+            of_replicas = [g for r in range(ctx.replicas) if (g := gradients[r * ctx.count + i]) is not None]
+            sums.append(torch.stack(of_replicas).sum(0) if of_replicas else None)
+        return (None, *sums)
+
+
+def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
+    """Copies of `module` whose parameters are copies that autograd leads back to the module's own.
+
+    As with torch's: the first replica shares the module's buffers, so that batch norm's running statistics are those
+    of the first part of the batch; the others get copies, which are lost.
+    """
+    modules = list(module.modules())
+    position = {m: i for i, m in enumerate(modules)}
+    parameters = list(module.parameters())
+    index = {p: i for i, p in enumerate(parameters)}
+    if torch.is_grad_enabled():
+        copies: Sequence[torch.Tensor] = _CopyToReplicas.apply(replicas, *parameters)
+    else:
+        copies = [p.detach().clone() for _ in range(replicas) for p in parameters]
+    roots: list[nn.Module] = []
+    for r in range(replicas):
+        # A shallow copy without parameters, children and buffers; the hooks stay.
+        copied = [m._replicate_for_data_parallel() for m in modules]
+        for original, copy in zip(modules, copied, strict=True):
+            for name, child in original._modules.items():
+                copy._modules[name] = None if child is None else copied[position[child]]
+            for name, p in original._parameters.items():
+                if p is None:
+                    copy._parameters[name] = None
+                else:
+                    setattr(copy, name, copies[r * len(parameters) + index[p]])
+            for name, b in original._buffers.items():
+                copy._buffers[name] = b if r == 0 or b is None else b.clone()
+        roots.append(copied[0])
+    return roots
+
+
+class ThreadDataParallel(nn.Module):
+    """`module` applied to `replicas` parts of the batch by as many threads.
+
+    Args:
+        module: Takes one tensor whose first dimension is the batch, and returns one.
+        replicas: Parts and threads; a batch smaller than that makes fewer.
+    """
+
+    def __init__(self, module: nn.Module, replicas: int) -> None:
+        super().__init__()
+        self.module = module
+        self.replicas = replicas
+        self.times = PartTimes()
+        self._threads = ThreadPoolExecutor(replicas, thread_name_prefix="replica")
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        start = time.perf_counter()
+        parts = [part.clone() for part in batch.chunk(self.replicas)]
+        scattered = time.perf_counter()
+        copies = replicate(self.module, len(parts))
+        replicated = time.perf_counter()
+        # Threads begin with torch's defaults, whatever this one has set.
+        grad = torch.is_grad_enabled()
+        amp, amp_type = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        def apply(i: int) -> torch.Tensor:
+            with torch.set_grad_enabled(grad), torch.autocast("cpu", amp_type, enabled=amp):
+                return copies[i](parts[i])
+
+        outputs = list(self._threads.map(apply, range(len(parts))))
+        applied = time.perf_counter()
+        output = torch.cat(outputs)
+        end = time.perf_counter()
+        self.times = PartTimes(scattered - start, replicated - scattered, applied - replicated, end - applied)
+        return output
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()

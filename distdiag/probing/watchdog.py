@@ -1,0 +1,181 @@
+"""A probe that hangs ends within its limit and says which rank never arrived.
+
+Every rank notes in memory which step of the probe it is in; the measuring loop pays nothing for it. A thread looks
+at the note a few times a second. A rank that has stood still for half the limit writes its note into the store where
+the ranks met; a rank that has waited for the whole limit reads the others' notes and reports. Ranks that stand
+before the step, or wrote nothing at all (stopped, dead), are those that never arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distdiag.errors import DistdiagError, ExitCode
+
+_POLL_S = 0.1
+_BACKSTOP_S = 2.0  # gloo's own timeout frees the main thread at the limit; NCCL does not, so the process is ended
+
+
+@dataclass(slots=True)
+class Note:
+    """Where one rank stands."""
+
+    sequence: int = 0  # steps begun so far, the same numbers on every rank
+    label: str = "starting"
+    inside: bool = False  # in the step, waiting for the others
+    operations: int = 0  # of a measuring block, how many it has begun
+
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Orders ranks by how far they have come."""
+        return (self.sequence, self.inside, self.operations)
+
+
+@dataclass(slots=True)
+class Progress:
+    """The calling rank's note, and since when it has not changed."""
+
+    note: Note = field(default_factory=Note)
+    since_s: float = field(default_factory=time.monotonic)
+    limit_s: float = 10.0
+    counter: list[int] | None = None  # entry stamps of the running block; its length is the count
+
+    @contextlib.contextmanager
+    def step(self, label: str, counter: list[int] | None = None) -> Iterator[None]:
+        """All ranks go through the same steps; inside one a rank may wait for the others up to the limit.
+
+        After an exception the note stays inside: that is where the rank was when it failed.
+        """
+        self.note = Note(self.note.sequence + 1, label, True)
+        self.counter = counter
+        self.since_s = time.monotonic()
+        yield
+        self.note = Note(self.note.sequence, label, False)
+        self.counter = None
+        self.since_s = time.monotonic()
+
+    def current(self) -> Note:
+        """The note with the operations counted."""
+        note, counter = self.note, self.counter
+        return Note(note.sequence, note.label, note.inside, len(counter) if counter is not None else 0)
+
+
+def never_arrived(notes: dict[int, Note], world_size: int) -> tuple[list[int], list[int]]:
+    """(ranks that never arrived, those among them that are silent), from the notes of the ranks that wrote one.
+
+    Empty where all wrote the same place: then nobody is missing, and the transport is stuck.
+    """
+    silent = [r for r in range(world_size) if r not in notes]
+    furthest = max((n.place for n in notes.values()), default=(0, False, 0))
+    behind = [r for r, n in notes.items() if n.place < furthest]
+    return sorted(silent + behind), silent
+
+
+def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: int, where: str) -> DistdiagError:
+    """The TIMEOUT error that names who never arrived, where the others wait, and which interface is in use."""
+    missing, silent = never_arrived(notes, world_size)
+    if not missing:
+        return DistdiagError(
+            f"{label}: all {world_size} ranks are in it, and nothing came through for {limit_s:g} s",
+            f"the transport is stuck, not a rank; interface {where}",
+            ExitCode.TIMEOUT,
+            "timeout",
+        )
+    waiting = [r for r in range(world_size) if r not in missing]
+    parts = [f"{_ranks(missing)} never arrived within {limit_s:g} s"]
+    if waiting:
+        parts.append(f"{_ranks(waiting)} waited")
+    places = [f"rank {r} is at '{notes[r].label}'" for r in missing if r in notes]
+    if silent:
+        places.append(f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: stopped, dead or cut off")
+    return DistdiagError(
+        f"{label}: {'; '.join(parts)}",
+        f"{'; '.join(places[:4])}; interface {where}",
+        ExitCode.TIMEOUT,
+        "timeout",
+    )
+
+
+class Watchdog(threading.Thread):
+    """Publishes the rank's note when it stands still, and ends the process when its main thread cannot.
+
+    Args:
+        connect: Opens a connection to the store of this thread's own (a store client blocks all its users while one
+            waits). Called only when something stands still.
+        publish_error: Called with the report before the process is ended.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        rank: int,
+        world_size: int,
+        where: str,
+        connect: Callable[[], Any],
+        publish_error: Callable[[Any, DistdiagError], None],
+    ) -> None:
+        super().__init__(name="distdiag-probe-watchdog", daemon=True)
+        self._progress = progress
+        self._rank = rank
+        self._world_size = world_size
+        self._where = where
+        self._connect = connect
+        self._publish_error = publish_error
+        self._store: Any = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def run(self) -> None:
+        published_at = -1.0
+        while not self._stop.wait(_POLL_S):
+            progress = self._progress
+            stands_s = time.monotonic() - progress.since_s
+            if stands_s > progress.limit_s / 2 and published_at != progress.since_s:
+                published_at = progress.since_s
+                self._publish()
+            if progress.note.inside and stands_s > progress.limit_s + _BACKSTOP_S:
+                error = self.report()
+                with contextlib.suppress(Exception):
+                    self._publish_error(self._store, error)
+                sys.stderr.flush()
+                os._exit(int(error.code))
+
+    def report(self) -> DistdiagError:
+        """Who never arrived, from the store; callable from the main thread too."""
+        self._publish()
+        mine = self._progress.current()
+        notes = {self._rank: mine}
+        try:
+            store = self._connected()
+            for rank in range(self._world_size):
+                if rank != self._rank and store.check([f"standing/{rank}"]):
+                    notes[rank] = Note(**json.loads(store.get(f"standing/{rank}")))
+        except Exception:
+            self._where += "; the store where the ranks met does not answer"
+        return hang_error(mine.label, self._progress.limit_s, notes, self._world_size, self._where)
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._store is None:
+                self._store = self._connect()
+            return self._store
+
+    def _publish(self) -> None:
+        # A store that does not answer is reported by `report`; here it must not end the thread.
+        with contextlib.suppress(Exception):
+            self._connected().set(f"standing/{self._rank}", json.dumps(asdict(self._progress.current())))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,46 @@
+"""all_gather: every rank's part on every rank. It is what FSDP does before forward and backward.
+
+S is what one rank receives, n parts; busbw = S/t x (n-1)/n. Counting one rank's part as S instead, as some tools do,
+gives a number n times smaller.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+
+from distdiag.probing.collective import Buffers, Collective, Ranks
+from distdiag.probing.command import main
+from distdiag.probing.patterns import Pattern, Segment
+
+
+class AllGather(Collective):
+    name = "allgather"
+    summary = "every rank's part on every rank: what FSDP does before forward"
+    op = "all_gather"
+    in_parts = True
+    in_place = True
+
+    def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
+        received = job.empty(elements)
+        part = elements // job.world_size
+        own = received[job.rank * part : (job.rank + 1) * part]
+        return Buffers(own if in_place else job.empty(part), received)
+
+    def fill(self, job: Ranks, pattern: Pattern, b: Buffers, root: int = 0) -> None:
+        b.received.zero_()  # first: in place, what is sent lies within it
+        pattern.write(b.sent, job.rank)
+
+    def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
+        dist.all_gather_into_tensor(b.received, b.sent, group=job.group)
+
+    def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
+        part = elements // job.world_size
+        return [Segment(pattern.of(r), start=0, count=part, source_rank=r) for r in range(job.world_size)]
+
+
+PROBE = AllGather()
+
+if __name__ == "__main__":
+    sys.exit(main(name=PROBE.name))

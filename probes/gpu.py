@@ -1,0 +1,284 @@
+"""gpu: every GPU of this host: its health as NVML reports it, and whether it reaches its published peak.
+
+Matrix products per element type, device memory bandwidth, copies from and to the host and between GPUs. A GPU that
+is healthy by its counters and slow by its figures is the one that a job waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probing import gpus
+from distdiag.probing.command import main
+from distdiag.probing.job import Job
+from distdiag.probing.probe import Probe, Table
+from distdiag.probing.result import Measure, Result, Verdict, host_class
+from distdiag.probing.sizes import size_text
+
+LOW_MATMUL = 0.50  # of the published peak: healthy cards reach 70 to 90 %
+LOW_MEMORY = 0.70  # healthy cards reach 85 to 95 %
+LOW_PCIE = 0.55  # of the link's rate, pinned; healthy hosts reach 80 to 90 %
+_ELEMENT_TYPES = ("float32", "tf32", "bfloat16", "float16")
+
+
+@dataclass(slots=True)
+class GpuRow:
+    """One GPU. Rates are medians; GB = 10^9 bytes; memory counts bytes read and written."""
+
+    facts: dict[str, Any]
+    tflops: dict[str, float] = field(default_factory=dict)
+    tflops_of_peak: dict[str, float | None] = field(default_factory=dict)
+    memory_gbps: float | None = None
+    memory_of_peak: float | None = None
+    host_to_device_gbps: dict[str, float] = field(default_factory=dict)  # pinned, pageable
+    device_to_host_gbps: dict[str, float] = field(default_factory=dict)
+    device_to_device_gbps: dict[int, float] = field(default_factory=dict)  # by the other GPU's index
+    pcie_generation_loaded: int | None = None
+
+
+class Gpu(Probe):
+    name = "gpu"
+    summary = "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak"
+    min_ranks = 1
+    default_ranks = 1
+    share_in_all = 2.0
+
+    def run(self, job: Job) -> Result | None:
+        if not self._anywhere(job):
+            raise DistdiagError(
+                self._absent or "no GPU",
+                "this probe needs an NVIDIA GPU; the others run without",
+                ExitCode.NO_DATA,
+                "no_gpu",
+            )
+        seconds = max(1.0, job.left_s() * 0.9)
+        return job.while_others_wait(lambda: self._measure(job, seconds), seconds + 30, "gpu probe on rank 0")
+
+    _absent: str | None = None
+
+    def _anywhere(self, job: Job) -> bool:
+        """All ranks must agree on whether there is a driver before rank 0 goes off alone."""
+        try:
+            with gpus.nvml():
+                pass
+        except DistdiagError as e:
+            self._absent = e.message
+        return all(a is None for a in job.gather_all(self._absent, "gpu: looking for a driver"))
+
+    def _measure(self, job: Job, seconds: float) -> Result:
+        result = Result(self.name, job.world_size, job.backend, "gpu", versions={"torch": str(torch.__version__)})
+        result.details["host_class"] = host_class()
+        began = time.monotonic()
+        with gpus.nvml() as n:
+            count = n.nvmlDeviceGetCount()
+            usable = torch.cuda.device_count()
+            result.versions["driver"] = str(n.nvmlSystemGetDriverVersion())
+            if count > 1:
+                result.details["topology"] = gpus.topology(n, count)
+            share = seconds / max(1, count)
+            for index in range(count):
+                g = gpus.facts(n, index, {os.getpid()})
+                row = GpuRow(asdict(g))
+                for fault, text in gpus.complaints(g):
+                    if fault:
+                        result.judge(Verdict.FAIL, text)
+                    else:
+                        result.notes.append(text)
+                if index < usable and torch.cuda.is_available():
+                    # NVML and CUDA number alike only in PCI order without CUDA_VISIBLE_DEVICES; names are compared.
+                    self._rates(row, index, usable, share, lambda i=index: gpus.facts(n, i, set()).pcie_generation)
+                    self._judge_rates(result, row, g, contended=bool(g.other_processes))
+                else:
+                    result.notes.append(f"GPU {index}: torch {torch.__version__} cannot use it; only NVML was asked")
+                result.rows.append(row)
+        result.device = ", ".join(dict.fromkeys(r.facts["name"] for r in result.rows))
+        result.elapsed_s = time.monotonic() - began
+        if result.verdict is Verdict.PASS:
+            result.reasons.insert(
+                0, f"{len(result.rows)} GPU{'s' if len(result.rows) > 1 else ''} healthy, no clock lowered by a fault"
+            )
+        for row in result.rows:
+            for dtype, rate in row.tflops.items():
+                result.measures.append(Measure(f"gpu {row.facts['index']} {dtype}", "us per TFLOP", [1e6 / rate]))
+        return result
+
+    def _rates(
+        self, row: GpuRow, index: int, usable: int, seconds: float, generation: Callable[[], int | None]
+    ) -> None:
+        device = torch.device("cuda", index)
+        peak = gpus.peak_of(row.facts["name"])
+        each = seconds / 8
+        with torch.cuda.device(device):
+            for dtype in _ELEMENT_TYPES:
+                rate = matmul_tflops(device, dtype, each)
+                if rate is None:
+                    continue
+                row.tflops[dtype] = rate
+                published = peak.tflops.get(dtype) if peak else None
+                row.tflops_of_peak[dtype] = rate / published if published else None
+            row.memory_gbps = memory_gbps(device, each)
+            row.memory_of_peak = row.memory_gbps / peak.memory_gbps if peak else None
+            for kind, pinned in (("pinned", True), ("pageable", False)):
+                row.host_to_device_gbps[kind] = copy_gbps(device, pinned, True, each / 2)
+                if pinned:
+                    row.pcie_generation_loaded = generation()
+                row.device_to_host_gbps[kind] = copy_gbps(device, pinned, False, each / 2)
+            for other in range(usable):
+                if other != index:
+                    row.device_to_device_gbps[other] = peer_gbps(device, torch.device("cuda", other), each / usable)
+
+    def _judge_rates(self, result: Result, row: GpuRow, g: gpus.GpuFacts, contended: bool) -> None:
+        """Below what healthy cards reach is a failure, and inconclusive where others use the GPU."""
+        verdict = Verdict.INCONCLUSIVE if contended else Verdict.FAIL
+        beside = " while other processes use it" if contended else ""
+        for dtype, share in row.tflops_of_peak.items():
+            if share is not None and share < LOW_MATMUL and dtype in ("bfloat16", "float16"):
+                result.judge(
+                    verdict,
+                    f"GPU {g.index}: {dtype} matrix products reach {row.tflops[dtype]:.0f} TFLOP/s, {share:.0%} of the published peak{beside}",
+                )
+        if row.memory_of_peak is not None and row.memory_of_peak < LOW_MEMORY:
+            result.judge(
+                verdict,
+                f"GPU {g.index}: memory reaches {row.memory_gbps:.0f} GB/s, {row.memory_of_peak:.0%} of the published peak{beside}",
+            )
+        lane = gpus.PCIE_LANE_GBPS.get(row.pcie_generation_loaded or 0)
+        if lane and g.pcie_width and row.host_to_device_gbps.get("pinned", 1e9) < LOW_PCIE * lane * g.pcie_width:
+            result.judge(
+                verdict,
+                f"GPU {g.index}: pinned copies to it reach {row.host_to_device_gbps['pinned']:.1f} of PCIe's {lane * g.pcie_width:.0f} GB/s{beside}",
+            )
+        if row.pcie_generation_loaded and g.pcie_generation_max and row.pcie_generation_loaded < g.pcie_generation_max:
+            result.notes.append(
+                f"GPU {g.index}: PCIe generation {row.pcie_generation_loaded} under load, {g.pcie_generation_max} is possible"
+            )
+        if row.tflops and not any(row.tflops_of_peak.values()):
+            result.notes.append(
+                f"GPU {g.index}: {g.name} is not in the table of published peaks; its rates were not judged"
+            )
+
+    def table(self, result: Result, ascii_only: bool = False) -> Table:
+        none = "-" if ascii_only else "–"
+        table = Table(
+            [
+                "gpu",
+                "name",
+                "memory",
+                "C",
+                "W",
+                "SM MHz",
+                "fp32",
+                "tf32",
+                "bf16",
+                "fp16 TFLOP/s",
+                "of peak",
+                "mem GB/s",
+                "of peak",
+                "h2d",
+                "d2h GB/s",
+            ],
+            left={1},
+        )
+        for r in result.rows:
+            f = r.facts
+            table.rows.append(
+                [
+                    str(f["index"]),
+                    f["name"],
+                    size_text(f["memory_total_bytes"]) if f["memory_total_bytes"] else none,
+                    _or(f["temperature_c"], none),
+                    _or(f["power_w"], none),
+                    _or(f["sm_clock_mhz"], none),
+                    *(f"{r.tflops[t]:.0f}" if t in r.tflops else none for t in _ELEMENT_TYPES),
+                    f"{r.tflops_of_peak['bfloat16']:.0%}" if r.tflops_of_peak.get("bfloat16") else none,
+                    f"{r.memory_gbps:.0f}" if r.memory_gbps else none,
+                    f"{r.memory_of_peak:.0%}" if r.memory_of_peak else none,
+                    f"{r.host_to_device_gbps['pinned']:.1f}" if r.host_to_device_gbps else none,
+                    f"{r.device_to_host_gbps['pinned']:.1f}" if r.device_to_host_gbps else none,
+                ]
+            )
+        return table
+
+    def headline(self, result: Result) -> str:
+        rows: list[GpuRow] = result.rows
+        rates = [r.tflops["bfloat16"] for r in rows if "bfloat16" in r.tflops]
+        text = f"{len(rows)} x {rows[0].facts['name']}"
+        return text + (f", bf16 {min(rates):.0f}–{max(rates):.0f} TFLOP/s" if rates else "")
+
+
+def _or(value: Any, none: str) -> str:
+    return none if value is None else f"{value:.0f}"
+
+
+def _median_seconds(device: torch.device, work: Callable[[], object], seconds: float, warm_up: int = 3) -> float:
+    """Median time of `work` by CUDA events, on the device's own clock, over about `seconds`."""
+    for _ in range(warm_up):
+        work()
+    torch.cuda.synchronize(device)
+    times: list[float] = []
+    end = time.monotonic() + seconds
+    while len(times) < 5 or (time.monotonic() < end and len(times) < 200):
+        begin, finish = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        finish.record()
+        finish.synchronize()
+        times.append(begin.elapsed_time(finish) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def matmul_tflops(device: torch.device, dtype: str, seconds: float, n: int = 8192) -> float | None:
+    """TFLOP/s (10^12) of an n x n product: 2 n^3 / t. Random data: zeros draw less power and run faster.
+
+    Args:
+        dtype: A torch type's name, or `tf32`: float32 with TensorFloat-32 allowed.
+    """
+    kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    if dtype in ("tf32", "bfloat16") and torch.cuda.get_device_capability(device)[0] < 8:
+        return None
+    n = n // 2 if dtype == "float32" else n
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        a = torch.randn(n, n, device=device).to(kind)
+        b = torch.randn(n, n, device=device).to(kind)
+        out = torch.empty_like(a)
+        return 2 * n**3 / _median_seconds(device, lambda: torch.mm(a, b, out=out), seconds) / 1e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def memory_gbps(device: torch.device, seconds: float, size_bytes: int = 2**30) -> float:
+    """Device memory bandwidth, GB/s, of a copy on the device: bytes read and written."""
+    source = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size_bytes / _median_seconds(device, lambda: target.copy_(source), seconds) / 1e9
+
+
+def copy_gbps(device: torch.device, pinned: bool, to_device: bool, seconds: float, size_bytes: int = 2**28) -> float:
+    """Host-to-device or device-to-host copy, GB/s, from page-locked or pageable memory."""
+    host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    source, target = (host, there) if to_device else (there, host)
+    return size_bytes / _median_seconds(device, lambda: target.copy_(source, non_blocking=pinned), seconds) / 1e9
+
+
+def peer_gbps(source: torch.device, target: torch.device, seconds: float, size_bytes: int = 2**28) -> float:
+    """Copy from one GPU to another, GB/s."""
+    a = torch.empty(size_bytes, dtype=torch.uint8, device=source)
+    b = torch.empty(size_bytes, dtype=torch.uint8, device=target)
+    return size_bytes / _median_seconds(source, lambda: b.copy_(a, non_blocking=True), seconds) / 1e9
+
+
+PROBE = Gpu()
+
+if __name__ == "__main__":
+    sys.exit(main(name=PROBE.name))
