@@ -1,0 +1,217 @@
+"""The fault collection: its manifest, and starting one of its jobs so that nothing of it can outlive the bench.
+
+A collection is a folder with `manifest.json` and the jobs it names; `tests/faults/README.md` describes the format.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+import psutil
+
+from distdiag.errors import DistdiagError, ExitCode
+
+# what a launcher above us has set, and a job would obey
+_LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "SLURM_")
+MARK = "DISTDIAG_BENCH_JOB"  # in the environment of all that a job starts, however often it changes its session
+
+interrupted = threading.Event()  # set on Ctrl-C: jobs run in threads, which no signal reaches
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank stands once the fault is complete."""
+
+    rank: int
+    role: Literal["culprit", "victim", "cycle"]
+    file: str  # relative to the manifest's folder
+    line: int
+    last_line: int | None = None  # of a range where any line is right: a loop that never ends
+    code: str | None = None  # text of that line, so that an edited job is noticed
+    state: str | None = None
+    op: str | None = None
+
+    def covers(self, line: int | None) -> bool:
+        return line is not None and self.line <= line <= (self.last_line or self.line)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job does without distdiag."""
+
+    type: Literal["hang", "crash", "ok"]
+    message: str | None = None
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """What a right diagnosis says; a finding is right where kind, cause and culprits all agree."""
+
+    kinds_any_or_all: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()  # any of these; empty: not judged
+    culprits: tuple[int, ...] = ()
+    culprits_any: tuple[tuple[int, ...], ...] = ()  # as good as `culprits`, where people would differ
+    tolerated: tuple[str, ...] = ()  # kinds that may stand beside it: true of the job, and not its fault
+    nothing_else_of_severity: str = "warning or above"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One job of a collection."""
+
+    name: str
+    nproc: int
+    faulty: bool
+    diagnosis: str
+    plain_outcome: Outcome
+    expected: Expected
+    positions: tuple[Position, ...] = ()
+    unused_parameters: dict[str, tuple[str, ...]] | None = None
+    launch: Literal["torchrun", "python"] = "torchrun"  # python: the script spawns its ranks itself
+    file: str | None = None  # default jobs/NAME.py
+    subsets: tuple[str, ...] = ()
+    deadline_s: float | None = None  # from launch; default by `faulty`
+
+    @property
+    def path(self) -> str:
+        return self.file or f"jobs/{self.name}.py"
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds from launch after which an expected finding counts as missed, or a healthy job as stuck."""
+        return self.deadline_s or (60.0 if self.faulty else 120.0)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    jobs: tuple[Job, ...]
+    about: str = ""
+
+
+def load(manifest: Path) -> Manifest:
+    """Read a manifest and see that its jobs exist.
+
+    Raises:
+        DistdiagError: the file is missing, is not a manifest, or names a job that is not there.
+    """
+    try:
+        found = msgspec.json.decode(manifest.read_bytes(), type=Manifest)
+    except OSError as e:
+        raise DistdiagError(
+            f"no fault collection at {manifest} ({e.strerror})",
+            "run it in a clone of the repository, or name one: `distdiag bench faults --manifest FILE`",
+        ) from e
+    except msgspec.DecodeError as e:
+        raise DistdiagError(
+            f"{manifest} is not a manifest of fault jobs: {e}",
+            "tests/faults/README.md describes the format",
+        ) from e
+    for job in found.jobs:
+        if not (manifest.parent / job.path).is_file():
+            raise DistdiagError(
+                f"job '{job.name}' of {manifest} has no file {manifest.parent / job.path}",
+                'correct its name, or give its path as "file", relative to the manifest',
+                ExitCode.USAGE,
+            )
+    return found
+
+
+def command(job: Job, script: Path, run_dir: Path | None) -> list[str]:
+    """The command line of a job; `run_dir` None runs it without distdiag."""
+    inner = [str(script)] if run_dir is None else ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]
+    if job.launch == "python":
+        return [sys.executable, *inner]
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        "--standalone", "--nproc-per-node", str(job.nproc), *inner,
+    ]  # fmt: skip
+
+
+class Running:
+    """A started job: its process, its output, and the processes that carry its mark."""
+
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, log: Path, workdir: Path) -> None:
+        self.process = process
+        self.mark = mark
+        self.log = log
+        self.workdir = workdir
+        self.started_unix_s = time.time()
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def age_s(self) -> float:
+        return time.time() - self.started_unix_s
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive that this job started, its own sessions and orphans included."""
+        return [p for p in psutil.process_iter() if _marked(p, self.mark)]
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+    except (psutil.Error, OSError):
+        return False
+
+
+@contextmanager
+def started(
+    job: Job, script: Path, workdir: Path, run_dir: Path | None, extra_env: dict[str, str] | None = None
+) -> Iterator[Running]:
+    """Start `job` in `workdir` and kill all that is left of it on the way out.
+
+    Its standard input is a pipe that stays open and silent, as under a scheduler. torchrun and the monitor start
+    sessions of their own, so that killing one process group is not enough: what carries the mark is killed.
+    """
+    mark = uuid.uuid4().hex
+    inherited = ("DISTDIAG_RUN_DIR", "TORCHELASTIC_", "TORCH_NCCL_", "PYTEST_", "PYTHONWARNINGS", *_LAUNCHER)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(extra_env or {}), MARK: mark}
+    log = workdir / "job.log"
+    out: IO[bytes]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(job, script, run_dir),
+            cwd=workdir,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        running = Running(process, mark, log, workdir)
+        try:
+            yield running
+        finally:
+            _kill(running)
+
+
+def _kill(running: Running) -> None:
+    try:
+        os.killpg(running.process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    deadline = time.monotonic() + 5.0
+    while left := running.processes():  # again: a process may have forked between the look and the kill
+        for p in left:
+            try:
+                p.kill()
+            except psutil.Error:
+                pass
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    running.process.wait()
+    if running.process.stdin is not None:
+        running.process.stdin.close()

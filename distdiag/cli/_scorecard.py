@@ -1,0 +1,226 @@
+"""One fault job under distdiag, and how right what it said was."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from distdiag.cli._fault_jobs import Expected, Job, Running, interrupted, started
+from distdiag.diagnosis.findings import Finding, Severity, at_least
+from distdiag.store.reader import RunUnreadable, open_run
+
+POLL_S = 0.1
+SETTLE_S = 3.0  # after the right finding: what else does it say?
+PART_RIGHT_S = 8.0  # after a finding of the right kind with the wrong ranks or lines: does it get it right?
+CLOSE_S = 8.0  # the monitor's last words, after the job has ended
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """What was expected of one run of one job, and what came. None: not applicable."""
+
+    name: str
+    faulty: bool
+    nproc: int
+    expected: str
+    got: str  # the finding judged, "kind/cause ranks"; "–" where there is none
+    found: bool | None = None
+    right_cause: bool | None = None
+    right_culprits: bool | None = None
+    lines_right: int = 0
+    lines_expected: int = 0
+    fault_to_finding_s: float | None = None  # by the times in run.db; see `fault_time_s`
+    launch_to_finding_s: float | None = None  # by this process's clock
+    false_findings: list[str] = []
+    problem: str | None = None  # the job itself went wrong: no run.db, a healthy job that failed
+    exit_code: int | None = None  # None: ended by us
+    seconds: float = 0.0
+    findings: list[Finding] = []
+    run_dir: str | None = None
+
+    @property
+    def right(self) -> bool:
+        """Lines are judged over the whole collection, by `line_share`."""
+        said = all(x is not False for x in (self.found, self.right_cause, self.right_culprits))
+        return said and not self.false_findings and self.problem is None
+
+
+class Observed(msgspec.Struct, kw_only=True):
+    """The contents of a run.db that the scorecard judges."""
+
+    findings: tuple[Finding, ...] = ()
+    waits_began_s: tuple[float, ...] = ()  # of the ranks that sit in a wait now
+    closed: bool = False
+    readable: bool = False
+
+
+def observe(run_dir: Path) -> Observed:
+    """The findings so far; empty where there is no database yet."""
+    try:
+        with open_run(run_dir) as run:
+            waits = run.query(
+                "SELECT t_s - waiting_age_s FROM rank WHERE waiting_op IS NOT NULL AND waiting_age_s IS NOT NULL"
+            )
+            return Observed(
+                findings=run.findings(),
+                waits_began_s=tuple(w for (w,) in waits if w is not None),
+                closed=run.meta.get("ended_s") is not None,
+                readable=True,
+            )
+    except RunUnreadable:
+        return Observed()
+
+
+def accepted_culprits(expected: Expected) -> list[set[int]]:
+    return [set(expected.culprits), *(set(c) for c in expected.culprits_any)]
+
+
+def lines(job: Job, folder: Path, finding: Finding) -> tuple[int, int]:
+    """How many of the culprits' (or the cycle's) places the finding names, of how many."""
+    wanted = [p for p in job.positions if p.role != "victim"]
+    places = [*finding.where, *finding.waiting]
+    right = 0
+    for p in wanted:
+        path = (folder / p.file).resolve()
+        right += any(
+            w.rank == p.rank and w.file is not None and Path(w.file).resolve() == path and p.covers(w.line)
+            for w in places
+        )
+    return right, len(wanted)
+
+
+def best(job: Job, folder: Path, findings: Sequence[Finding]) -> Finding | None:
+    """The finding nearest to what was expected; None where none is of an expected kind."""
+    e = job.expected
+    of_kind = [f for f in findings if f.kind in e.kinds_any_or_all]
+    return max(
+        of_kind,
+        key=lambda f: (
+            set(f.culprits) in accepted_culprits(e),
+            not e.causes or f.cause in e.causes,
+            lines(job, folder, f)[0],
+            f.cleared_s is None,
+        ),
+        default=None,
+    )
+
+
+def false_findings(job: Job, findings: Sequence[Finding]) -> list[str]:
+    """Findings of severity warning or above that are not true of the job: other kinds, or other ranks accused."""
+    e = job.expected
+    false = []
+    for f in findings:
+        if not at_least(f.severity, Severity.WARNING) or f.kind in e.tolerated:
+            continue
+        if f.kind in e.kinds_any_or_all and set(f.culprits) in accepted_culprits(e):
+            continue
+        false.append(f"{short(f)}{' (withdrawn)' if f.cleared_s is not None else ''}")
+    return false
+
+
+def short(f: Finding) -> str:
+    ranks = ",".join(map(str, f.culprits)) or "–"
+    return f"{f.kind}/{f.cause or '–'} {ranks}"
+
+
+def fault_time_s(finding: Finding, observed: Observed) -> float | None:
+    """When the fault was complete, seconds since the run began.
+
+    A deadlock or mismatch is complete when the last of the waiting ranks began to wait; run.db has these moments from
+    the ranks' own clocks, independent of when the diagnosis looked. Otherwise: when it was first seen.
+    """
+    if finding.kind in ("deadlock", "mismatch") and observed.waits_began_s:
+        began = max(observed.waits_began_s)
+        if finding.detected_s is None or began <= finding.detected_s:
+            return began
+    return finding.first_seen_s
+
+
+def score(job: Job, folder: Path, observed: Observed) -> Score:
+    """Judge what was observed against the manifest."""
+    e = job.expected
+    kinds = "|".join(e.kinds_any_or_all)
+    causes = "|".join(e.causes)
+    ranks = ",".join(map(str, e.culprits)) or "–"
+    s = Score(
+        name=job.name,
+        faulty=job.faulty,
+        nproc=job.nproc,
+        expected=f"{kinds}{'/' + causes if causes else ''} {ranks}" if job.faulty else "nothing",
+        got="–",
+        false_findings=false_findings(job, observed.findings),
+        findings=list(observed.findings),
+    )
+    if not job.faulty:
+        return s
+    f = best(job, folder, observed.findings)
+    s.found = f is not None
+    s.lines_expected = sum(p.role != "victim" for p in job.positions)
+    if f is None:
+        return s
+    s.got = short(f)
+    s.right_culprits = set(f.culprits) in accepted_culprits(e)
+    s.right_cause = f.cause in e.causes if e.causes else None
+    s.lines_right = lines(job, folder, f)[0]
+    fault_s = fault_time_s(f, observed)
+    if f.detected_s is not None and fault_s is not None:
+        s.fault_to_finding_s = round(f.detected_s - fault_s, 2)
+    return s
+
+
+def run_job(job: Job, folder: Path, keep: Path | None = None) -> Score:
+    """Start one job under distdiag, watch its run.db until the case is clear, end it, and judge.
+
+    Args:
+        keep: Folder in which the run directory and the output are kept as NAME/; default: nothing is kept.
+    """
+    with tempfile.TemporaryDirectory(prefix="distdiag-bench-") as tmp:
+        root = Path(tmp) if keep is None else keep / job.name
+        work, run_dir = root / "work", root / "run"
+        work.mkdir(parents=True, exist_ok=True)
+        with started(job, (folder / job.path).resolve(), work, run_dir) as running:
+            observed, found_at = _watch(job, folder, running, run_dir)
+            seconds = running.age_s()
+            exit_code = running.process.poll()
+        result = score(job, folder, observed)
+        result.seconds = round(seconds, 1)
+        result.exit_code = exit_code
+        result.launch_to_finding_s = None if found_at is None else round(found_at, 1)
+        result.run_dir = None if keep is None else str(run_dir)
+        if not observed.readable:
+            tail = [line for line in running.output().splitlines() if line.strip()][-1:]
+            result.problem = f"no run.db: {tail[0][:160] if tail else 'no output'}"
+        elif not job.faulty and exit_code != 0:
+            result.problem = (
+                f"exit code {exit_code}" if exit_code is not None else f"not ended after {job.limit_s:.0f} s"
+            )
+        return result
+
+
+def _watch(job: Job, folder: Path, running: Running, run_dir: Path) -> tuple[Observed, float | None]:
+    """Poll until the right finding has settled, the job and its monitor have ended, or the limit is reached."""
+    found_at = right_at = ended_at = None
+    while True:
+        ended_at = ended_at or (time.monotonic() if running.ended else None)
+        observed = observe(run_dir)
+        now = time.monotonic()
+        if job.faulty and (f := best(job, folder, observed.findings)) is not None:
+            found_at = found_at or (now, running.age_s())
+            now_score = score(job, folder, observed)
+            if now_score.right and now_score.lines_right == now_score.lines_expected and f.cleared_s is None:
+                right_at = right_at or now
+            # a crash is judged by all that was said to its end: victims of it must not be accused later
+            if job.plain_outcome.type != "crash":
+                if right_at is not None and now - right_at > SETTLE_S:
+                    break
+                if job.plain_outcome.type == "hang" and now - found_at[0] > PART_RIGHT_S:
+                    break
+        if ended_at is not None and (observed.closed or now - ended_at > CLOSE_S):
+            break
+        if running.age_s() > job.limit_s or interrupted.is_set():
+            break
+        time.sleep(POLL_S)
+    return observe(run_dir), None if found_at is None else found_at[1]

@@ -1,0 +1,244 @@
+"""`distdiag bench faults`: run the fault collection and print the scorecard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+if TYPE_CHECKING:
+    from distdiag.cli._fault_jobs import Job
+    from distdiag.cli._plain_check import PlainResult
+    from distdiag.cli._scorecard import Score
+
+LINES_WANTED = 0.95  # of the culprits' lines, over the whole collection
+
+_T = TypeVar("_T")
+
+
+@click.group()
+def command() -> None:
+    """Measure distdiag itself."""
+
+
+def _manifest(manifest: Path | None, jobs: Path | None) -> Path:
+    if manifest is not None:
+        return manifest
+    if jobs is not None:
+        return jobs / "manifest.json" if jobs.name != "jobs" else jobs.parent / "manifest.json"
+    import distdiag
+
+    here = Path("tests/faults/manifest.json")
+    return here if here.is_file() else Path(distdiag.__file__).resolve().parents[1] / here
+
+
+def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) -> list[Job]:
+    names = {n for group in only for n in group.split(",") if n}
+    unknown = sorted(names - {j.name for j in jobs})
+    if unknown:
+        raise DistdiagError(
+            f"no job named '{unknown[0]}' in this collection", "`distdiag bench faults --list` shows the names"
+        )
+    chosen = [j for j in jobs if (not names or j.name in names) and (subset is None or subset in j.subsets)]
+    if not chosen:
+        raise DistdiagError(
+            f"no job of this collection is in the subset '{subset}'", "leave out --subset, or name another"
+        )
+    return chosen
+
+
+@command.command("faults")
+@click.option("--only", multiple=True, metavar="NAME[,NAME…]", help="Only these jobs (repeatable).")
+@click.option("--subset", metavar="WORD", help="Only jobs of this subset, e.g. ci.")
+@click.option("--jobs", type=click.Path(path_type=Path), help="Folder of another collection (holds manifest.json).")
+@click.option("--manifest", type=click.Path(path_type=Path), help="Manifest of another collection.")
+@click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Run each job so often.")
+@click.option(
+    "--parallel", default=1, show_default=True, type=click.IntRange(1), help="Jobs at once; times suffer from it."
+)
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep run directories and outputs in this new folder.")
+@click.option("--plain", is_flag=True, help="Check the collection: run without distdiag, compare with the manifest.")
+@click.option("--list", "list_only", is_flag=True, help="Only list the jobs.")
+@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.bench/1.")
+def faults(
+    only: tuple[str, ...],
+    subset: str | None,
+    jobs: Path | None,
+    manifest: Path | None,
+    repeat: int,
+    parallel: int,
+    keep: Path | None,
+    plain: bool,
+    list_only: bool,
+    as_json: bool,
+) -> int:
+    """Run faulty and healthy jobs under distdiag and print how right it was.
+
+    Each job is a real torchrun job with a known diagnosis: was the fault found, is its kind right, are the ranks right,
+    is the line right, how many seconds after the fault, and is anything said that is not true of the job.
+
+    Exit codes: 0 all of it right (95 % of the lines), 1 not, 2 bad option or manifest.
+    """
+    from distdiag.cli import _fault_jobs
+
+    where = _manifest(manifest, jobs)
+    collection = _fault_jobs.load(where)
+    chosen = _chosen(collection.jobs, only, subset)
+    if list_only:
+        for j in chosen:
+            print(f"{j.name:<20} {'faulty ' if j.faulty else 'healthy'} {j.nproc}  {j.diagnosis}")
+        return int(ExitCode.OK)
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise DistdiagError(f"{keep} is not empty", "name a new folder for --keep")
+    todo = [j for _ in range(repeat) for j in chosen]
+    if plain:
+        return _plain(todo, where.parent, parallel, as_json)
+    return _scorecard(todo, where, parallel, keep, as_json)
+
+
+def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show: Callable[[_T], None]) -> list[_T]:
+    """Results in the order of `todo`, shown as they come."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    from distdiag.cli import _fault_jobs
+
+    results: dict[int, _T] = {}
+    with ThreadPoolExecutor(parallel) as pool:
+        futures = {pool.submit(one, i, job): i for i, job in enumerate(todo)}
+        try:
+            for future in as_completed(futures):
+                results[futures[future]] = future.result()
+                show(results[futures[future]])
+        except BaseException:
+            _fault_jobs.interrupted.set()  # what runs ends its job on its way out
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [results[i] for i in range(len(todo))]
+
+
+def _plain(todo: list[Job], folder: Path, parallel: int, as_json: bool) -> int:
+    import msgspec
+
+    from distdiag.cli import _plain_check
+
+    def show(r: PlainResult) -> None:
+        print(f"{'ok ' if not r.problems else 'BAD'} {r.name:<20} {r.outcome:<6} {r.seconds:6.1f} s", file=out)
+        for p in r.problems:
+            print(f"      {p}", file=out)
+        out.flush()
+
+    out = sys.stderr if as_json else sys.stdout
+    results = _in_turn(todo, parallel, lambda _, job: _plain_check.check(job, folder), show)
+    if as_json:
+        print(msgspec.json.encode({"schema": "distdiag.bench/1", "plain": results}).decode())
+    wrong = sum(bool(r.problems) for r in results)
+    print(f"{len(results) - wrong} of {len(results)} jobs do what their manifest says", file=out)
+    return int(ExitCode.FAILED if wrong else ExitCode.OK)
+
+
+def _scorecard(todo: list[Job], manifest: Path, parallel: int, keep: Path | None, as_json: bool) -> int:
+    import msgspec
+
+    from distdiag.cli import _scorecard
+
+    def one(i: int, job: Job) -> Score:
+        place = None if keep is None else keep if names.count(job.name) == 1 else keep / f"{i:03d}"
+        return _scorecard.run_job(job, manifest.parent, place)
+
+    def show(s: Score) -> None:
+        for text in _rows(s):
+            print(text, file=out, flush=True)
+
+    names = [j.name for j in todo]
+    out = sys.stderr if as_json else sys.stdout
+    print(f"{'':3} {'job':<18} {'found':<34} {'lines':>5} {'fault→':>7} {'launch→':>8}  {'wrong'}", file=out)
+    results = _in_turn(todo, parallel, one, show)
+    summary = summarise(results)
+    if as_json:
+        print(
+            msgspec.json.encode(
+                {"schema": "distdiag.bench/1", "manifest": str(manifest), "jobs": results, "summary": summary}
+            ).decode()
+        )
+    for text in _summary_lines(summary):
+        print(text, file=out)
+    return int(ExitCode.OK if summary["all_right"] else ExitCode.FAILED)
+
+
+def _rows(s: Score) -> list[str]:
+    wrong = []
+    if s.found is False:
+        wrong.append(f"missed, expected {s.expected}")
+    elif s.right_culprits is False or s.right_cause is False:
+        wrong.append(f"expected {s.expected}")
+    if s.problem:
+        wrong.append(s.problem)
+    wrong += [f"false: {f}" for f in s.false_findings]
+    place = f"{s.lines_right}/{s.lines_expected}" if s.lines_expected else "–"
+    after = f"{s.fault_to_finding_s:.1f} s" if s.fault_to_finding_s is not None else "–"
+    launch = f"{s.launch_to_finding_s:.1f} s" if s.launch_to_finding_s is not None else "–"
+    head = f"{'ok ' if s.right else 'BAD'} {s.name:<18} {s.got:<34} {place:>5} {after:>7} {launch:>8}  "
+    return [head + (wrong[0] if wrong else ""), *(" " * len(head) + w for w in wrong[1:])]
+
+
+def quantile(values: list[float], q: float) -> float | None:
+    """The smallest value that at least a share `q` of `values` does not exceed; None of nothing."""
+    import math
+
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else None
+
+
+def summarise(results: list[Score]) -> dict[str, int | float | bool | None]:
+    """Counts over all runs; `all_right` is what the exit code says."""
+    faulty = [s for s in results if s.faulty]
+    healthy = [s for s in results if not s.faulty]
+    expected, right = sum(s.lines_expected for s in faulty), sum(s.lines_right for s in faulty)
+    proofs = [
+        s.fault_to_finding_s
+        for s in faulty
+        if s.fault_to_finding_s is not None and s.got.startswith(("deadlock", "mismatch"))
+    ]
+    share = right / expected if expected else None
+    return {
+        "faulty": len(faulty),
+        "found": sum(s.found is True for s in faulty),
+        "right_cause": sum(s.found is True and s.right_cause is not False for s in faulty),
+        "right_culprits": sum(s.right_culprits is True for s in faulty),
+        "lines_expected": expected,
+        "lines_right": right,
+        "line_share": share,
+        "faulty_with_false_findings": sum(bool(s.false_findings) for s in faulty),
+        "healthy": len(healthy),
+        "healthy_clean": sum(s.right for s in healthy),
+        "deadlocks_timed": len(proofs),
+        "deadlock_to_finding_p50_s": quantile(proofs, 0.5),
+        "deadlock_to_finding_p95_s": quantile(proofs, 0.95),
+        "problems": sum(s.problem is not None for s in results),
+        "all_right": all(s.right for s in results) and (share is None or share >= LINES_WANTED),
+    }
+
+
+def _summary_lines(s: dict[str, int | float | bool | None]) -> list[str]:
+    out = []
+    if s["faulty"]:
+        out.append(
+            f"faulty   {s['faulty']}: found {s['found']}, right cause {s['right_cause']}, right ranks {s['right_culprits']},"
+            f" lines {s['lines_right']} of {s['lines_expected']}, false findings beside it in {s['faulty_with_false_findings']}"
+        )
+    if s["healthy"]:
+        out.append(f"healthy  {s['healthy']}: nothing said of {s['healthy_clean']}")
+    if s["deadlocks_timed"]:
+        out.append(
+            f"deadlocks and mismatches, fault to finding: median {s['deadlock_to_finding_p50_s']:.2f} s,"
+            f" 95 % within {s['deadlock_to_finding_p95_s']:.2f} s (n = {s['deadlocks_timed']})"
+        )
+    if s["problems"]:
+        out.append(f"{s['problems']} jobs did not run as they should")
+    out.append("all right" if s["all_right"] else "not all right")
+    return out
