@@ -20,30 +20,36 @@ RANK_ZERO_GRACE_S = 20.0  # for rank 0 to say what is wrong before another rank'
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the job and end the process with a code of the contract."""
-    rank = int(os.environ.get("RANK", "0") or 0)
-    _interruptible()
-    code: int = ExitCode.OK
     try:
-        if rank != 0:  # `--help` is asked of every rank, and one answer is enough
-            argv_help = sys.argv[1:] if argv is None else argv
-            if "-h" in argv_help or "--help" in argv_help:
-                leave(ExitCode.OK)
+        _interruptible()
+        code = _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # in between
+        code = int(ExitCode.INTERRUPTED)
+    leave(code)
+
+
+def _run(argv: Sequence[str]) -> int:
+    rank = int(os.environ.get("RANK", "0") or 0)
+    if rank != 0 and ("-h" in argv or "--help" in argv):  # asked of every rank; one answer is enough
+        return ExitCode.OK
+    try:
         config = parse_arguments(argv)
         from distdiag.train.loop import train
 
         train(config)
     except DistdiagError as e:
-        code = _refuse(e, rank)
+        return _refuse(e, rank)
     except KeyboardInterrupt:
-        code = ExitCode.INTERRUPTED
         if rank == 0:
             print("distdiag: interrupted; go on from a checkpoint with --resume DIR", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else ExitCode.OK
+        return e.code if isinstance(e.code, int) else ExitCode.OK
     except BaseException as e:
+        _ignore_interrupts()  # the launcher ends all ranks when one fails; this one has something to say first
         sys.excepthook(type(e), e, e.__traceback__)  # the recorder's, if it is on: it notes the exception, then prints
-        code = ExitCode.FAILED
-    leave(code)
+        return ExitCode.FAILED
+    return ExitCode.OK
 
 
 def leave(code: int) -> NoReturn:
@@ -53,6 +59,7 @@ def leave(code: int) -> NoReturn:
     that asks for it while the interpreter is finalised is unwound by force: "terminate called without an active
     exception", SIGABRT (https://github.com/pytorch/pytorch/pull/179291). So: exit functions, flush, out.
     """
+    _ignore_interrupts()
     try:
         atexit._run_exitfuncs()
     except BaseException as e:
@@ -74,6 +81,11 @@ def _refuse(error: DistdiagError, rank: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     time.sleep(RANK_ZERO_GRACE_S)
     return code
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _interruptible() -> None:

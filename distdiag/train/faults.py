@@ -153,7 +153,7 @@ class Faults:
             if fault.place == "forward":
                 model.register_forward_pre_hook(lambda *_, s=fault.duration_s: time.sleep(s))
             elif fault.place == "backward":
-                model.register_full_backward_pre_hook(lambda *_, s=fault.duration_s: time.sleep(s))
+                model.register_forward_hook(lambda _m, _i, outputs, s=fault.duration_s: _slow_gradient(outputs, s))
         return model
 
     def apply_to_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,6 +178,11 @@ def write_statistics(duration_s: float) -> None:
     end = time.monotonic() + duration_s
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, 0.05))
+
+
+def _slow_gradient(outputs: Any, duration_s: float) -> None:
+    if outputs.requires_grad:
+        outputs.register_hook(lambda _: time.sleep(duration_s))
 
 
 def corrupt(images: torch.Tensor) -> torch.Tensor:

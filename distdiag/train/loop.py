@@ -181,6 +181,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         ended = step >= total_steps
         if config.validate_every and (ended or (epoch + 1) % config.validate_every == 0):
             with recorder.phase("validate"):
+                ranks.barrier()  # communication: every rank has ended the epoch
                 broadcast_buffers(network, ranks)  # communication: rank 0's running statistics to all
                 test_loss, accuracy = validate(config, ranks, network, pixels.test, amp)
             progress.validated(epoch, step, test_loss, accuracy)
@@ -331,7 +332,8 @@ class Progress:
         self._begun = self._since = time.monotonic()
         self._samples = 0
         self._total_steps = 0
-        self._loss = self._accuracy = math.nan
+        self._loss: float | None = None
+        self._accuracy: float | None = None
 
     def _say(self, text: str, always: bool = False) -> None:
         if self._ranks.rank == 0 and (always or not self._config.quiet):
@@ -374,13 +376,13 @@ class Progress:
         self._window.zero_()
         self._since = now
         self._samples += int(count)
-        self._loss = loss / max(count, 1)
+        mean_loss = self._loss = loss / max(count, 1)
         accuracy = correct / max(count, 1)
         self._recorder.log(
-            loss=own_loss, mean_loss=self._loss, train_accuracy=accuracy, learning_rate=lr, samples_per_s=rate
+            loss=own_loss, mean_loss=mean_loss, train_accuracy=accuracy, learning_rate=lr, samples_per_s=rate
         )
         self._say(
-            f"epoch {epoch + 1}  step {step}/{self._total_steps}  loss {self._loss:.4f}  accuracy {accuracy:6.2%}  "
+            f"epoch {epoch + 1}  step {step}/{self._total_steps}  loss {mean_loss:.4f}  accuracy {accuracy:6.2%}  "
             f"lr {lr:.4f}  {rate:,.0f} samples/s"
         )
 
@@ -394,8 +396,8 @@ class Progress:
 
     def end(self, step: int, checkpoint: Path | None) -> None:
         seconds = time.monotonic() - self._begun
-        accuracy = "" if math.isnan(self._accuracy) else f", test accuracy {self._accuracy:.2%}"
-        loss = "" if math.isnan(self._loss) else f", loss {self._loss:.4f}"
+        accuracy = "" if self._accuracy is None else f", test accuracy {self._accuracy:.2%}"
+        loss = "" if self._loss is None else f", loss {self._loss:.4f}"
         written = f"; checkpoint {checkpoint}" if checkpoint else ""
         self._say(f"done: {step:,} steps in {seconds:.1f} s{loss}{accuracy}{written}", always=True)
         sys.stdout.flush()

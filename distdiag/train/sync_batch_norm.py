@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 class _Normalise(torch.autograd.Function):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var over the batches of all ranks.
 
@@ -40,10 +44,10 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, mean, var = ctx.saved_tensors
-        dy = grads[0].float()
+        dy = _at_least_float32(grads[0])
         channel = (1, -1, 1, 1)
         inverse_std = (var + ctx.eps).rsqrt()
-        x_hat = (x.float() - mean.view(channel)) * inverse_std.view(channel)
+        x_hat = (_at_least_float32(x) - mean.view(channel)) * inverse_std.view(channel)
         sum_dy = dy.sum(dim=(0, 2, 3))
         sum_dy_x_hat = (dy * x_hat).sum(dim=(0, 2, 3))
         sums = torch.cat([sum_dy, sum_dy_x_hat])
@@ -63,7 +67,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
             return super().forward(input)
         channels = input.shape[1]
         with torch.no_grad():
-            local_var, local_mean = torch.var_mean(input.float(), dim=(0, 2, 3), correction=0)
+            local_var, local_mean = torch.var_mean(_at_least_float32(input), dim=(0, 2, 3), correction=0)
             count = torch.full((1,), input.numel() / channels, dtype=torch.float64, device=input.device)
             # float64, so that mean(x²) - mean(x)² does not cancel
             mean, var = local_mean.double(), local_var.double()
@@ -73,9 +77,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
             mean = sums[:channels] / total
             var = (sums[channels:-1] / total - mean * mean).clamp_(min=0)
             self._update_running(mean, var, float(total))
-        return _Normalise.apply(
-            input, self.weight, self.bias, mean.float(), var.float(), float(total), self.eps, self.process_group
-        )  # type: ignore[return-value]
+            mean, var = mean.to(local_mean.dtype), var.to(local_var.dtype)
+        return _Normalise.apply(input, self.weight, self.bias, mean, var, float(total), self.eps, self.process_group)  # type: ignore[return-value]
 
     def _update_running(self, mean: torch.Tensor, var: torch.Tensor, total: float) -> None:
         """As nn.BatchNorm2d: the running variance is the unbiased one."""
@@ -87,16 +90,10 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert_sync_batch_norm(module: nn.Module, device: torch.device) -> nn.Module:
-    """The model with every `nn.BatchNorm2d` replaced, parameters and buffers kept: torch's layer on CUDA, ours on CPU."""
+    """The model with every `nn.BatchNorm2d` made one over all ranks: torch's layer on CUDA, ours (in place) on CPU."""
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    for name, child in module.named_children():
-        if type(child) is nn.BatchNorm2d:
-            layer = SyncBatchNorm2d(
-                child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
-            )
-            layer.load_state_dict(child.state_dict())
-            module.add_module(name, layer.train(child.training))
-        else:
-            convert_sync_batch_norm(child, device)
+    for layer in module.modules():
+        if type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats:
+            layer.__class__ = SyncBatchNorm2d  # same parameters, buffers, dtype and device; another forward
     return module
