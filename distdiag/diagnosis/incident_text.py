@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sized
 
 from distdiag.diagnosis import matching
 from distdiag.diagnosis.findings import CollectiveRef, Where, size_text
@@ -71,5 +71,5 @@ def newest_step(snapshot: Snapshot, ranks: Collection[int]) -> int | None:
     return max((snapshot.ranks[r].step for r in ranks if r in snapshot.ranks), default=0) or None
 
 
-def verb(ranks: Collection[int], one: str, many: str) -> str:
+def verb(ranks: Sized, one: str, many: str) -> str:
     return one if len(ranks) == 1 else many

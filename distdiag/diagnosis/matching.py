@@ -62,6 +62,11 @@ def op_name(op: str) -> str:
     return _CANONICAL.get(bare, bare)
 
 
+def needs_everybody(op: str) -> bool:
+    """True for operations that complete nowhere before every member has issued them; not so rooted ones."""
+    return _FAMILY.get(op.rpartition(":")[2]) in ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
+
+
 def dtype_name(dtype: str | None) -> str | None:
     """Python's name of a scalar type: `Float`, `torch.float32` and `float32` are one."""
     if not dtype:

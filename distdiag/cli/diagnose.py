@@ -1,0 +1,165 @@
+"""`distdiag diagnose`: the verdict on a run, or on flight-recorder dumps from any cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+if TYPE_CHECKING:
+    from distdiag.diagnosis.findings import Finding, Report
+
+_COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def _of_dumps(targets: tuple[str, ...]) -> Report:
+    from distdiag.diagnosis.dumps import NoDumps, diagnose_dumps
+    from distdiag.diagnosis.text import printable
+
+    try:
+        return diagnose_dumps(targets)
+    except NoDumps as e:
+        if not e.report.bad:
+            what = f"no flight-recorder dump in {', '.join(targets)}"
+        else:
+            path, reason = e.report.bad[0]
+            more = f" (and {len(e.report.bad) - 1} more)" if len(e.report.bad) > 1 else ""
+            what = f"{path}: {reason}{more}"
+        raise DistdiagError(
+            printable(what),
+            "give the directory that TORCH_NCCL_DEBUG_INFO_TEMP_FILE points to, its files, or a run directory",
+            ExitCode.NO_DATA if not e.report.bad else ExitCode.USAGE,
+            "no_dumps",
+        ) from e
+
+
+def _of_run(target: str | None) -> Report:
+    from distdiag.store import rundir
+    from distdiag.store.reader import open_run
+
+    path = rundir.resolve(target)
+    with open_run(path) as run:
+        report = run.report()
+    if not report.ranks_seen:
+        raise DistdiagError(
+            f"no rank has written to {path} yet",
+            "wait for the job to start; `distdiag tui` shows it as it does",
+            ExitCode.NO_DATA,
+            "no_rank",
+        )
+    return report
+
+
+def _is_run(target: str) -> bool:
+    from distdiag.store import rundir
+
+    path = Path(target)
+    if path.name == rundir.DATABASE:
+        return True
+    if not path.is_dir():
+        return False
+    return bool(rundir.attempts(path)) or ((path / "latest").is_dir() and bool(rundir.attempts(path / "latest")))
+
+
+def _report(targets: tuple[str, ...]) -> Report:
+    if not targets:
+        return _of_run(None)
+    if len(targets) == 1 and _is_run(targets[0]):
+        return _of_run(targets[0])
+    absent = [t for t in targets if not Path(t).exists()]
+    if absent:
+        raise DistdiagError(
+            f"{absent[0]}: no such file or directory",
+            "give a run directory, a directory of flight-recorder dumps, or dump files",
+            ExitCode.NO_DATA if len(targets) == 1 else ExitCode.USAGE,
+            "no_run",
+        )
+    mixed = [t for t in targets if _is_run(t)]
+    if mixed:
+        raise DistdiagError(f"{mixed[0]} is a run, and was given beside other files", "give one run, or only dumps")
+    return _of_dumps(targets)
+
+
+def verdict(report: Report) -> str:
+    """One line: the state of the job, and who is to blame for it."""
+    from distdiag.diagnosis.findings import Severity, rank_list
+
+    standing = [f for f in report.findings if f.cleared_s is None]
+    world = "?" if report.world_size is None else f"{report.world_size:,}"
+    seen = f"{report.ranks_seen:,} of {world} ranks seen"
+    counts = [
+        f"{n} {word}{'s' if n > 1 and word != 'info' else ''}"
+        for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
+        if (n := sum(f.severity == s for f in standing))
+    ]
+    if not counts:
+        gone = sum(f.cleared_s is not None for f in report.findings)
+        return f"{report.state}: nothing found, {seen}" + (f"; {gone} that went away" if gone else "")
+    culprits = sorted({r for f in standing if f.severity == Severity.ERROR for r in f.culprits})
+    blame = f"; look at {rank_list(culprits)} first" if culprits else ""
+    return f"{report.state}: {', '.join(counts)}{blame} ({seen})"
+
+
+def _print_text(report: Report, ascii: bool) -> None:
+    from distdiag.diagnosis.findings import Severity
+    from distdiag.diagnosis.text import finding_lines, printable
+
+    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+    plain = ascii or not encoding.startswith("utf")
+    colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or bool(os.environ.get("FORCE_COLOR"))
+    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
+
+    def show(line: str) -> str:
+        return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
+
+    print(show(verdict(report)))
+    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    for f in sorted(report.findings, key=lambda f: (f.cleared_s is not None, order.index(Severity(f.severity)))):
+        print()
+        for i, line in enumerate(finding_lines(f, ascii=plain, width=width)):
+            print(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line)
+    if report.notes:
+        print()
+        for note in report.notes:
+            print(show(f"note: {printable(note)}"))
+
+
+def _fails(findings: tuple[Finding, ...], threshold: str) -> bool:
+    from distdiag.diagnosis.findings import at_least
+
+    return threshold != "never" and any(f.cleared_s is None and at_least(f.severity, threshold) for f in findings)
+
+
+@click.command()
+@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | FILES…]", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.findings/1.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "never"]),
+    default="error",
+    show_default=True,
+    help="Exit 1 where a finding is at least this bad.",
+)
+@click.option("--ascii", "ascii", is_flag=True, help="No characters beyond ASCII.")
+def command(targets: tuple[str, ...], as_json: bool, fail_on: str, ascii: bool) -> int:
+    """The verdict on a running job, a finished one, or flight-recorder dumps from any cluster.
+
+    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, of any torch 2.x, with
+    the rank in their name or content; nothing in them is executed. A rank without a dump is said, never passed over.
+
+    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad option or file, 4 no run, no dump, no rank has written.
+    """
+    import msgspec
+
+    report = _report(targets)
+    if as_json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        _print_text(report, ascii)
+    return int(ExitCode.FAILED if _fails(report.findings, fail_on) else ExitCode.OK)

@@ -1,0 +1,457 @@
+"""Flight-recorder dumps as a snapshot, and their verdict.
+
+Ranks are compared by (group, collective_seq_id) only: record ids are per process, and rings wrap. Messages are compared
+by p2p_seq_id where both ends number them alike, else by what is in flight on either side.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis import dump_files, matching
+from distdiag.diagnosis.dump_files import DumpFile
+from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+    "complex128": 16,
+}  # fmt: skip
+SITES_UP_TO = 60_000  # entries whose call sites are all looked at; beyond that, only those of operations in flight
+
+
+@dataclass
+class LoadReport:
+    """What was read, and what was not.
+
+    Attributes:
+        files: Of each rank, the files its state comes from.
+        bad: (path, reason) of files that should have been dumps.
+        missing: Ranks of the job that left no file at all.
+        unreadable: Ranks whose only file is in `bad`.
+        others: Files beside the dumps that were not looked at.
+        notes: What else a reader should know, one line each.
+    """
+
+    files: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    missing: tuple[int, ...] = ()
+    unreadable: tuple[int, ...] = ()
+    others: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stale: tuple[int, ...] = ()  # ranks whose dump was taken earlier than others: they went on after it
+    modified_s: dict[int, float] = field(default_factory=dict)  # when each rank's file was written, on the run's clock
+    newest_s: dict[int, float] = field(default_factory=dict)  # its newest entry
+    oldest_s: dict[int, float] = field(default_factory=dict)
+
+
+def load(paths: str | Path | Iterable[str | Path]) -> tuple[Snapshot, LoadReport]:
+    """All dumps in files and directories as one snapshot; what cannot be read is in the report, the rest is used."""
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    read, bad, others = dump_files.read_all(Path(p) for p in given)
+    report = LoadReport(bad=bad, others=others)
+    by_rank: dict[int, list[DumpFile]] = {}
+    for f in read:
+        if f.rank is None:
+            report.bad.append((str(f.path), "of which rank it is cannot be told: no number in its name or content"))
+        else:
+            by_rank.setdefault(f.rank, []).append(f)
+    chosen = {r: _choose(r, files, report) for r, files in sorted(by_rank.items())}
+    report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
+    snapshot = _Builder(chosen, report).snapshot()
+    known = [f for files in chosen.values() for f in files]
+    failed = {r for path, _ in report.bad if (r := _rank_of_bad(Path(path), known)) is not None}
+    absent = [r for r, st in snapshot.ranks.items() if st.life == Life.MISSING]
+    report.unreadable = tuple(r for r in absent if r in failed)
+    report.missing = tuple(r for r in absent if r not in failed)
+    damaged = sum(f.damaged for f in known)
+    if damaged:
+        report.notes.append(f"{damaged:,} entries without group, number or name were left out")
+    return snapshot, report
+
+
+def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
+    """The rank a damaged file would have been of, by the names of its neighbours."""
+    probe = DumpFile(path, None, "", {}, {}, [])
+    beside = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
+    dump_files.name_ranks([probe, *beside])
+    return probe.rank
+
+
+def _backend(f: DumpFile) -> str:
+    name = f.entries[-1].get("profiling_name", "") if f.entries else ""
+    return name.partition(":")[0] if ":" in name else ""
+
+
+def _choose(rank: int, files: list[DumpFile], report: LoadReport) -> list[DumpFile]:
+    """One file of each recorder: the newest, where there are several of a rank."""
+    best: dict[str, DumpFile] = {}
+    for f in sorted(
+        files, key=lambda f: (bool(f.entries), f.entries[-1].get("time_created_ns", 0) if f.entries else 0)
+    ):
+        old = best.get(_backend(f))
+        if old is not None and old.entries:
+            report.notes.append(f"rank {rank} has several dumps: {f.path} is used, {old.path} is older")
+        best[_backend(f)] = f
+    if len(best) > 1:
+        best.pop("", None)  # counters only, beside a dump with entries
+    return list(best.values())
+
+
+class _Builder:
+    """Makes one snapshot of the dumps of all ranks."""
+
+    def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
+        self.chosen, self.report = chosen, report
+        self.groups: dict[str, Group] = {}
+        self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
+        self.messages: dict[int, list[tuple[str, dict[str, Any]]]] = {}  # rank -> (group, entry)
+        self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
+        self.t0_ns = 0
+        self.world_size = 0
+
+    def snapshot(self) -> Snapshot:
+        self._find_groups()
+        from_status: dict[int, dict[str, tuple[int, int]]] = {}
+        for rank, files in self.chosen.items():
+            self.positions[rank], self.messages[rank] = {}, []
+            for f in files:
+                before = len(self.messages[rank])
+                try:
+                    self._positions(rank, f)
+                except (KeyError, TypeError, ValueError, AttributeError):  # an odd entry in the middle
+                    del self.messages[rank][before:]
+                    f.entries, f.damaged = dump_files.modern(f.entries)
+                    self._positions(rank, f)
+                from_status.setdefault(rank, {}).update(self._status(rank, f))
+        with_messages = {g for ms in self.messages.values() for g, _ in ms}
+        for rank, counters in from_status.items():
+            for g, (issued, done) in counters.items():
+                if g not in self.positions[rank] and g not in with_messages and issued > 0:
+                    self.positions[rank][g] = (issued, max(done, 0))
+        floor: dict[str, int] = {}
+        for where in self.positions.values():
+            for g, (issued, done) in where.items():
+                if done < issued:
+                    floor[g] = min(floor.get(g, done + 1), done + 1)
+        self._clock()
+        self._find_stale()
+        calls = {rank: self._calls(rank, floor) for rank in self.chosen}
+        open_messages, issued_messages = self._match_messages()
+        sites = self._sites(floor)
+        ranks = {}
+        for rank in range(self.world_size):
+            if rank not in self.chosen:
+                ranks[rank] = RankState(rank=rank, life=Life.MISSING, activity="unknown")
+                continue
+            positions = self.positions[rank]
+            ranks[rank] = RankState(
+                rank=rank,
+                life=Life.RUNNING,
+                activity="unknown",
+                place=self._newest_site(rank),
+                enqueued={g: n for g, (n, _) in positions.items()},
+                completed={g: n for g, (_, n) in positions.items()},
+                calls=tuple(sorted((*calls[rank], *open_messages[rank]), key=lambda c: c.entered_s or 0.0)),
+                p2p_issued=issued_messages[rank],
+                sites=sites.get(rank, {}),
+            )
+        t = max((*self.report.newest_s.values(), 0.0))
+        return Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    def _find_groups(self) -> None:
+        """Names to groups. One name may stand for several: by backend, or (after a split) by members."""
+        members: dict[tuple[str, str], dict[int, tuple[int, ...] | None]] = {}
+        text: dict[tuple[str, str], str] = {}
+        backends: dict[str, set[str]] = {}
+        for rank, files in self.chosen.items():
+            for f in files:
+                backend = _backend(f)
+                for name, (desc, ranks) in self._named(f).items():
+                    if not f.entries and backend == "":
+                        others = backends.get(name)
+                        if others:
+                            backend = next(iter(others))
+                    backends.setdefault(name, set()).add(backend)
+                    members.setdefault((backend, name), {})[rank] = ranks
+                    if desc:
+                        text[(backend, name)] = desc
+        top = max((r for by in members.values() for ranks in by.values() for r in ranks or ()), default=-1)
+        self.world_size = max(top, max(self.chosen, default=-1)) + 1
+        for (backend, name), by_rank in members.items():
+            known = {r for r in by_rank.values() if r}
+            plain = name if len({b for b in backends[name] if b}) < 2 else f"{name}/{backend}"
+            desc = text.get((backend, name), "")
+            for rank, ranks in by_rank.items():
+                if ranks is None:
+                    fitting = [k for k in known if rank in k]
+                    ranks = fitting[0] if fitting else self._assumed(name, desc, by_rank)
+                key = plain if len(known) < 2 or ranks not in known else f"{plain}@{ranks[0]}"
+                self.keys[(rank, backend, name)] = key
+                if key not in self.groups:
+                    self.groups[key] = Group(name=key, ranks=ranks, description=desc, backend=backend)
+
+    @staticmethod
+    def _named(f: DumpFile) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+        out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
+        last = None
+        for e in f.entries:
+            group = e.get("process_group")
+            if group is last:
+                continue
+            last = group
+            if isinstance(group, (list, tuple)) and len(group) == 2 and str(group[0]) not in out:
+                out[str(group[0])] = (str(group[1]), None)
+        for number in f.status:
+            if not f.entries and not out:
+                out[f"group {number}" if number != "0" else "0"] = ("default_pg" if number == "0" else "", None)
+        return out
+
+    def _assumed(self, name: str, desc: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
+        """Members that were not recorded (gloo): everybody for the default group, else who has used it."""
+        if desc == "default_pg" or name == "0":
+            return tuple(range(self.world_size))
+        note = f"members of group {desc if desc not in ('', 'undefined') else name} were not recorded: taken to be the ranks that used it"
+        if note not in self.report.notes:
+            self.report.notes.append(note)
+        return tuple(sorted(by_rank))
+
+    # -- one rank ------------------------------------------------------------------------------------------------
+
+    def _positions(self, rank: int, f: DumpFile) -> None:
+        """Newest issued, and newest completed with all before it, of each group."""
+        backend = _backend(f)
+        gloo = backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
+        newest: dict[str, int] = {}
+        head: dict[str, int] = {}
+        messages = self.messages[rank]
+        for e in f.entries:
+            name = e["process_group"][0]
+            if e["is_p2p"]:
+                key = self.keys.get((rank, backend, name))
+                if key is not None:
+                    messages.append((key, e))
+                continue
+            seq = e["collective_seq_id"]
+            if seq > newest.get(name, -1):
+                newest[name] = seq
+            if e["state"] != "completed" and not (gloo and e["retired"]) and seq < head.get(name, seq + 1):
+                head[name] = seq
+        for name, n in newest.items():
+            key = self.keys.get((rank, backend, name))
+            if key is not None:
+                self.positions[rank][key] = (n, head[name] - 1 if name in head else n)
+
+    def _status(self, rank: int, f: DumpFile) -> dict[str, tuple[int, int]]:
+        """Counters of groups without entries, by name: by the numbers in entries, else by order of creation."""
+        backend = _backend(f)
+        names = {str(e["pg_id"]): str(e["process_group"][0]) for e in f.entries if "pg_id" in e}
+        listed = [n for n in f.groups if n]
+        if len(listed) == len(f.status) and all(n.isdigit() for n in (*listed, *f.status)):
+            in_order = dict(zip(sorted(f.status, key=int), sorted(listed, key=int), strict=True))
+            if all(in_order.get(k) == n for k, n in names.items()):
+                names = in_order
+        elif not f.entries and not listed:
+            names = {n: f"group {n}" if n != "0" else "0" for n in f.status}
+        out = {}
+        for number, counters in f.status.items():
+            key = self.keys.get((rank, backend, names.get(number, "")))
+            if key is not None:
+                out[key] = counters
+        return out
+
+    def _clock(self) -> None:
+        first: list[int] = []
+        spans: dict[int, tuple[int, int]] = {}
+        for rank, files in self.chosen.items():
+            times = [t for f in files if f.entries for e in (f.entries[0], f.entries[-1]) if (t := _ns(e)) is not None]
+            if times:
+                spans[rank] = min(times), max(times)
+                first.append(min(times))
+        self.t0_ns = min(first, default=0)
+        for rank, (low, high) in spans.items():
+            self.report.oldest_s[rank] = (low - self.t0_ns) / 1e9
+            self.report.newest_s[rank] = (high - self.t0_ns) / 1e9
+            self.report.modified_s[rank] = (max(f.modified_ns for f in self.chosen[rank]) - self.t0_ns) / 1e9
+
+    def _find_stale(self) -> None:
+        """Ranks whose dump is older than others': a collective that needs everybody completed there without it."""
+        stale: set[int] = set()
+        for key, group in self.groups.items():
+            here = {q: self.positions[q][key] for q in group.ranks if q in self.positions and key in self.positions[q]}
+            if not here:
+                continue
+            ahead = max(here, key=lambda q: here[q][1])
+            done = here[ahead][1]
+            behind = [q for q, (issued, _) in here.items() if issued < done]
+            if behind:
+                least = min(here[q][0] for q in behind)
+                between = {
+                    e["collective_seq_id"]
+                    for f in self.chosen[ahead]
+                    for e in f.entries
+                    if not e["is_p2p"]
+                    and least < e["collective_seq_id"] <= done
+                    and self.keys.get((ahead, _backend(f), e["process_group"][0])) == key
+                    and matching.needs_everybody(e["profiling_name"])
+                }
+                stale |= {q for q in behind if any(s > here[q][0] for s in between)}
+        self.report.stale = tuple(sorted(stale))
+
+    def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
+        """Calls from the oldest collective in flight anywhere in its group on."""
+        out: dict[tuple[str, int], Call] = {}
+        for f in self.chosen[rank]:
+            backend = _backend(f)
+            low = {n: floor[k] for n in self._named(f) if (k := self.keys.get((rank, backend, n))) in floor}
+            if not low:
+                continue
+            for e in f.entries:
+                least = low.get(e["process_group"][0])
+                if least is None or e["is_p2p"] or e["collective_seq_id"] < least:
+                    continue
+                key = self.keys[(rank, backend, e["process_group"][0])]
+                call = self._call(key, e, backend)
+                if (key, e["collective_seq_id"]) in out:
+                    call = replace(call, op="coalesced")
+                out[(key, e["collective_seq_id"])] = call
+        return list(out.values())
+
+    def _call(self, key: str, e: dict[str, Any], backend: str) -> Call:
+        sizes = e.get("input_sizes") or e.get("output_sizes") or ()
+        dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
+        shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
+        dtype = matching.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
+        done = e["state"] == "completed" or (backend == "gloo" and e["retired"])
+        t = _ns(e)
+        return Call(
+            op=matching.op_name(e["profiling_name"]),
+            group=key,
+            seq=e["collective_seq_id"],
+            dtype=dtype,
+            shape=shape,
+            bytes=math.prod(shape) * _ITEM_BYTES.get(dtype or "", 1)
+            if shape is not None and dtype is not None
+            else None,
+            site=user_site(e.get("frames")),
+            entered_s=(t - self.t0_ns) / 1e9 if t is not None else None,
+            completed_s=((_ns(e, "time_discovered_completed_ns") or t or self.t0_ns) - self.t0_ns) / 1e9
+            if done
+            else None,
+            asynchronous=True,
+        )
+
+    def _newest_site(self, rank: int) -> Site | None:
+        last = [f.entries[-1] for f in self.chosen[rank] if f.entries]
+        return user_site(max(last, key=lambda e: _ns(e) or 0).get("frames")) if last else None
+
+    def _sites(self, floor: dict[str, int]) -> dict[int, dict[str, int]]:
+        """Call sites of every rank so far, where ties may have to be broken by them and looking at all is cheap."""
+        total = sum(len(f.entries) for files in self.chosen.values() for f in files)
+        if not floor or total > SITES_UP_TO:
+            return {}
+        out: dict[int, dict[str, int]] = {}
+        for rank, files in self.chosen.items():
+            mine = out.setdefault(rank, {})
+            for f in files:
+                for e in f.entries:
+                    site = user_site(e.get("frames"))
+                    if site is not None:
+                        key = f"{site.file}:{site.line}"
+                        mine[key] = mine.get(key, 0) + 1
+        return out
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _match_messages(self) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]]]:
+        """Sends and receives in flight as calls, and how many each rank has issued, numbered alike on both sides."""
+        calls: dict[int, list[Call]] = {r: [] for r in self.chosen}
+        counts: dict[int, dict[str, int]] = {r: {} for r in self.chosen}
+        sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any]]]]] = {}
+        for rank, messages in self.messages.items():
+            for key, e in messages:
+                parsed = _ends(e["profiling_name"], self.groups[key].ranks)
+                if parsed is None:
+                    continue
+                direction, peer = parsed
+                done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
+                sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e))
+        for key, by_pair in sent.items():
+            if all(done for es in by_pair.values() for _, done, _ in es):
+                continue
+            alike = _numbered_alike(by_pair, len(self.groups[key].ranks))
+            backend = self.groups[key].backend
+            for (rank, peer, direction), es in by_pair.items():
+                waiting = [(seq, e) for seq, done, e in es if not done]
+                counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
+                for i, (seq, e) in enumerate(waiting):
+                    call = self._call(key, e, backend)
+                    calls[rank].append(replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1))
+        return calls, counts
+
+
+def _ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:
+    t = e.get(name)
+    return t if isinstance(t, int) and t > 0 else None
+
+
+_ENDS = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+
+
+def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """`nccl:send 0->1`, `nccl:recv 0<-1` with ranks in the group: direction and the peer's global rank."""
+    m = _ENDS.search(name)
+    if m is None:
+        return None
+    peer = int(m[4])
+    return m[1], members[peer] if peer < len(members) else peer
+
+
+def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, Any]]], size: int) -> bool:
+    """Do the two ends of a message carry the same p2p_seq_id? A rank counts its messages with all peers together."""
+    if size <= 2:
+        return True
+    agree = 0
+    for (rank, peer, direction), es in by_pair.items():
+        other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
+        if not other:
+            continue
+        mine, theirs = {s for s, _, _ in es}, {s for s, _, _ in other}
+        low, high = max(min(mine), min(theirs)), min(max(mine), max(theirs))
+        common = {s for s in mine if low <= s <= high}
+        if common != {s for s in theirs if low <= s <= high}:
+            return False
+        agree += len(common)
+    return agree > 0
+
+
+_LIBRARY = re.compile(
+    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
+)
+_TORCH = re.compile(r"(^|/)torch/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$")
+
+
+def user_site(frames: Any) -> Site | None:
+    """The user's innermost frame: the first that is in no library, else the first that is not torch's."""
+    if not isinstance(frames, list):
+        return None
+    second = None
+    for fr in frames:
+        if not isinstance(fr, dict):
+            continue
+        file, line = fr.get("filename"), fr.get("line")
+        if not isinstance(file, str) or not isinstance(line, int) or not file or file == "??":
+            continue
+        if not _LIBRARY.search(file):
+            return Site(file, line, str(fr.get("name", "")))
+        if second is None and not _TORCH.search(file):
+            second = Site(file, line, str(fr.get("name", "")))
+    return second

@@ -1,0 +1,231 @@
+"""Whom the ranks of a dumped job waited for: nodes of the wait-for graph that others wait for and that wait for nobody.
+
+A dump does not tell whether the host thread waits. What it tells: operations in flight, and who has not issued them.
+Two kinds of edges follow. A rank waits for members that have not issued what it has in flight; where all have, it
+depends on those for whom it is in flight, too (their devices may be held up elsewhere). Where all such paths end,
+outside of a conflict or a cycle, is the rank at fault: its host stopped issuing, or its device stopped running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from distdiag.diagnosis import matching
+from distdiag.diagnosis.graph import Wait, WaitGraph
+from distdiag.diagnosis.incidents import components
+from distdiag.diagnosis.snapshot import Call, Life, RankState, Snapshot
+
+
+@dataclass
+class Blame:
+    """Who is at fault, as far as dumps can tell.
+
+    Attributes:
+        culprits: Ranks with a dump that others wait for, and that wait for nobody else.
+        extra: Ranks that alone stand in a collective which the many others have never entered.
+        victims: Ranks with operations in flight, culprits left out.
+        silent: Ranks without a dump that some rank's oldest operation in flight may be waiting for.
+        main: What most victims have been waiting in longest.
+        idle: Culprits with nothing in flight: the host stopped.
+        device: Culprits whose operations in flight are complete on their peers: the device stopped.
+        in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
+    """
+
+    culprits: tuple[int, ...] = ()
+    extra: tuple[int, ...] = ()
+    victims: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    main: Wait | None = None
+    idle: tuple[int, ...] = ()
+    device: tuple[int, ...] = ()
+    in_flight: tuple[Wait, ...] = ()
+    oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
+
+
+def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> Blame:
+    """Follow the waiting to where it ends.
+
+    Args:
+        stale: Ranks whose dump is older than the others': that they are missing from a collective says nothing.
+    """
+    states = snapshot.ranks
+    absent = {r for r, st in states.items() if st.life == Life.MISSING}
+    waiting = [r for r in graph.of_rank if r not in graph.stuck]
+    if not waiting:
+        return Blame()
+    lacking: dict[int, frozenset[int]] = {}  # by id of wait: members known not to have come
+    unclear: dict[int, frozenset[int]] = {}  # members of whom nothing is known
+    also: dict[int, frozenset[int]] = {}  # members in it, too
+    waits = [w for w in graph.waits if any(r in states for r in w.ranks)]
+    for w in waits:
+        lacking[id(w)] = w.missing - absent - set(stale)
+        unclear[id(w)] = w.missing & absent
+        also[id(w)] = _in_it(snapshot, w)
+        if not w.p2p and _done_somewhere(snapshot, w):
+            lacking[id(w)] = unclear[id(w)] = frozenset()
+    onward = _edges(states, graph, waits, lacking, also)
+    awaited = frozenset().union(*lacking.values())
+    oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
+    culprits: set[int] = set()
+    silent: set[int] = set()
+    in_flight: list[Wait] = []
+    for component in components(onward, lambda v: onward.get(v, ())):
+        inside = set(component)
+        if any(t not in inside for v in component for t in onward[v]):
+            continue
+        ends = {v for v in component if v >= 0}
+        here = [waits[-v - 1] for v in component if v < 0]
+        unknown = frozenset().union(*(unclear[id(w)] for w in here))
+        if ends & awaited:
+            culprits |= ends & awaited
+        elif unknown:
+            silent |= unknown
+        else:
+            in_flight += here
+    culprits |= _device_stopped(snapshot, graph, stale) & awaited
+    culprits |= _lagging(snapshot, graph, culprits, stale)
+    silent |= {q for w in oldest.values() for q in unclear[id(w)]}
+    main = _main(oldest, lacking, culprits)
+    victims = set(waiting) - culprits
+    extra = _extra(snapshot, main, culprits, victims)
+    return Blame(
+        culprits=() if extra else tuple(sorted(culprits)),
+        extra=tuple(extra),
+        victims=tuple(sorted((victims | culprits) - set(extra))) if extra else tuple(sorted(victims)),
+        silent=tuple(sorted(silent)),
+        main=main,
+        idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
+        device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
+        in_flight=tuple(in_flight) if not culprits and not silent else (),
+        oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
+    )
+
+
+def _edges(
+    states: dict[int, RankState],
+    graph: WaitGraph,
+    waits: list[Wait],
+    lacking: dict[int, frozenset[int]],
+    also: dict[int, frozenset[int]],
+) -> dict[int, list[int]]:
+    """Ranks are 0, 1, …; waits are -1, -2, …"""
+    number = {id(w): -i - 1 for i, w in enumerate(waits)}
+    onward: dict[int, list[int]] = {}
+    for r, st in states.items():
+        if st.life != Life.MISSING:
+            onward[r] = [number[id(w)] for w in graph.of_rank.get(r, ()) if id(w) in number]
+    for w in waits:
+        onward[number[id(w)]] = sorted(lacking[id(w)] or also[id(w)])
+    return onward
+
+
+def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
+    """Members for whom this operation is in flight, too."""
+    if w.p2p:
+        group, nth, direction, rank, peer, tag = w.key
+        st = snapshot.ranks.get(peer) if peer is not None else None
+        other = "recv" if direction == "send" else "send"
+        open_there = st is not None and any(
+            c.op == other and c.peer == rank and c.group == group and c.tag == tag and c.nth == nth for c in st.calls
+        )
+        return frozenset((rank, peer)) if open_there and peer is not None else frozenset((rank,))
+    states = snapshot.ranks
+    return frozenset(
+        q
+        for q in snapshot.groups[w.group].ranks
+        if q in states and states[q].completed.get(w.group, 0) < w.seq <= states[q].enqueued.get(w.group, 0)
+    )
+
+
+def _done_somewhere(snapshot: Snapshot, w: Wait) -> bool:
+    """True where a member has completed it, which it could not before everybody had issued it."""
+    call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
+    if call is None or not matching.needs_everybody(call.op):
+        return False
+    states = snapshot.ranks
+    return any(q in states and states[q].completed.get(w.group, 0) >= w.seq for q in snapshot.groups[w.group].ranks)
+
+
+def _age_key(w: Wait, rank: int) -> tuple[float, int]:
+    call = w.calls.get(rank)
+    at = call.entered_s if call is not None and call.entered_s is not None else float("inf")
+    return (at, w.seq)
+
+
+def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]) -> set[int]:
+    """Ranks for which a collective is in flight that all other members with a dump have completed."""
+    out: set[int] = set()
+    states = snapshot.ranks
+    for w in graph.waits:
+        if w.p2p or w.missing & states.keys() - {q for q in w.missing if states[q].life == Life.MISSING}:
+            continue
+        members = [q for q in snapshot.groups[w.group].ranks if q in states and states[q].life != Life.MISSING]
+        behind = [q for q in members if states[q].completed.get(w.group, 0) < w.seq]
+        if 0 < len(behind) < len(members) and len(behind) <= len(members) // 2:
+            out |= set(behind) - set(stale)
+    return out
+
+
+def _lagging(snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tuple[int, ...]) -> set[int]:
+    """Ranks that stopped issuing earlier than their like, for no reason of their own.
+
+    Members of a group that wait for the same culprit in the same operation run on alike, until the host has to wait.
+    One that has issued less than all the others, with nothing else in flight that they have not, stopped by itself.
+    """
+    out: set[int] = set()
+    states = snapshot.ranks
+    for key, group in snapshot.groups.items():
+        here = [
+            q for q in group.ranks
+            if q in graph.of_rank and q not in culprits and q not in stale and q not in graph.stuck
+            and states[q].completed.get(key, 0) < states[q].enqueued.get(key, 0)
+        ]  # fmt: skip
+        if len(here) < 3:
+            continue
+        front = max(states[q].enqueued[key] for q in here)
+        ahead = [q for q in here if states[q].enqueued[key] == front]
+        behind = [q for q in here if states[q].enqueued[key] < front]
+        if not behind or len(ahead) <= len(behind) or len(ahead) + len(behind) + 1 < len(group.ranks):
+            continue
+        if len({states[q].completed.get(key, 0) for q in here}) > 1:
+            continue
+        usual = [_kinds(snapshot, graph, q) for q in ahead]
+        for q in behind:
+            mine = _kinds(snapshot, graph, q)
+            if all(mine <= theirs for theirs in usual) and _never_ahead(states, q, ahead):
+                out.add(q)
+    return out
+
+
+def _kinds(snapshot: Snapshot, graph: WaitGraph, rank: int) -> set[tuple[str, str]]:
+    """What a rank has in flight, by kind of group and direction."""
+    return {(snapshot.groups[w.group].description, w.key[2] if w.p2p else "") for w in graph.of_rank[rank]}
+
+
+def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> bool:
+    return all(
+        n <= states[o].enqueued[g] for g, n in states[rank].enqueued.items() for o in others if g in states[o].enqueued
+    )
+
+
+def _main(oldest: dict[int, Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> Wait | None:
+    """What most ranks have been in longest, among what waits for a culprit directly."""
+    votes: dict[int, tuple[int, Wait]] = {}
+    for direct in (True, False):
+        for w in oldest.values():
+            if bool(lacking[id(w)] & culprits) is direct and w.calls:
+                votes[id(w)] = (votes.get(id(w), (0, w))[0] + 1, w)
+        if votes:
+            break
+    return max(votes.values(), key=lambda v: (v[0], not v[1].p2p, -v[1].seq), default=(0, None))[1]
+
+
+def _extra(snapshot: Snapshot, main: Wait | None, culprits: set[int], victims: set[int]) -> list[int]:
+    """The few that stand in a collective none of the many has entered; all of those level and with nothing open."""
+    if main is None or main.p2p or not culprits <= main.missing or len(culprits) <= len(victims) or len(culprits) < 2:
+        return []
+    if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):
+        return []
+    level = {snapshot.ranks[q].enqueued.get(main.group, 0) for q in culprits}
+    clear = all(st.enqueued == st.completed for q in culprits for st in (snapshot.ranks[q],))
+    return sorted(victims) if len(level) == 1 and clear else []

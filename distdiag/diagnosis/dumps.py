@@ -1,0 +1,255 @@
+"""The verdict on flight-recorder dumps of any cluster, in findings: `diagnose_dumps(DIR)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from distdiag.diagnosis import collectives, dump_stalls
+from distdiag.diagnosis.dump_snapshot import LoadReport, load
+from distdiag.diagnosis.dump_stalls import Blame
+from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
+from distdiag.diagnosis.graph import build
+from distdiag.diagnosis.incident_text import collective_ref, collective_text, verb
+from distdiag.diagnosis.snapshot import Snapshot
+
+__all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
+
+YOUNG_S = 0.5  # operations in flight for less than this when the file was written are no sign of a hang
+_COST = "the job makes no progress"
+
+
+def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
+    """What flight-recorder dumps of any cluster say: who is missing, who is stuck, what was left out.
+
+    Raises:
+        NoDumps: none of the files is a dump.
+    """
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    snapshot, loaded = load(given)
+    if not loaded.files:
+        raise NoDumps(loaded)
+    graph = build(snapshot)
+    proofs = collectives.rules(snapshot, graph)
+    conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
+    blame = dump_stalls.judge(snapshot, graph, loaded.stale)
+    found: list[Finding] = list(conflicts)
+    if not conflicts:
+        if blame.culprits or blame.extra:
+            found.append(_stall(snapshot, loaded, blame))
+        else:
+            found += proofs  # cycles: suspected only, and only where no rank is simply missing
+    found += _without_dump(snapshot, loaded, blame, found)
+    found += _unreadable(loaded, given)
+    if not found and blame.in_flight:
+        found.append(_in_flight(snapshot, blame))
+    return Report(
+        run=", ".join(map(str, given)),
+        state=_state(found),
+        world_size=snapshot.world_size,
+        ranks_seen=len(loaded.files),
+        findings=tuple(found),
+        notes=tuple(_notes(loaded)),
+    )
+
+
+class NoDumps(Exception):
+    """Nothing could be read; `report` says of each file why."""
+
+    def __init__(self, report: LoadReport) -> None:
+        super().__init__("no flight-recorder dump could be read")
+        self.report = report
+
+
+def _state(found: list[Finding]) -> State:
+    worst = [f for f in found if f.severity == Severity.ERROR]
+    if any(f.kind in ("deadlock", "mismatch") for f in worst):
+        return State.DEADLOCKED
+    if any(f.kind == "stall" for f in worst):
+        return State.STALLED
+    return State.DEGRADED if any(f.kind == "rank_lost" for f in worst) else State.RUNNING
+
+
+def _notes(loaded: LoadReport) -> list[str]:
+    notes = list(loaded.notes)
+    if loaded.stale:
+        notes.append(
+            f"the {verb(loaded.stale, 'dump', 'dumps')} of {rank_list(loaded.stale)} {verb(loaded.stale, 'is', 'are')} "
+            "older than the others': what is missing there may have come later"
+        )
+    if loaded.others:
+        names = ", ".join(Path(p).name for p in loaded.others[:5]) + (" …" if len(loaded.others) > 5 else "")
+        notes.append(f"not looked at: {names}")
+    return notes
+
+
+def _where(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Where, ...]:
+    out = []
+    for r in ranks:
+        call = blame.oldest.get(r)
+        st = snapshot.ranks.get(r)
+        site = (call.site if call is not None else None) or (st.place if st is not None else None)
+        state = "waiting" if call is not None else None
+        out.append(Where(r, site.file, site.line, site.function or None, state) if site else Where(r, state=state))
+    return tuple(out)
+
+
+def _young(loaded: LoadReport, blame: Blame) -> bool:
+    """The job was running a moment before the files were written: nothing in them had time to hang.
+
+    Only where file times can be believed: written after, and shortly after, a recording that spans over a second.
+    """
+    ages = []
+    for r, call in blame.oldest.items():
+        written = loaded.modified_s.get(r)
+        if written is None or call.entered_s is None:
+            return False
+        ages.append(written - call.entered_s)
+    spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
+    return bool(ages) and all(0 <= a < YOUNG_S for a in ages) and max(spans, default=0.0) > 1.0
+
+
+def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
+    main = blame.main
+    call = next((main.calls[r] for r in main.ranks if r in main.calls), None) if main is not None else None
+    what = collective_text(snapshot, main, call) if main is not None else "a collective"
+    young = _young(loaded, blame)
+    culprits = blame.extra or blame.culprits
+    evidence = tuple(p for r in culprits[:8] for p in loaded.files.get(r, ()))
+    if blame.extra:
+        message = (
+            f"{rank_list(culprits)} {verb(culprits, 'is', 'are')} in {what}, which none of the other "
+            f"{len(blame.victims):,} ranks has entered; they have nothing in flight"
+        )
+        advice = f"look for a collective that only {rank_list(culprits)} {verb(culprits, 'calls', 'call')}"
+    else:
+        victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
+            f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
+        )  # fmt: skip
+        message = (
+            f"{rank_list(culprits)} {verb(culprits, 'has', 'have')} not entered {what}; {victims} for "
+            f"{verb(culprits, 'it', 'them')}{_condition(blame)}"
+        )
+        advice = _advice(blame)
+    return Finding(
+        kind="deadlock" if blame.extra else "stall",
+        cause="missing_rank" if blame.extra else "unknown",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.INFO if young else Severity.ERROR,
+        culprits=culprits,
+        victims=blame.victims,
+        collective=collective_ref(snapshot, main, call) if main is not None else None,
+        where=_where(snapshot, culprits, blame),
+        waiting=_where(snapshot, blame.victims, blame),
+        message=message,
+        cost="in flight for less than a second when the dumps were written" if young else _COST,
+        advice=advice,
+        evidence=evidence,
+    )
+
+
+def _condition(blame: Blame) -> str:
+    parts = []
+    if blame.idle:
+        whose = "" if len(blame.idle) == len(blame.culprits) else f" ({rank_list(blame.idle)})"
+        parts.append(f"nothing is in flight there{whose}: the host stopped issuing")
+    if blame.device:
+        whose = "" if len(blame.device) == len(blame.culprits) else f" ({rank_list(blame.device)})"
+        parts.append(f"what is in flight there has completed on all peers{whose}: the device stopped")
+    return f"; {'; '.join(parts)}" if parts else ""
+
+
+def _advice(blame: Blame) -> str:
+    who = rank_list(blame.culprits)
+    if blame.device and not blame.idle:
+        return f"look at the GPUs of {who}: `dmesg -T | grep -i xid`, ECC counters; then at their processes' stacks"
+    if blame.idle and not blame.device:
+        return f"take the stacks of {who} (`py-spy dump --native --pid …`): Python code, a lock, the data loader, or the GIL"
+    return (
+        f"look at {who} first: its stack (`py-spy dump --native --pid …`), its GPU (`dmesg -T | grep -i xid`), its host"
+    )
+
+
+def _without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: list[Finding]) -> list[Finding]:
+    """A rank that left no dump is said, always; it is to blame where somebody may be waiting for it."""
+    if not loaded.missing:
+        return []
+    decided = any(f.severity == Severity.ERROR for f in found)
+    blamed = tuple(r for r in loaded.missing if r in blame.silent) if decided else loaded.missing
+    rest = tuple(r for r in loaded.missing if r not in blamed)
+    out = []
+    if blamed:
+        waiting = tuple(r for r in blame.victims if r not in blamed)
+        main = blame.main
+        call = next((main.calls[r] for r in main.ranks if r in main.calls), None) if main is not None else None
+        tail = ""
+        if blame.victims and main is not None:
+            tail = f"; {len(waiting):,} {verb(waiting, 'rank waits', 'ranks wait')}, in {collective_text(snapshot, main, call)}"
+        out.append(
+            Finding(
+                kind="rank_lost",
+                cause="silent",
+                certainty=Certainty.SUSPECTED,
+                severity=Severity.ERROR,
+                culprits=blamed,
+                victims=waiting,
+                collective=collective_ref(snapshot, main, call) if main is not None and waiting else None,
+                where=tuple(Where(r) for r in blamed),
+                waiting=_where(snapshot, waiting, blame),
+                message=f"{rank_list(blamed)} left no dump: dead, or stuck outside torch{tail}",
+                cost=_COST if waiting else "what these ranks did is not known",
+                advice=f"see how the {verb(blamed, 'process', 'processes')} of {rank_list(blamed)} ended: exit code, "
+                "`dmesg -T` for oom-kill or Xid, the launcher's log",
+            )
+        )
+    if rest:
+        out.append(
+            Finding(
+                kind="recorder",
+                cause="missing_dump",
+                severity=Severity.WARNING,
+                message=f"{rank_list(rest)} left no dump: dead, or stuck outside torch; nothing says that others wait for "
+                f"{verb(rest, 'it', 'them')}",
+                cost=f"what {rank_list(rest)} did is not known",
+                advice="add the missing files, or see how those processes ended",
+            )
+        )
+    return out
+
+
+def _unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
+    if not loaded.bad:
+        return []
+    named = {str(p) for p in given}
+    serious = bool(loaded.unreadable) or any(path in named for path, _ in loaded.bad)
+    shown = "; ".join(f"{path}: {reason}" for path, reason in loaded.bad[:6])
+    more = f"; and {len(loaded.bad) - 6:,} more" if len(loaded.bad) > 6 else ""
+    whose = f" ({rank_list(loaded.unreadable)})" if loaded.unreadable else ""
+    return [
+        Finding(
+            kind="recorder",
+            cause="unreadable_dump",
+            certainty=Certainty.PROVED,
+            severity=Severity.ERROR if serious else Severity.WARNING,
+            message=f"{len(loaded.bad):,} {verb(loaded.bad, 'file is', 'files are')} no readable dump{whose}: {shown}{more}",
+            cost=f"what {rank_list(loaded.unreadable)} did is not known" if loaded.unreadable else "",
+            advice="copy the file again, or leave it out; nothing in it was executed",
+            evidence=tuple(path for path, _ in loaded.bad[:50]),
+        )
+    ]
+
+
+def _in_flight(snapshot: Snapshot, blame: Blame) -> Finding:
+    w = blame.in_flight[0]
+    call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
+    return Finding(
+        kind="stall",
+        cause="unknown",
+        severity=Severity.INFO,
+        victims=tuple(sorted({r for x in blame.in_flight for r in x.ranks})),
+        collective=collective_ref(snapshot, w, call),
+        message=f"{collective_text(snapshot, w, call)} was in flight with no rank missing: a running job, or a link or "
+        "device that stopped",
+        cost="none known",
+        advice="take a second set of dumps: if the numbers have not moved, check the network between these ranks",
+    )
