@@ -106,6 +106,9 @@ class Diagnosis:
     # -- deadlocks and mismatches -------------------------------------------------------------------
 
     def _proofs(self, s: Snapshot, graph: WaitGraph, lost: tuple[int, ...], ended: list[Finding]) -> list[Finding]:
+        standing = [r.finding for r in self.records.values() if r.said and _blocked_kind(r.finding)]
+        if standing and endings.ends(s):
+            return standing  # as it was proved; that its ranks end now says nothing new
         mark = tuple(
             (q, b.group, b.seq, b.nth, b.peer, b.entered_s, s.ranks[q].life)
             for q in sorted(graph.stuck)
