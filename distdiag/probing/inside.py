@@ -128,7 +128,7 @@ class InTrainingProbe:
         if not self.active:
             return []
         if self._next_step is None:
-            self._next_step = step - step % self.every + self.every if step % self.every else max(step, 1)
+            self._next_step = -(-step // self.every) * self.every
         if step < self._next_step:
             return []
         began = time.monotonic()

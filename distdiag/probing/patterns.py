@@ -51,7 +51,7 @@ class Pattern:
     def of(self, rank: int) -> torch.Tensor:
         """One period of `rank`'s values, int64."""
         position = torch.arange(self.period)
-        value = (position + _RANK_STRIDE * rank) % self.modulus
+        value = (position // self.gate + _RANK_STRIDE * rank) % self.modulus
         return value * ((position + rank) % self.gate == 0) if self.gate > 1 else value
 
     def total(self) -> torch.Tensor:
