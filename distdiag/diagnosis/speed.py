@@ -16,10 +16,14 @@ from distdiag.diagnosis.wording import at, percent, where, where_stack
 
 WINDOW, MIN_STEPS, WARM_UP = 50, 30, 5
 RECURRENCE = 0.75  # of the window's steps in which it is the slowest
-MIN_SHARE = 0.10  # of the step time that it must cost
-MIN_MS = 2.0
+MIN_MS = 3.0
+# (its slowest phase against the others' by this factor, then this share of the step must be lost to it). A core that is
+# slower than its neighbour, or shared with another job, stretches all computing by some tens of per cent and is no fault of
+# the job; work or waiting that only one rank has is many times what the others have.
+SHARES = ((3.0, 0.05), (1.6, 0.15))
+SHARES_QUIET_HOST = (*SHARES, (1.3, 0.10))
 ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
-BUSY_HOST_PCT = 90.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
+BUSY_HOST_PCT = 85.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
 
@@ -90,17 +94,19 @@ def _straggler(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
     excess = statistics.median(a - b for a, b in zip(mine, others, strict=True))
     step_ms = statistics.median(x.step_ms for x in window[q])
     gain = statistics.median(gains)
-    # half of the window's steps alone must show it, too: a few huge steps are not a habit
-    if gain < max(MIN_MS, MIN_SHARE * step_ms) or excess < max(MIN_MS, MIN_SHARE * step_ms):
-        return []
-    excesses = {
-        p: statistics.median(part_ms(x, p) for x in window[q])
-        - statistics.median(
+    usual = {
+        p: statistics.median(
             statistics.median_low([part_ms(window[k][i], p) for k in ranks if k != q]) for i in range(n)
         )
         for p in PHASES
     }
+    excesses = {p: statistics.median(part_ms(x, p) for x in window[q]) - usual[p] for p in PHASES}
     phase = max(PHASES, key=lambda p: excesses[p])
+    ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
+    busy = s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT
+    needed = [share for factor, share in (SHARES if busy else SHARES_QUIET_HOST) if ratio >= factor]
+    if not needed or min(gain, excess) < max(MIN_MS, needed[0] * step_ms):
+        return []
     r = s.ranks[q]
     stack = _stack_of(r, phase)
     place: Site | None = stack[0] if stack else None
@@ -112,7 +118,7 @@ def _straggler(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
             severity=Severity.WARNING,
             culprits=(q,),
             victims=tuple(k for k in ranks if k != q),
-            where=where_stack(r, stack) if stack else (where(r),),
+            where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
             step=r.step,
             message=f"rank {q}: {'its own code between steps' if phase == 'other' else phase} +{excesses[phase]:.0f} ms "
             f"per step against the others, slowest in {count} of the last {n} steps{at(place)}",

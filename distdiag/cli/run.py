@@ -1,0 +1,75 @@
+"""`distdiag run`: torchrun and `-m distdiag.run` in one command."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from distdiag.errors import DistdiagError
+
+OURS = ("--run-dir", "--name")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+)
+@click.option("--run-dir", metavar="DIR", help="Where the run is written (default: ./reports/<time>-<name>).")
+@click.option("--name", help="Name of the run (default: the script's).")
+@click.option("--quiet", is_flag=True, help="Findings are recorded but not said on stderr.")
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
+def command(run_dir: str | None, name: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
+    """Launch a training script on all local ranks by torchrun, recorded, no line changed.
+
+    Options that are torchrun's (--nproc-per-node, --nnodes, …) go before the script; without any, one rank per GPU runs,
+    or two where there is none.
+
+    \b
+    distdiag run --nproc-per-node 4 train.py --epochs 3
+    distdiag run --run-dir runs/a -m mypackage.train
+    """
+    launcher, script = split(list(rest))
+    if not script:
+        raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
+    if script[0] != "-m" and not os.path.exists(script[0]):
+        raise DistdiagError(f"no script {script[0]}", "give the path of a Python file, or -m and a module's name")
+    if not any(a.split("=")[0].replace("_", "-") in ("--nproc-per-node", "--nnodes", "--standalone") for a in launcher):
+        launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
+    elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
+        launcher = ["--standalone", *launcher]
+    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name)) if v for x in (k, v)] + ["--quiet"] * quiet
+    command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
+    sys.stdout.flush()
+    os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own
+
+
+_RENDEZVOUS = {
+    "--nnodes", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr",
+    "--master-port", "--node-rank",
+}  # fmt: skip
+_FLAGS = {"--standalone", "--no-python", "--run-path", "--no-python", "--virtual-local-rank"}
+
+
+def split(rest: list[str]) -> tuple[list[str], list[str]]:
+    """(torchrun's options, script and its arguments): the script is the first word that is no option or its value."""
+    i = 0
+    while i < len(rest):
+        a = rest[i]
+        if a == "-m" or not a.startswith("-"):
+            break
+        if a == "--":
+            return rest[:i], rest[i + 1 :]
+        i += 1 if "=" in a or a.replace("_", "-") in _FLAGS else 2
+    return rest[:i], rest[i:]
+
+
+def _local_ranks() -> int:
+    """One rank per GPU; two where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return max(1, pynvml.nvmlDeviceGetCount())
+    except Exception:  # no driver, no library: NVML says so in several ways
+        return 2
