@@ -63,6 +63,15 @@ gpu-check: ## what needs a GPU; a bare checkout and any Python with torch >= 2.1
 	fi; \
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $$python benchmarks/gpu_check.py $(ARGS)
 
+bench: venv ## every figure of the README, one benchmark after the other; on an idle machine, half an hour
+	@for b in $(sort $(filter-out benchmarks/gpu_check.py benchmarks/_%,$(wildcard benchmarks/*.py))); do \
+	  echo "== $$b"; $(PY) $$b || exit 1; \
+	done
+	@echo "== distdiag bench faults"; $(DISTDIAG) bench faults
+
+pictures: venv ## the pictures of the README, drawn by the app itself
+	@$(PY) tools/pictures.py docs/pictures
+
 clean: ## remove .venv, caches and build folders; never a run or a report
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
