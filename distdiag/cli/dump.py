@@ -1,0 +1,66 @@
+"""`distdiag dump`: where every rank stands, now, as one tree."""
+
+from __future__ import annotations
+
+import click
+
+from distdiag.errors import DistdiagError, ExitCode
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.stacks/1) instead of the tree.")
+@click.option(
+    "--timeout", "timeout_s", default=5.0, show_default=True, metavar="SECONDS", help="How long a rank may take."
+)
+@click.option("--no-save", is_flag=True, help="Print only; write nothing into the run directory.")
+def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> int:
+    """Stacks and collectives in flight of every rank, now.
+
+    Asks each rank's own C++ worker server, which answers even where Python is stuck; merges the stacks into one tree, and
+    keeps them beside the run: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
+    torchfrtrace). RUN: default reports/latest.
+    """
+    from distdiag.diagnosis.text import printable
+    from distdiag.monitor import dump
+    from distdiag.store import rundir, stacks
+
+    if timeout_s <= 0:
+        raise DistdiagError(f"--timeout {timeout_s:g} is no time", "give seconds above 0")
+    run_dir = rundir.resolve(run)
+    now_s, dumps = dump.take(run_dir, timeout_s)
+    silent = [d.rank for d in dumps if d.note and d.note.startswith("did not answer")]
+    found = dump.merged(now_s, dumps)
+    if as_json:
+        import msgspec
+
+        click.echo(
+            msgspec.json.encode({"schema": "distdiag.stacks/1", "run": str(run_dir), **msgspec.to_builtins(found)})
+        )
+    else:
+        for line in tree_lines(stacks.merge(found)):
+            click.echo(printable(line))
+    if not no_save:
+        try:
+            written = dump.save(run_dir, now_s, dumps)
+            click.echo(f"saved: {written[0]} and {len(written) - 1} files in {run_dir / 'flight_recorder'}", err=True)
+        except OSError as e:
+            click.echo(f"distdiag: not saved: {e.strerror or e}", err=True)
+    if silent:
+        click.echo(f"distdiag: no answer from ranks {', '.join(map(str, silent))} within {timeout_s:g} s", err=True)
+        return int(ExitCode.TIMEOUT)
+    return int(ExitCode.OK)
+
+
+def tree_lines(branches: list, indent: int = 0, above: int = 0) -> list[str]:
+    """The merged tree as lines: `3 ranks  all_reduce …`; a branch of the same ranks as its parent repeats no count."""
+    out: list[str] = []
+    for b in branches:
+        ranks = b.ranks
+        head = ""
+        if len(ranks) != above:
+            shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+            head = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({shown})  "
+        out.append("  " * indent + head + b.frame)
+        out += tree_lines(b.children, indent + 1, len(ranks))
+    return out
