@@ -71,7 +71,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if module is None and not Path(rest[0]).exists():
             raise DistdiagError(f"no script {rest[0]}", "give the path of a Python file, or -m and a module's name")
         if module is None and Path(rest[0]).is_dir():
-            raise DistdiagError(f"{rest[0]} is a directory", "give the path of a Python file, or -m and a module's name")
+            raise DistdiagError(
+                f"{rest[0]} is a directory", "give the path of a Python file, or -m and a module's name"
+            )
     except DistdiagError as e:
         # every rank has the same error to tell; one of them does
         sys.exit(report_error(e) if os.environ.get("RANK", "0") == "0" else int(e.code))
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _run_script(argv: list[str]) -> NoReturn:
-    path = argv[0]
+    path = os.path.abspath(argv[0])  # as Python itself does; argv keeps what was typed
     sys.argv[:] = argv
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     main_module = types.ModuleType("__main__")
@@ -106,6 +108,7 @@ def _run_module(module: str, argv: list[str]) -> NoReturn:
 
     sys.argv[:] = argv
     sys.path[0] = os.getcwd()
+    sys.modules["__main__"] = types.ModuleType("__main__")  # ours is no namespace for the user's names
     _finish(lambda: runpy._run_module_as_main(module, alter_argv=True))  # type: ignore[attr-defined]
 
 

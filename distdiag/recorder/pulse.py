@@ -24,20 +24,20 @@ class Pulse(threading.Thread):
         self.r, self.h = r, r.h
         self.collectives: Any = None
         self.checks: Any = None
-        self._stop = threading.Event()
+        self._ending = threading.Event()  # `_stop` is a method of Thread's own
         self._torch_cuda: Any = None
 
     def run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
+        while not self._ending.wait(PERIOD_S):
             self.beat()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ending.set()
 
     @guarded
     def beat(self) -> None:
         """One beat: what `run` does every quarter of a second."""
-        self._stack()
+        self._sample()
         if self.collectives is not None:
             self.collectives.refresh_groups()
         if self.h.beats % 4 == 0:
@@ -45,7 +45,7 @@ class Pulse(threading.Thread):
         self.h.beats += 1
         self.h.heartbeat_ns = now_ns()
 
-    def _stack(self) -> None:
+    def _sample(self) -> None:
         frame = sys._current_frames().get(self.r.main_thread or 0)
         if frame is None:
             return

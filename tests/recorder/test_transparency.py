@@ -1,0 +1,117 @@
+"""A script under `distdiag.run` behaves, prints and ends as it does alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import REPOSITORY, clean_env
+
+SCRIPTS = {
+    "plain": "import sys\nprint(__name__, __file__, sys.argv, sys.path[0])\nprint('err', file=sys.stderr)\n",
+    "exit_code": "import sys\nsys.exit(7)\n",
+    "exit_text": "raise SystemExit('no data')\n",
+    "raises": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)\n",
+    "chained": "try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('bad key') from e\n",
+    "os_exit": "import os, sys\nprint('x'); sys.stdout.flush()\nos._exit(5)\n",
+    "main_guard": "def work():\n    import __main__\n    print(__main__.work is work)\nif __name__ == '__main__':\n    work()\n",
+    "syntax_error": "def f(:\n    pass\n",
+    "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(30)\n",
+    "interrupted": "import os, signal\nsignal.raise_signal(signal.SIGINT)\n",
+    "pickles": "import pickle\nclass A:\n    pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)\n",
+    "environment": "import os, threading\nprint(os.getcwd(), sorted(k for k in os.environ if k.startswith('OMP')))\n",
+    "fork": "import os\np = os.fork()\nif p == 0:\n    os._exit(3)\nprint(os.waitpid(-1, 0)[1] >> 8)\n",
+    "no_child_of_ours": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n    print('a child')\nexcept ChildProcessError:\n    print('none')\n",
+    "atexit": "import atexit\natexit.register(print, 'bye')\nprint('hello')\n",
+}
+
+
+def run(command: list[str], cwd: Path, env: dict[str, str]) -> tuple[int, str, str]:
+    done = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("as_rank", [False, True], ids=["no_rank", "rank"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_ends_and_prints_as_it_does_alone(name: str, as_rank: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPTS[name])
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1"})
+    if as_rank:
+        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone = run([sys.executable, "script.py", "a", "--b=1"], tmp_path, env)
+    watched = run([sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py", "a", "--b=1"], tmp_path, env)
+    assert watched == alone
+
+
+def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "job.py").write_text("import sys\nprint(__name__, __package__, sys.argv)\nraise ValueError('x')\n")
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1"})
+    alone = run([sys.executable, "-m", "pack.job", "v"], tmp_path, env)
+    watched = run([sys.executable, "-m", "distdiag.run", "--run-dir", "R", "-m", "pack.job", "v"], tmp_path, env)
+    frames = re.compile(r'  File "<frozen runpy>", line \d+, in \w+\n')
+    assert watched[:2] == alone[:2]
+    assert frames.sub("", watched[2]) == frames.sub("", alone[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no script given"),
+        (["missing.py"], "no script missing.py"),
+        (["--frobnicate", "x.py"], "unknown option --frobnicate"),
+        (["--run-dir"], "--run-dir needs a value"),
+        (["."], ". is a directory"),
+        (["-m"], "-m needs the name of a module"),
+    ],
+)
+def test_bad_arguments_are_one_error_and_one_hint(arguments: list[str], message: str, tmp_path: Path) -> None:
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)})
+    code, out, err = run([sys.executable, "-m", "distdiag.run", *arguments], tmp_path, env)
+    assert code == 2
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0] == f"distdiag: error: {lines[0].removeprefix('distdiag: error: ')}" and message in lines[0]
+    assert lines[1].startswith("hint: ") and len(lines) == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_record(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('trained')\n")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    env = clean_env(
+        tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    )
+    code, out, err = run(
+        [sys.executable, "-m", "distdiag.run", "--run-dir", str(blocked / "R"), "script.py"], tmp_path, env
+    )
+    assert (code, out) == (0, "trained\n")
+    assert "not recorded" in err and "hint: " in err and "Traceback" not in err
+
+
+def test_interruption_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1"})
+    p = subprocess.Popen(
+        [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py"],
+        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert p.stdout is not None and p.stdout.readline() == "up\n"
+        os.kill(p.pid, signal.SIGINT)
+        _, err = p.communicate(timeout=30)
+    finally:
+        p.kill()
+    assert p.returncode == -signal.SIGINT
+    assert err.rstrip().endswith("KeyboardInterrupt") and "distdiag" not in err
