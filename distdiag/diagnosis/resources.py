@@ -35,10 +35,9 @@ def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
 
 def _growing(r: RankState) -> float | None:
     """Bytes per second of growth that goes on, in both halves alike, while the rank trains; None otherwise."""
-    if r.life != Life.RUNNING or r.step < 30 or not r.steps:
+    if r.life != Life.RUNNING or r.warm_since_s is None:
         return None
-    began = r.steps[0].end_s if r.step <= len(r.steps) + 5 else 0.0
-    points = [p for p in r.memory if p[0] >= began + 3.0][-60:]
+    points = [p for p in r.memory if p[0] >= r.warm_since_s + 2.0][-60:]
     if len(points) < GROWTH_SAMPLES or points[-1][0] - points[0][0] < GROWTH_S:
         return None
     grown = points[-1][1] - points[0][1]

@@ -178,6 +178,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: float | None = None
     memory: tuple[tuple[float, int], ...] = ()  # (t_s, resident bytes), oldest first
+    warm_since_s: float | None = None  # when its 20th step ended: what grew before was start-up
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None

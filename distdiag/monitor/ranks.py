@@ -37,6 +37,7 @@ from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 PLACE_SAMPLES = 400
+WARM_STEPS = 20
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class RankView:
     _missed: int = 0
     _json: dict[int, Any] = field(default_factory=dict)
     longest_usual_s: float = 0.0
+    warm_since_s: float | None = None
 
     @classmethod
     def open(cls, path: Path, start_ns: int) -> RankView:
@@ -235,6 +237,8 @@ class RankView:
                 loss=r.loss if r.loss_known else None,
             )
             self.steps.append(step)
+            if self.warm_since_s is None and step.step >= WARM_STEPS:
+                self.warm_since_s = step.end_s
             self.new_steps.append(step)
 
     def scalars(self) -> list[ScalarRow]:
@@ -388,6 +392,7 @@ class RankView:
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
             memory=tuple(self.memory),
+            warm_since_s=self.warm_since_s,
             device_bytes=h.device_peak_bytes or None,
             device_total_bytes=h.device_total_bytes or None,
             cpu_pct=self.cpu_pct,

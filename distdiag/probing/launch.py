@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,10 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
             catalog.load(name).preload()
     sys.stdout.flush()
     sys.stderr.flush()
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    # start_processes puts its own handlers there, for good.
+    main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if main_thread else ()
+    handlers = {s: signal.getsignal(s) for s in numbers}
     with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as logs:
         arguments = {r: (r, nproc, store.port, os.getpid(), deadline_s, options, outcomes) for r in range(nproc)}
         context = None

@@ -37,6 +37,7 @@ class Checks:
     def __init__(self, r: state.Recorder, col: Collectives) -> None:
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
         self._nonfinite = 0
+        self._reduced = 0
         self._grad_probe: tuple[Any, list[Any]] | None = None
         self._later: list[tuple[Any, torch.Tensor, Any]] = []
         self._names: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]] = weakref.WeakKeyDictionary()
@@ -91,6 +92,7 @@ class Checks:
 
     def before_optimizer(self, optimizer: Any, models: dict[int, Model]) -> None:
         self._models = models
+        self._reduced, self.col.reduced_elements = self.col.reduced_elements, 0
         step = self.h.step + 1
         self._gradients(optimizer, step)
         for m in models.values():
@@ -174,7 +176,6 @@ class Checks:
     def after_optimizer(self, optimizer: Any) -> None:
         """At the end of a step, on the same steps of every rank: checksums of a few elements of a few parameters."""
         step = self.h.step + 1
-        reduced, self.col.reduced_elements = self.col.reduced_elements, 0
         if not checksum_due(step):
             return
         params = [
@@ -183,7 +184,7 @@ class Checks:
         if not params or len(params) < sum(len(g["params"]) for g in optimizer.param_groups):
             return  # sharded parameters (DTensor) differ by design
         elements = sum(p.numel() for p in params)
-        self.sample(SampleKind.REDUCED, step, reduced / elements if elements else 0.0)
+        self.sample(SampleKind.REDUCED, step, self._reduced / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step)
         buffers: list[torch.Tensor] = []
         for m in self._models.values():

@@ -106,7 +106,7 @@ class Collectives:
         self._peers: dict[tuple[int, int, int, int], Any] = {}
         self.wait_ns = 0  # of the main thread, since the phases took it last
         self.last_ready_ns = 0
-        self.reduced_elements = 0  # since the last optimizer step
+        self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
         self._lock = threading.Lock()
 
     # -- groups ---------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Collectives:
                 if root is not None:
                     rec.peer = g.to_global.get(root, root)
                     rec.flags |= ROOTED
-            if op == "all_reduce":
+            if op == "all_reduce" and len(g.members) == h.world_size:
                 self.reduced_elements += max(rec.elements, 0)
         rec.entered_ns = now_ns()
         rec.number = number

@@ -170,6 +170,7 @@ class Phases:
             model.slot.synced_backwards += 1
         self.loss = self.checks.loss(tensors, site)
         self.loaders.trains()
+        self.col.reduced_elements = 0
         self.h.micro_steps += 1
         self.ready_ns = 0
         return self.enter(Phase.BACKWARD), self.col.wait_ns

@@ -139,9 +139,15 @@ class RankTable:
         self._packed = packed
         self._numbers: dict[str, array] = {}
         self._words: dict[str, list[str | None]] = {}
+        self._readers: list[tuple[str, array | list[str | None], bool]] | None = None
 
     def __len__(self) -> int:
         return self.n
+
+    def raw(self, name: str) -> bytes:
+        """A numeric column as it is stored: to see in one comparison whether it changed; empty where not measured."""
+        stored = self._packed.numbers.get(name)
+        return stored[1] if stored else b""
 
     def numbers(self, name: str) -> array:
         """A numeric column as an array of floats, NaN where not measured."""
@@ -152,29 +158,42 @@ class RankTable:
             self._numbers[name] = found
         return found
 
+    def known(self, name: str) -> Sequence[float]:
+        """What is known of a numeric column: the values that are finite."""
+        if name not in self._packed.numbers:
+            return ()
+        values = self.numbers(name)
+        if math.isfinite(sum(values)):
+            return values
+        return [v for v in values if math.isfinite(v)]
+
+    def coded(self, name: str) -> tuple[list[str | None], Sequence[int]]:
+        """A text column as its vocabulary and each rank's index in it."""
+        stored = self._packed.words.get(name)
+        if stored is None:
+            return [_DEFAULTS[name] if name == "host" else None], bytes(self.n)
+        vocabulary, code, data = stored
+        return vocabulary, bytes(self.n) if len(vocabulary) == 1 else _from_bytes(code, data)
+
     def words(self, name: str) -> list[str | None]:
         """A text column."""
         found = self._words.get(name)
         if found is None:
-            stored = self._packed.words.get(name)
-            if stored:
-                vocabulary, code, data = stored
-                found = [vocabulary[i] for i in _from_bytes(code, data)]
-            else:
-                found = [_DEFAULTS[name] if name == "host" else None] * self.n
+            vocabulary, index = self.coded(name)
+            found = vocabulary * self.n if len(vocabulary) == 1 else [vocabulary[i] for i in index]
             self._words[name] = found
         return found
 
     def row(self, i: int) -> RankRow:
         """One rank as a row."""
+        if self._readers is None:
+            numbers = [(n, self.numbers(n), n in _INTEGERS) for n in self._packed.numbers if n in _HINTS]
+            self._readers = [*numbers, *((n, self.words(n), False) for n in self._packed.words if n in _HINTS)]
         values: dict[str, typing.Any] = {}
-        for name in self._packed.numbers:
-            if name in _HINTS:
-                v = self.numbers(name)[i]
-                values[name] = None if v != v else int(v) if name in _INTEGERS else v
-        for name in self._packed.words:
-            if name in _HINTS:
-                values[name] = self.words(name)[i]
+        for name, column, whole in self._readers:
+            v = column[i]
+            if v is not None and v == v:
+                values[name] = int(v) if whole else v
         return RankRow(**values)
 
     def rows(self) -> list[RankRow]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distdiag.store.frames import RankTable
-from distdiag.store.rows import unfold_ranks
 from distdiag.tui import severity
 
 HELP = (
@@ -93,8 +92,12 @@ def _test(word: str) -> Test:
 
 
 def _ranks(text: str) -> Test:
-    try:
-        wanted = frozenset(unfold_ranks(text.replace("–", "-")))
-    except (ValueError, OverflowError):
-        raise BadFilter(f"'{text}' is not a set of ranks; write 600-700,9") from None
-    return lambda table, marks, i: int(table.numbers("rank")[i]) in wanted
+    """`600-700,9`; an open end (`600-`, `-7`) reaches to the last, or from the first."""
+    spans: list[tuple[float, float]] = []
+    for piece in filter(None, text.replace("–", "-").split(",")):
+        m = re.fullmatch(r"(\d*)(-?)(\d*)", piece)
+        if m is None or not (m[1] or m[3]):
+            raise BadFilter(f"'{text}' is not a set of ranks; write 600-700,9")
+        low = float(m[1] or 0)
+        spans.append((low, float(m[3]) if m[3] else float("inf") if m[2] else low))
+    return lambda table, marks, i: any(a <= table.numbers("rank")[i] <= b for a, b in spans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.tui.lines import Line, Part, joined, line, width_of
+from distdiag.tui.lines import Line, Part, fitted, joined, line, width_of
 from distdiag.tui.snapshot import Snapshot
 from distdiag.tui.state import JobState, job_state
 from distdiag.tui.text import (
@@ -84,7 +84,7 @@ def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
         left.append((f" (last rank {s.step_behind})", "muted"))
     if s.step is None or not s.step:
         left.append(("   no step yet: the first one includes compilation and the backend's set-up", "muted"))
-        return line(*left)
+        return fitted(line(*left), width)
     took = f"{milliseconds(s.step_ms)} ms" if s.step_ms is not None and not job.stuck else "– ms"
     left += ["  ", took, " "]
     tail: list[str] = []
@@ -96,17 +96,15 @@ def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
         tail.append(f"waiting {percent(100 * s.wait_p50 / s.step_ms)}")
     if s.memory_max_bytes:
         tail.append(f"{'device' if s.on_device else 'memory'} max {gib(s.memory_max_bytes)} GiB")
-    at = snap.frame.table.numbers("epoch") if snap.frame is not None else ()
-    epochs = [int(e) for e in at if e == e]
-    if epochs:
-        tail.append(f"epoch {max(epochs)}")
+    if s.epoch is not None:
+        tail.append(f"epoch {s.epoch}")
     used = width_of(line(*left))
     while tail and used + 12 + sum(cells(t) + 2 for t in tail) > width:
         tail.pop()
     bars = spark(snap.history, max(8, min(60, width - used - sum(cells(t) + 2 for t in tail))))
     left.append((bars, "accent"))
     left += [f"  {t}" for t in tail]
-    return line(*left)
+    return fitted(line(*left), width)
 
 
 def head(snap: Snapshot, ui: Ui, width: int) -> tuple[list[Line], JobState]:

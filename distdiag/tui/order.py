@@ -49,10 +49,14 @@ def ordered(snap: Snapshot, ui: Ui) -> list[int]:
     order = BY_KEY.get(ui.sort, ORDERS[0])
     if order.key == "severity":
         delta = table.numbers("delta_self_ms")
-        flagged = [i for i in rows if marks[i].level > 0]
+        some = set(rows) if ui.filter.tests else None
+        flagged = [i for i in snap.summary.flagged if some is None or i in some]
         blamed = table.words("severity")
         flagged.sort(key=lambda i: (-marks[i].level, not blamed[i], -delta[i] if delta[i] == delta[i] else 0.0, i))
-        quiet = [i for i in rows if marks[i].level == 0]
+        quiet = rows
+        if flagged:
+            named = set(flagged)
+            quiet = [i for i in rows if i not in named]
         return [*quiet[::-1], *flagged[::-1]] if ui.reverse else [*flagged, *quiet]
     values = table.numbers(order.column)
     if order.column == "device_bytes" and not any(v == v for v in values):

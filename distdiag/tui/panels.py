@@ -5,7 +5,7 @@ from __future__ import annotations
 from distdiag.diagnosis.findings import Finding, Where, rank_list
 from distdiag.tui import severity
 from distdiag.tui.header import overflow
-from distdiag.tui.lines import Line, cut_line, line, rule
+from distdiag.tui.lines import Line, cut_line, fitted, line, rule
 from distdiag.tui.snapshot import Snapshot
 from distdiag.tui.state import JobState, closing_lines
 from distdiag.tui.text import cells, clean, clip, place, quote, seconds, wrap
@@ -110,7 +110,7 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
         body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
     elif snap.problem is None and findings:
         body = _some_findings(snap, findings, job, ui, width, height - 1)
-    return [rule(width), *body[: height - 1]]
+    return [rule(width), *(fitted(x, width) for x in body[: height - 1])]
 
 
 def _some_findings(

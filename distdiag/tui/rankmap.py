@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distdiag.tui.lines import Line, Part
-from distdiag.tui.severity import Mark
+from distdiag.tui.severity import OK, Mark
 from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.summary import Layout
 
 FROM_RANKS = 65  # fewer ranks are all in the table
 MAX_LINES = 20
+NOBODY = Mark(0, " ", " ", "", "", "no rank at this place")
 
 
 def map_lines(snap: Snapshot, width: int, room: int) -> list[Line]:
@@ -19,30 +21,49 @@ def map_lines(snap: Snapshot, width: int, room: int) -> list[Line]:
     """
     if snap.frame is None or snap.summary.n < FROM_RANKS or room < 1:
         return []
-    table, marks = snap.frame.table, snap.summary.marks
-    nodes: dict[int, dict[int, Mark]] = {}
-    for node, local, mark in zip(table.numbers("node"), table.numbers("local_rank"), marks, strict=True):
-        nodes.setdefault(int(node) if node == node else 0, {})[int(local) if local == local else 0] = mark
-    columns = sorted(nodes)
-    locals_ = sorted({x for n in nodes.values() for x in n})
-    if len(columns) <= width - 10 and len(locals_) <= min(room, MAX_LINES) and len(columns) > 1:
-        return [_row(f" gpu {x:<4}"[:9], [(nodes[c].get(x), c) for c in columns]) for x in locals_]
-    worst = [(max(nodes[c].values(), key=lambda m: m.level), c) for c in columns]
-    per_line = max(10, (width - 10) // 64 * 64 if width >= 74 else width - 10)
-    lines = [_row(f" n{columns[i]:<7}", worst[i : i + per_line]) for i in range(0, len(worst), per_line)]
-    if len(columns) == 1 or len(lines) > min(room, MAX_LINES):
+    layout, marks = snap.summary.layout, snap.summary.marks
+    columns, locals_ = len(layout.nodes), len(layout.locals)
+    if columns < 2:
         return []
-    return lines
+    if columns <= width - 10 and locals_ <= min(room, MAX_LINES):
+        rows: list[dict[int, Mark]] = [{} for _ in layout.locals]
+        for i in snap.summary.flagged:
+            column, row = layout.place[i]
+            rows[row][column] = marks[i]
+        for row, column in _holes(layout):
+            rows[row][column] = NOBODY
+        labels = [f" gpu {x:<4}"[:9] for x in layout.locals]
+        return [_row(label, flagged, range(columns), layout.nodes) for label, flagged in zip(labels, rows, strict=True)]
+    worst: dict[int, Mark] = {}
+    for i in snap.summary.flagged:
+        column = layout.place[i][0]
+        if column not in worst or marks[i].level > worst[column].level:
+            worst[column] = marks[i]
+    per_line = (width - 10) // 64 * 64 if width >= 74 else width - 10
+    starts = range(0, columns, per_line)
+    if len(starts) > min(room, MAX_LINES):
+        return []
+    return [_row(f" n{layout.nodes[a]:<7}", worst, range(a, min(columns, a + per_line)), layout.nodes) for a in starts]
 
 
-def _row(label: str, cells: Sequence[tuple[Mark | None, int]]) -> Line:
-    """One line of the map; neighbours alike share a part, flagged nodes can be clicked."""
+def _holes(layout: Layout) -> list[tuple[int, int]]:
+    """Places of the map where no rank is: the last node may have fewer."""
+    if len(layout.place) == len(layout.nodes) * len(layout.locals):
+        return []
+    there = set(layout.place)
+    return [(y, x) for x in range(len(layout.nodes)) for y in range(len(layout.locals)) if (x, y) not in there]
+
+
+def _row(label: str, flagged: dict[int, Mark], columns: range, nodes: Sequence[int]) -> Line:
+    """One line of the map: quiet ranks in runs, each flagged one by itself, to be clicked."""
     parts: list[Part] = [(label, "muted", "")]
-    for mark, node in cells:
-        glyph, style = (mark.glyph, mark.style) if mark is not None else (" ", "")
-        hit = f"node:{node}" if mark is not None and mark.level > 0 else ""
-        if parts[-1][1] == style and not hit and not parts[-1][2] and len(parts) > 1:
-            parts[-1] = (parts[-1][0] + glyph, style, "")
-        else:
-            parts.append((glyph, style, hit))
+    at = columns.start
+    for column in sorted(c for c in flagged if c in columns):
+        if column > at:
+            parts.append((OK.glyph * (column - at), OK.style, ""))
+        mark = flagged[column]
+        parts.append((mark.glyph, mark.style, f"node:{nodes[column]}" if mark.level > 0 else ""))
+        at = column + 1
+    if at < columns.stop:
+        parts.append((OK.glyph * (columns.stop - at), OK.style, ""))
     return tuple(parts)

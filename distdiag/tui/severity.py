@@ -12,9 +12,9 @@ from distdiag.tui.text import clean, seconds
 STALE_S = 3.0  # a rank that has not been heard of for this long shows its age
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mark:
-    """How one severity is drawn."""
+    """How one severity is drawn; there is one object of each, compared by identity."""
 
     level: int  # higher is worse; the order of tables and maps
     glyph: str
@@ -57,14 +57,12 @@ def of_rank(life: str | None, severity: str | None) -> Mark:
 
 def of_table(table: RankTable) -> list[Mark]:
     """The mark of every rank of a frame."""
-    known: dict[tuple[str | None, str | None], Mark] = {}
-    out = []
-    for pair in zip(table.words("life"), table.words("severity"), strict=True):
-        mark = known.get(pair)
-        if mark is None:
-            mark = known[pair] = of_rank(*pair)
-        out.append(mark)
-    return out
+    lives, life = table.coded("life")
+    severities, found = table.coded("severity")
+    if len(lives) == len(severities) == 1:
+        return [of_rank(lives[0], severities[0])] * len(table)
+    by_life = [[of_rank(x, s) for s in severities] for x in lives]
+    return [by_life[a][b] for a, b in zip(life, found, strict=True)]
 
 
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}

@@ -155,7 +155,7 @@ class Taker:
             return self._frame
         frame = self.run.latest_frame() if at_s is None else self.run.frame_at(at_s)
         if frame is not None and (self._frame is None or frame.t_s != self._frame.t_s):
-            self._summary = summarise(frame.table)
+            self._summary = summarise(frame.table, self._summary)
         self._frame = frame
         return frame
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -12,6 +10,7 @@ from distdiag.store.frames import RankTable
 from distdiag.tui import severity
 from distdiag.tui.text import median_low, quantile
 
+_GONE = (Life.KILLED, Life.CRASHED, Life.SILENT)
 Waiting = tuple[str, str, int | None, int | None]  # op, group, seq, bytes
 
 
@@ -26,9 +25,12 @@ class Summary:
     finished: int = 0
     nodes: int = 0
     node_of: dict[int, str] = field(default_factory=dict)  # node -> host name
+    layout: Layout = field(default_factory=lambda: Layout())
     marks: list[severity.Mark] = field(default_factory=list)
+    flagged: tuple[int, ...] = ()  # rows of the frame whose mark is not a quiet one
     step: int | None = None  # the furthest rank's
     step_behind: int | None = None  # the last one's
+    epoch: int | None = None
     step_ms: float | None = None  # median over ranks
     self_p50: float | None = None
     self_p99: float | None = None  # only where the sample carries it: 100 ranks and more
@@ -49,56 +51,93 @@ class Summary:
         return (self.self_max - self.self_p50) / self.self_p50
 
 
-def _known(values: array) -> list[float]:
-    return [v for v in values if v == v and not math.isinf(v)]
+@dataclass(frozen=True)
+class Layout:
+    """Where the ranks are: the same in every frame of a run, and expensive for thousands of them."""
+
+    key: tuple[bytes, ...] = ()
+    hosts: dict[int, str] = field(default_factory=dict)  # node -> host name
+    nodes: list[int] = field(default_factory=list)  # all nodes, rising
+    locals: list[int] = field(default_factory=list)  # all local ranks, rising
+    place: list[tuple[int, int]] = field(default_factory=list)  # of each row: index into nodes, index into locals
 
 
-def summarise(table: RankTable) -> Summary:
-    """The summary of a frame's ranks."""
+def layout_of(table: RankTable, before: Layout) -> Layout:
+    """The layout of a frame; that of the frame before where nothing moved."""
+    key = (table.raw("node"), table.raw("local_rank"), table.raw("rank"))
+    if key == before.key and before.place:
+        return before
+    node = [int(v) if v == v else 0 for v in table.numbers("node")]
+    local = [int(v) if v == v else 0 for v in table.numbers("local_rank")]
+    nodes, locals_ = sorted(set(node)), sorted(set(local))
+    column, row = {n: i for i, n in enumerate(nodes)}, {x: i for i, x in enumerate(locals_)}
+    hosts = {n: h or "" for n, h in zip(node, table.words("host"), strict=True)}
+    return Layout(key, hosts, nodes, locals_, [(column[n], row[x]) for n, x in zip(node, local, strict=True)])
+
+
+def summarise(table: RankTable, before: Summary | None = None) -> Summary:
+    """The summary of a frame's ranks; `before` is that of the frame before, for what does not change."""
     n = len(table)
-    ranks = table.numbers("rank")
-    lives = table.words("life")
-    missing = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life == Life.MISSING)
-    gone = (Life.KILLED, Life.CRASHED, Life.SILENT)
-    lost = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life in gone)
-    steps = _known(table.numbers("step"))
-    own = sorted(_known(table.numbers("self_ms")))
-    device = _known(table.numbers("device_bytes"))
-    memory = device or _known(table.numbers("rss_bytes"))
-    samples = _known(table.numbers("samples_per_s"))
-    losses = _known(table.numbers("loss"))
-    ops = table.words("waiting_op")
-    waiting: Counter[Waiting] = Counter()
-    oldest: float | None = None
-    if any(ops):
-        groups, seqs = table.words("waiting_group"), table.numbers("waiting_seq")
-        sizes, ages = table.numbers("waiting_bytes"), table.numbers("waiting_age_s")
-        for op, group, seq, size, age in zip(ops, groups, seqs, sizes, ages, strict=True):
-            if op:
-                waiting[(op, group or "", int(seq) if seq == seq else None, int(size) if size == size else None)] += 1
-                if age == age and (oldest is None or age > oldest):
-                    oldest = age
-    nodes = dict(zip(map(int, table.numbers("node")), table.words("host"), strict=True))
+    layout = layout_of(table, before.layout if before is not None else Layout())
+    missing, lost, finished = _lives(table)
+    steps, device = table.known("step"), table.known("device_bytes")
+    own = sorted(table.known("self_ms"))
+    memory = device or table.known("rss_bytes")
+    samples, losses, epochs = table.known("samples_per_s"), table.known("loss"), table.known("epoch")
+    waiting, oldest = _waiting(table)
+    marks = severity.of_table(table)
     return Summary(
         n=n,
         reported=n - len(missing),
         missing=missing,
         lost=lost,
-        finished=lives.count(Life.FINISHED),
-        nodes=len(nodes),
-        node_of={k: v or "" for k, v in nodes.items()},
-        marks=severity.of_table(table),
+        finished=finished,
+        nodes=len(layout.nodes),
+        node_of=layout.hosts,
+        layout=layout,
+        marks=marks,
+        flagged=tuple(i for i, m in enumerate(marks) if m.level)
+        if len(set(marks)) > 1 or (n and marks[0].level)
+        else (),
         step=int(max(steps)) if steps else None,
         step_behind=int(min(steps)) if steps else None,
-        step_ms=median_low(_known(table.numbers("step_ms"))),
+        epoch=int(max(epochs)) if epochs else None,
+        step_ms=median_low(table.known("step_ms")),
         self_p50=quantile(own, 0.5),
         self_p99=quantile(own, 0.99) if len(own) >= 100 else None,
         self_max=own[-1] if own else None,
-        wait_p50=median_low(_known(table.numbers("wait_ms"))),
+        wait_p50=median_low(table.known("wait_ms")),
         samples_per_s=sum(samples) if samples else None,
         loss=sum(losses) / len(losses) if losses else None,
         memory_max_bytes=max(memory) if memory else None,
         on_device=bool(device),
-        waiting=tuple(waiting.most_common(8)),
+        waiting=waiting,
         waiting_age_s=oldest,
     )
+
+
+def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Ranks that never reported, ranks that are lost, and how many have finished."""
+    words, codes = table.coded("life")
+    if len(words) == 1 and words[0] not in (Life.MISSING, *_GONE):
+        return (), (), len(table) if words[0] == Life.FINISHED else 0
+    ranks, lives = table.numbers("rank"), [words[c] for c in codes]
+    missing = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life == Life.MISSING)
+    lost = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life in _GONE)
+    return missing, lost, lives.count(Life.FINISHED)
+
+
+def _waiting(table: RankTable) -> tuple[tuple[tuple[Waiting, int], ...], float | None]:
+    """What ranks wait in, most ranks first, and for how long the first of them."""
+    if table.coded("waiting_op")[0] == [None]:
+        return (), None
+    counts: Counter[Waiting] = Counter()
+    oldest: float | None = None
+    ops, groups, seqs = table.words("waiting_op"), table.words("waiting_group"), table.numbers("waiting_seq")
+    sizes, ages = table.numbers("waiting_bytes"), table.numbers("waiting_age_s")
+    for op, group, seq, size, age in zip(ops, groups, seqs, sizes, ages, strict=True):
+        if op:
+            counts[(op, group or "", int(seq) if seq == seq else None, int(size) if size == size else None)] += 1
+            if age == age and (oldest is None or age > oldest):
+                oldest = age
+    return tuple(counts.most_common(8)), oldest

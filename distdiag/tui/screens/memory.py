@@ -19,7 +19,7 @@ from distdiag.tui.screens.ranks_columns import host_width, short_host
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.state import job_state
 from distdiag.tui.table import Cell, Column, choose, header, row
-from distdiag.tui.text import cells, clean, decimal, gib, integer, median_low, percent, rate, spark
+from distdiag.tui.text import cells, clean, decimal, gib, integer, median_low, percent, rate, spark, wrap
 from distdiag.tui.ui import Ui
 
 HISTORY_S = 60.0
@@ -155,7 +155,7 @@ def _gpu_state(s: _Shown) -> Cell:
     """Busy although the job stands still: a kernel that spins in a collective looks like work."""
     busy = s.gpu is not None and (s.gpu.utilization_pct or 0.0) >= BUSY_PCT
     if busy and s.stuck:
-        return "busy, no progress", "warning"
+        return "spinning", "warning"
     if s.row is None:
         return "no rank uses it", "muted"
     return severity.state_of(s.row, s.mark, s.stuck)
@@ -254,6 +254,13 @@ class MemoryPage:
         lines = [title_line(snap, ui, width, self.title, self.question)]
         lines += _hosts(data, snap, width, 2 if height < 30 else 6)
         tail = [rule(width), summary_line(snap, width)]
+        spinning = sum((g.utilization_pct or 0.0) >= BUSY_PCT for g in data.gpus) if job_state(snap).stuck else 0
+        if spinning:
+            text = f"{spinning:,} GPUs are busy, yet the job makes no progress: a kernel that spins in a collective looks like work"
+            lines += [
+                line((f" {severity.WARN.glyph} " if i == 0 else "   ", "warning"), t)
+                for i, t in enumerate(wrap(text, width - 4))
+            ]
         if not data.gpus and snap.frame is not None:
             why = clean(data.why_none) or "no GPU readings in this run"
             lines.append(line((f" GPUs: {why}", "muted")))

@@ -12,8 +12,9 @@ from distdiag.store.frames import RankRow
 from distdiag.store.reader import Frame, Run
 from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
 from distdiag.tui import severity
+from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, cut_line, fitted, joined, line, rule
-from distdiag.tui.panels import finding_lines
+from distdiag.tui.panels import finding_lines, footer_panel
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.state import job_state
 from distdiag.tui.text import (
@@ -107,9 +108,11 @@ class RankPage:
         table = snap.frame.table if snap.frame is not None else None
         at = next((i for i, r in enumerate(table.numbers("rank")) if r == ui.rank), None) if table is not None else None
         if table is None or at is None:
-            return Screenful(
-                [line((f" rank {ui.rank} is not part of this run", "warning")), line((" Esc goes back", "muted"))]
-            )
+            lines = [title_line(snap, ui, width, f"rank {ui.rank}", self.question), BLANK]
+            if snap.problem is None and table is not None:
+                lines += [line((f"   rank {ui.rank} is not part of this run, which has {len(table):,}", "warning"))]
+            panel = footer_panel(snap, ui, job_state(snap), width, max(4, height // 2))
+            return Screenful([*lines, *[BLANK] * (height - len(lines) - len(panel)), *panel][:height])
         row, mark = table.row(at), snap.summary.marks[at]
         job = job_state(snap)
         lines = [_title(snap, row, mark, width), *_now(row, snap, job.stuck, width)]
@@ -123,13 +126,11 @@ class RankPage:
         # a rank that stands still is asked where; one that runs is asked how long
         blocks = [stack, calls, phases] if job.stuck or row.life != "running" else [phases, calls, stack]
         blocks.append(_facts(data, row, width))
-        for block in blocks:
-            if len(lines) + len(block) + 1 > room:
-                fits = max(0, room - len(lines) - 1)
-                block = [*block[: fits - 1], cut_line(len(block) - fits + 1)] if fits > 1 else []
-            if block:
-                lines += [BLANK, *block] if height >= 22 else block
-        lines = [fitted(x, width) for x in lines[:room]]
+        for block in filter(None, blocks):
+            lines += [BLANK, *block] if height >= 22 else block
+        if len(lines) > room:
+            lines = [*lines[: room - 1], cut_line(len(lines) - room + 1)]
+        lines = [fitted(x, width) for x in lines]
         lines += [BLANK] * (room - len(lines))
         return Screenful([*lines, *flag][:height])
 
