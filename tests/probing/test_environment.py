@@ -46,7 +46,9 @@ def test_mpirun_on_one_host_and_on_several():
     assert intel is not None and intel.launcher == "mpirun"
 
 
-@pytest.mark.parametrize("broken", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}])
+@pytest.mark.parametrize(
+    "broken", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}]
+)
 def test_a_broken_environment_is_an_error_with_a_hint(broken: dict[str, str]):
     with pytest.raises(DistdiagError) as e:
         detect(broken)

@@ -68,7 +68,11 @@ def test_a_busy_neighbour_is_foreign_and_an_own_child_is_not():
 
 def test_the_offset_is_taken_from_the_shortest_round_trip():
     # Their clock is 1,000,000 ns ahead. The slow exchange is delayed one way only, and would say otherwise.
-    exchanges = [(0, 1_000_000 + 50_000, 60_000), (100_000, 1_000_000 + 105_000, 110_000), (200_000, 1_290_000, 300_000)]
+    exchanges = [
+        (0, 1_000_000 + 50_000, 60_000),
+        (100_000, 1_000_000 + 105_000, 110_000),
+        (200_000, 1_290_000, 300_000),
+    ]
     offset, error = offset_from_exchanges(exchanges)
     assert offset == pytest.approx(1_000_000, abs=1)
     assert error == 5_000

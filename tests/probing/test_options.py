@@ -52,7 +52,7 @@ def test_errors_are_an_object_under_json(capsys: pytest.CaptureFixture[str]):
     assert command.main(["alreduce", "--json"]) == 2
     out, _ = capsys.readouterr()
     error = json.loads(out)
-    assert list(error)[0] == "schema" and error["error"]["kind"] == "usage"
+    assert next(iter(error)) == "schema" and error["error"]["kind"] == "usage"
     assert "allreduce" in error["error"]["hint"]
 
 

@@ -10,7 +10,8 @@ from distdiag.probing.sizes import parse_bytes, size_text, sweep, time_text
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("1K", 1024), ("64MiB", 2**26), ("1.5M", 3 * 2**19), ("2kB", 2000), ("1g", 2**30)]
+    ("text", "size"),
+    [("4096", 4096), ("1K", 1024), ("64MiB", 2**26), ("1.5M", 3 * 2**19), ("2kB", 2000), ("1g", 2**30)],
 )
 def test_sizes_are_read(text: str, size: int):
     assert parse_bytes(text) == size
@@ -35,7 +36,12 @@ def test_sizes_that_ranks_share_are_rounded_up_to_whole_parts():
 
 @pytest.mark.parametrize(
     ("low", "high", "factor", "says"),
-    [(1023, 4096, 4, "not a multiple"), (1024, 1022, 4, "not a multiple"), (8192, 4096, 4, "above"), (4, 8, 1, "factor")],
+    [
+        (1023, 4096, 4, "not a multiple"),
+        (1024, 1022, 4, "not a multiple"),
+        (8192, 4096, 4, "above"),
+        (4, 8, 1, "factor"),
+    ],
 )
 def test_bounds_that_cannot_be_are_refused(low: int, high: int, factor: float, says: str):
     with pytest.raises(DistdiagError, match=says):
@@ -71,5 +77,11 @@ def test_one_rank_and_barriers_have_no_bus_bandwidth():
 
 
 def test_texts_for_people():
-    assert [size_text(n) for n in (512, 1024, 1536, 25 * 2**20, 3 * 2**30)] == ["512 B", "1 KiB", "1.5 KiB", "25 MiB", "3 GiB"]
+    assert [size_text(n) for n in (512, 1024, 1536, 25 * 2**20, 3 * 2**30)] == [
+        "512 B",
+        "1 KiB",
+        "1.5 KiB",
+        "25 MiB",
+        "3 GiB",
+    ]
     assert [time_text(us) for us in (8.5, 312.4, 1240, 2.1e6)] == ["8.5 µs", "312 µs", "1.24 ms", "2.1 s"]
