@@ -104,11 +104,58 @@ def _choose(rank: int, files: list[DumpFile], report: LoadReport) -> list[DumpFi
     return list(best.values())
 
 
+@dataclass(slots=True)
+class _Tail:
+    """Where one rank stands in one group, by its entries."""
+
+    newest: int
+    head: int | None = None  # oldest collective in flight
+    description: str = ""
+
+
+@dataclass(slots=True)
+class _Scan:
+    """What one pass over a file's entries tells."""
+
+    file: DumpFile
+    backend: str
+    tails: dict[str, _Tail] = field(default_factory=dict)  # by name of the group
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _scan(f: DumpFile) -> _Scan:
+    try:
+        return _pass(f)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # an odd entry in the middle
+        f.entries, f.damaged = dump_files.modern(f.entries)
+        return _pass(f)
+
+
+def _pass(f: DumpFile) -> _Scan:
+    scan = _Scan(f, _backend(f))
+    gloo = scan.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
+    tails, messages = scan.tails, scan.messages
+    for e in f.entries:
+        if e["is_p2p"]:
+            messages.append(e)
+            continue
+        name, seq = e["process_group"][0], e["collective_seq_id"]
+        t = tails.get(name)
+        if t is None:
+            t = tails[name] = _Tail(seq, None, e["process_group"][1])
+        elif seq > t.newest:
+            t.newest = seq
+        if e["state"] != "completed" and not (gloo and e["retired"]) and (t.head is None or seq < t.head):
+            t.head = seq
+    return scan
+
+
 class _Builder:
     """Makes one snapshot of the dumps of all ranks."""
 
     def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
         self.chosen, self.report = chosen, report
+        self.scans = {rank: [_scan(f) for f in files] for rank, files in chosen.items()}
         self.groups: dict[str, Group] = {}
         self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
         self.messages: dict[int, list[tuple[str, dict[str, Any]]]] = {}  # rank -> (group, entry)
@@ -119,17 +166,16 @@ class _Builder:
     def snapshot(self) -> Snapshot:
         self._find_groups()
         from_status: dict[int, dict[str, tuple[int, int]]] = {}
-        for rank, files in self.chosen.items():
-            self.positions[rank], self.messages[rank] = {}, []
-            for f in files:
-                before = len(self.messages[rank])
-                try:
-                    self._positions(rank, f)
-                except (KeyError, TypeError, ValueError, AttributeError):  # an odd entry in the middle
-                    del self.messages[rank][before:]
-                    f.entries, f.damaged = dump_files.modern(f.entries)
-                    self._positions(rank, f)
-                from_status.setdefault(rank, {}).update(self._status(rank, f))
+        for rank, scans in self.scans.items():
+            mine = self.positions[rank] = {}
+            self.messages[rank] = []
+            for scan in scans:
+                for name, t in scan.tails.items():
+                    key = self.keys[(rank, scan.backend, name)]
+                    mine[key] = (t.newest, t.newest if t.head is None else t.head - 1)
+                for e in scan.messages:
+                    self.messages[rank].append((self.keys[(rank, scan.backend, str(e["process_group"][0]))], e))
+                from_status.setdefault(rank, {}).update(self._status(rank, scan))
         with_messages = {g for ms in self.messages.values() for g, _ in ms}
         for rank, counters in from_status.items():
             for g, (issued, done) in counters.items():
@@ -172,11 +218,11 @@ class _Builder:
         members: dict[tuple[str, str], dict[int, tuple[int, ...] | None]] = {}
         text: dict[tuple[str, str], str] = {}
         backends: dict[str, set[str]] = {}
-        for rank, files in self.chosen.items():
-            for f in files:
-                backend = _backend(f)
-                for name, (desc, ranks) in self._named(f).items():
-                    if not f.entries and backend == "":
+        for rank, scans in self.scans.items():
+            for scan in scans:
+                backend = scan.backend
+                for name, (desc, ranks) in self._named(scan).items():
+                    if not scan.file.entries and backend == "":
                         others = backends.get(name)
                         if others:
                             backend = next(iter(others))
@@ -200,16 +246,17 @@ class _Builder:
                     self.groups[key] = Group(name=key, ranks=ranks, description=desc, backend=backend)
 
     @staticmethod
-    def _named(f: DumpFile) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+    def _named(scan: _Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+        """Name, description and members of the groups of one file, as far as it tells."""
+        f = scan.file
         out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
-        last = None
-        for e in f.entries:
-            group = e.get("process_group")
-            if group is last:
-                continue
-            last = group
-            if isinstance(group, (list, tuple)) and len(group) == 2 and str(group[0]) not in out:
-                out[str(group[0])] = (str(group[1]), None)
+        for name, t in scan.tails.items():
+            if name not in out:
+                out[name] = (str(t.description), None)
+        for e in scan.messages:
+            name, desc = e["process_group"]
+            if str(name) not in out:
+                out[str(name)] = (str(desc), None)
         for number in f.status:
             if not f.entries and not out:
                 out[f"group {number}" if number != "0" else "0"] = ("default_pg" if number == "0" else "", None)
@@ -226,33 +273,11 @@ class _Builder:
 
     # -- one rank ------------------------------------------------------------------------------------------------
 
-    def _positions(self, rank: int, f: DumpFile) -> None:
-        """Newest issued, and newest completed with all before it, of each group."""
-        backend = _backend(f)
-        gloo = backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
-        newest: dict[str, int] = {}
-        head: dict[str, int] = {}
-        messages = self.messages[rank]
-        for e in f.entries:
-            name = e["process_group"][0]
-            if e["is_p2p"]:
-                key = self.keys.get((rank, backend, name))
-                if key is not None:
-                    messages.append((key, e))
-                continue
-            seq = e["collective_seq_id"]
-            if seq > newest.get(name, -1):
-                newest[name] = seq
-            if e["state"] != "completed" and not (gloo and e["retired"]) and seq < head.get(name, seq + 1):
-                head[name] = seq
-        for name, n in newest.items():
-            key = self.keys.get((rank, backend, name))
-            if key is not None:
-                self.positions[rank][key] = (n, head[name] - 1 if name in head else n)
-
-    def _status(self, rank: int, f: DumpFile) -> dict[str, tuple[int, int]]:
+    def _status(self, rank: int, scan: _Scan) -> dict[str, tuple[int, int]]:
         """Counters of groups without entries, by name: by the numbers in entries, else by order of creation."""
-        backend = _backend(f)
+        f, backend = scan.file, scan.backend
+        if not f.status or len(scan.tails) == len(f.status):
+            return {}  # every group has entries, and those tell more
         names = {str(e["pg_id"]): str(e["process_group"][0]) for e in f.entries if "pg_id" in e}
         listed = [n for n in f.groups if n]
         if len(listed) == len(f.status) and all(n.isdigit() for n in (*listed, *f.status)):
@@ -309,12 +334,12 @@ class _Builder:
     def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
         """Calls from the oldest collective in flight anywhere in its group on."""
         out: dict[tuple[str, int], Call] = {}
-        for f in self.chosen[rank]:
-            backend = _backend(f)
-            low = {n: floor[k] for n in self._named(f) if (k := self.keys.get((rank, backend, n))) in floor}
+        for scan in self.scans[rank]:
+            backend = scan.backend
+            low = {n: floor[k] for n in scan.tails if (k := self.keys[(rank, backend, n)]) in floor}
             if not low:
                 continue
-            for e in f.entries:
+            for e in scan.file.entries:
                 least = low.get(e["process_group"][0])
                 if least is None or e["is_p2p"] or e["collective_seq_id"] < least:
                     continue

@@ -72,6 +72,8 @@ def rules(s: Snapshot, late: tuple[tuple[int, ...], tuple[int, ...]] | None = No
     if not kinds:
         return []
     causes = [s.ranks[q] for q, k in kinds.items() if k == "cause"]
+    if _all_killed_together(s, causes):
+        return []
     if causes:
         return [_lost(s, causes, kinds)]
     if any(k in ("unused", "model", "mismatch") for k in kinds.values()):
@@ -92,6 +94,16 @@ def rules(s: Snapshot, late: tuple[tuple[int, ...], tuple[int, ...]] | None = No
         found = _timeout(s, kinds, late)
         return [found] if found else []
     return []
+
+
+def _all_killed_together(s: Snapshot, causes: list[RankState]) -> bool:
+    """Every rank by SIGKILL within a second: the job was killed from outside (a scheduler, its launcher's death)."""
+    if len(causes) < 2 or len(causes) < len(s.ranks):
+        return False
+    times = [r.ended_s for r in causes if r.ended_s is not None]
+    return all(r.life == Life.KILLED and r.signal in (None, signals.SIGKILL) for r in causes) and (
+        len(times) == len(causes) and max(times) - min(times) < 1.0
+    )
 
 
 def _lost(s: Snapshot, causes: list[RankState], kinds: dict[int, str]) -> Finding:

@@ -128,7 +128,7 @@ class Diagnosis:
         found = collectives.rules(s, graph, exhausted=exhausted, lost=lost)
         if not stable:
             found = [f for f in found if f.kind == "mismatch"]
-        if any(f.kind in ("rank_lost", "timeout") for f in ended):
+        if any(f.kind in _FATAL for f in ended):
             found = [f for f in found if f.kind == "mismatch"]
         if any(f.kind == "deadlock" for f in found):
             seen = batches.seen_uneven(s)
@@ -199,6 +199,13 @@ class Diagnosis:
             ):
                 continue
             if f.kind == "stall" and any(g.kind in _FATAL for g in everything):
+                continue
+            if (
+                f.kind == "deadlock"
+                and f.cause in ("rank_exited", "rank_finished")
+                and key not in self.records
+                and any(g.kind in ("rank_lost", "mismatch", "timeout") for g in everything)
+            ):
                 continue
             out[key] = f
         return out

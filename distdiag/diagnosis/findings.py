@@ -50,7 +50,9 @@ class Where(msgspec.Struct, frozen=True, omit_defaults=False):
     file: str | None = None  # absolute path
     line: int | None = None
     function: str | None = None
-    state: str | None = None  # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished
+    state: str | None = (
+        None  # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished
+    )
 
 
 class CollectiveRef(msgspec.Struct, frozen=True):

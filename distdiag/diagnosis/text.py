@@ -54,7 +54,9 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
     word = WORDS[Severity(f.severity)]
     kind = f.kind + (f"/{f.cause}" if f.cause else "")
     certain = "" if f.certainty == "proved" else " (suspected)"
-    gone = f" (went away after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
+    gone = (
+        f" (went away after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
+    )
     lines = [("", f"{glyph} {word} {kind}{certain}  {f.message}{gone}")]
     where = _places(f.where)
     waiting = _places(f.waiting)
@@ -67,7 +69,9 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
     for label, text in lines:
         text = printable(text)
         if ascii:
-            text = text.translate(str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."}))
+            text = text.translate(
+                str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
+            )
             text = text.encode("ascii", "backslashreplace").decode()
         head = f"  {label:<7}" if label else ""
         if width is None:

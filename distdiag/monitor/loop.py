@@ -32,6 +32,7 @@ FRAME_S = 0.5
 SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
+SILENT_S = 1.5  # a pulse that missed six beats
 RECORDS_KEPT_S = 8.0  # how long a flight record of a rank that stands still is good
 
 
@@ -203,13 +204,20 @@ class Monitor:
             self._asked[v.rank] = now_s
             path = v.text(v.page.header.witness)
             futures[v.rank] = (v._still_mark, self.pool.submit(evidence.flight_record, path, now_s, 1.0))
-            silent = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0) > 1.5
-            if silent:
-                self._stacks_of(v, path)
+        self._gather_stacks(now_s)
         for q, (mark, future) in futures.items():
             record = future.result()
             if record is not None:
                 self.records[q] = (mark, record)
+
+    def _gather_stacks(self, now_s: float) -> None:
+        """Of ranks whose pulse is silent: they hold the GIL, and only their witness can say where."""
+        for v in self.views.values():
+            if v.ending is not None or v.page is None or not v.page.header.witness or self._idle[v.rank][1] == "T":
+                continue
+            silent_s = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0)
+            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
+                self._stacks_of(v, v.text(v.page.header.witness))
 
     def _stacks_of(self, v: RankView, path: str) -> None:
         """The main thread's user frames by the witness: for a rank whose own pulse is silent."""

@@ -355,6 +355,12 @@ class RankView:
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
             place = stack[0] if stack else place
             ended_s = self.s(h.exception_ns)
+        if life == Life.KILLED and self.calls:
+            last = self.calls[-1]
+            seen_s = self.s(h.stack_ns) or 0.0
+            if last.completed_s is None and last.site is not None and (last.entered_s or 0.0) > seen_s:
+                stack = (last.site, *(s for s in stack if s.function != last.site.function))
+                place = last.site
         silent_s = now_s - heartbeat_s if heartbeat_s is not None else None
         activity = self._activity(h, life, blocked, place, os_state, idle, silent_s)
         return RankState(

@@ -5,6 +5,7 @@ It serves the flight recorder and all stacks to the monitor. The socket lies in 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ def start(path: Path) -> Any:
 
     path.unlink(missing_ok=True)
     with _quiet_stderr():
-        return server_class(str(path))
+        server = server_class(str(path))
+    # Never destroyed, only shut down: its destructor, run in a forked child (a DataLoader worker that drops its copy),
+    # would close the listening socket under the parent's thread, and that aborts the parent.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+    return server
 
 
 def stop(server: Any) -> None:
