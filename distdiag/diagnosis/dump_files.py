@@ -7,7 +7,6 @@ versions 1.x and 2.x; see torch/csrc/distributed/c10d/FlightRecorderDetail.hpp f
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -334,17 +333,11 @@ def read_all(paths: Iterable[Path]) -> tuple[list[DumpFile], list[tuple[str, str
             wanted.append(path)
         else:
             others.append(str(path))
-    collecting = gc.isenabled()
-    gc.disable()  # millions of small containers, none of them garbage
-    try:
-        with _bounded(wanted):
-            for path in wanted:
-                try:
-                    files.append(read(path))
-                except Foreign as e:
-                    bad.append((str(path), str(e)))
-    finally:
-        if collecting:
-            gc.enable()
+    with _bounded(wanted):
+        for path in wanted:
+            try:
+                files.append(read(path))
+            except Foreign as e:
+                bad.append((str(path), str(e)))
     name_ranks(files)
     return files, bad, others

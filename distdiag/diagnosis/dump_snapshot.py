@@ -6,6 +6,7 @@ by p2p_seq_id where both ends number them alike, else by what is in flight on ei
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -54,7 +55,17 @@ class LoadReport:
 def load(paths: str | Path | Iterable[str | Path]) -> tuple[Snapshot, LoadReport]:
     """All dumps in files and directories as one snapshot; what cannot be read is in the report, the rest is used."""
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    read, bad, others = dump_files.read_all(Path(p) for p in given)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small containers that live until the snapshot is made: nothing to collect meanwhile
+    try:
+        return _load([Path(p) for p in given])
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _load(paths: list[Path]) -> tuple[Snapshot, LoadReport]:
+    read, bad, others = dump_files.read_all(paths)
     report = LoadReport(bad=bad, others=others)
     by_rank: dict[int, list[DumpFile]] = {}
     for f in read:

@@ -58,6 +58,7 @@ class Diagnosis:
     state_text: str = ""
     graph: WaitGraph | None = None
     _mark: tuple = ()
+    _lock_mark: tuple = ()
     _speed_at: float = -1.0
     _first_end_s: float | None = None
     _late: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
@@ -114,6 +115,12 @@ class Diagnosis:
             for q in sorted(graph.stuck)
             if (b := s.ranks[q].blocked) is not None
         )
+        locks = stalls.lock_cycles(s, graph)
+        lock_mark = tuple((f.victims, f.collective) for f in locks)
+        locked_still = bool(locks) and lock_mark == self._lock_mark
+        self._lock_mark = lock_mark
+        if locked_still:
+            return locks
         stable = bool(mark) and mark == self._mark
         self._mark = mark
         died_in_it = any(w.conflict and w.died for w in graph.waits)

@@ -77,6 +77,41 @@ def rules(s: Snapshot, graph: WaitGraph) -> list[Finding]:
     return out
 
 
+def lock_cycles(s: Snapshot, graph: WaitGraph) -> list[Finding]:
+    """A rank waits for a file lock whose holder waits, in a collective, for that rank: a deadlock, and proved.
+
+    The kernel's own table says who holds the lock; no continuation of either can free the other.
+    """
+    out = []
+    for q in graph.sinks:
+        r = s.ranks[q]
+        waiting = graph.victims_of(q)
+        holders = tuple(h for h in r.holds_up if h in waiting and s.ranks[h].blocked is not None)
+        if not holders:
+            continue
+        call = s.ranks[holders[0]].blocked
+        assert call is not None
+        members = tuple(sorted({q, *waiting}))
+        out.append(
+            Finding(
+                kind="deadlock",
+                cause="missing_rank",
+                certainty=Certainty.PROVED,
+                severity=Severity.ERROR,
+                victims=members,
+                collective=CollectiveRef(call.op, call.group, call.seq, call.bytes),
+                where=(where(r, "lock"), *(where(s.ranks[h], "waiting") for h in holders)),
+                waiting=tuple(where(s.ranks[v]) for v in members if v != q and v not in holders),
+                step=r.step,
+                message=f"rank {q} waits{at(r.place)} for a file lock that {rank_list(holders)} holds, and "
+                f"{rank_list(holders)} waits for rank {q} in {op_text(call)}{at(s.ranks[holders[0]].place)}",
+                cost="the job makes no progress",
+                advice="release the lock before the collective: no lock may be held across one",
+            )
+        )
+    return out
+
+
 def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: float) -> Finding:
     word = "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
     call = s.ranks[victims[0]].blocked

@@ -25,6 +25,7 @@ from distdiag.recorder import state
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.page import (
     ASYNC,
+    CALLS,
     FAILED_CALL,
     GROUPS,
     NO_GROUP,
@@ -364,11 +365,11 @@ class Collectives:
     def wait_begins(self, work: Any) -> tuple[CallRecord | None, bool]:
         rec = self.in_flight.pop(id(work), None)
         main = threading.get_ident() == self.r.main_thread
-        if rec is not None and main and self.h.blocked == Blocked.NO:
-            if rec.number + 1024 > self.h.n_calls:  # the record was not overwritten meanwhile
-                self._block(Blocked.WAIT, rec.number, self.r.user_site(sys._getframe(3)))
-                self.last_ready_ns = self.h.blocked_since_ns
-                return rec, True
+        overwritten = rec is None or rec.number + CALLS <= self.h.n_calls
+        if rec is not None and main and not overwritten and self.h.blocked == Blocked.NO:
+            self._block(Blocked.WAIT, rec.number, self.r.user_site(sys._getframe(3)))
+            self.last_ready_ns = self.h.blocked_since_ns
+            return rec, True
         return rec, False
 
     @guarded

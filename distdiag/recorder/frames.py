@@ -16,8 +16,10 @@ from types import CodeType, FrameType
 USER, PACKAGE, LIBRARY = 2, 1, 0
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_WATCHED = tuple(_OURS + p + os.sep for p in ("train", "probes")) + (
-    os.path.join(os.path.dirname(os.path.dirname(_OURS)), "probes") + os.sep,
+_WATCHED = (
+    os.path.join(_OURS, "train") + os.sep,
+    os.path.join(_OURS, "probes") + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(_OURS)), "probes") + os.sep,  # an editable install
 )
 _STDLIB = tuple(
     {os.path.realpath(p) + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
