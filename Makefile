@@ -44,8 +44,8 @@ test: venv ## the whole test suite (ARGS='…' goes to pytest)
 check: venv ## lint, format, types, layering
 	@$(RUFF) check --quiet . && echo "lint: ok"
 	@$(RUFF) format --quiet --check . && echo "format: ok"
-	@$(VENV)/bin/pyright --warnings --outputjson > $(VENV)/pyright.json || { $(VENV)/bin/pyright; exit 1; }; echo "types: ok"
-	@$(VENV)/bin/lint-imports --no-cache
+	@$(VENV)/bin/pyright > $(VENV)/pyright.log 2>&1 || { cat $(VENV)/pyright.log; exit 1; }; echo "types: ok"
+	@$(VENV)/bin/lint-imports --no-cache > $(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log; exit 1; }; echo "layers: ok"
 
 format: venv ## put the code into the form that `make check` wants
 	@$(RUFF) check --quiet --fix . ; $(RUFF) format --quiet .
