@@ -6,6 +6,8 @@ seconds. One incident is one finding: what follows from it is not said again. A 
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -57,6 +59,7 @@ class Diagnosis:
     state: State = State.WAITING
     state_text: str = ""
     graph: WaitGraph | None = None
+    failures: dict[str, int] = field(default_factory=dict)  # of our own rules: text -> how often
     _mark: tuple = ()
     _lock_mark: tuple = ()
     _speed_at: float = -1.0
@@ -72,25 +75,29 @@ class Diagnosis:
         now: dict[str, Finding] = {}
         self._follow_waits(s, graph)
 
-        ended = self._endings(s, final)
+        ended = self._try(self._endings, s, final)
         lost = tuple(q for f in ended if f.kind == "rank_lost" for q in f.culprits)
-        blocking = self._proofs(s, graph, lost, ended)
+        blocking = self._try(self._proofs, s, graph, lost, ended)
         evaluated: set[str] = set(_FATAL) | {"stall"}
         for f in (*ended, *blocking):
             now[f.key] = f
         fatal = [r.finding for r in self.records.values() if r.finding.kind in _FATAL and r.finding.cleared_s is None]
         if not fatal and not any(f.kind in _FATAL for f in now.values()):
-            for f in stalls.rules(s, graph):
+            for f in self._try(stalls.rules, s, graph):
                 now[f.key] = f
         if s.t_s - self._speed_at >= SPEED_PERIOD_S or final:
             self._speed_at = s.t_s
             evaluated |= {"unused_parameters", "uneven_batches", "duplicate_data", "replica_drift", "nonfinite", "memory",
                           "gpu", "straggler", "input_bound", "comm_bound"}  # fmt: skip
-            slow: list[Finding] = [*parameters.rules(s), *batches.rules(s, self.source), *resources.rules(s)]
+            slow: list[Finding] = [
+                *self._try(parameters.rules, s),
+                *self._try(batches.rules, s, self.source),
+                *self._try(resources.rules, s),
+            ]
             if not fatal and not any(
                 r.finding.kind == "stall" and not r.finding.cleared_s for r in self.records.values()
             ):
-                slow += speed.rules(s)
+                slow += self._try(speed.rules, s)
             else:
                 evaluated -= {"straggler", "input_bound", "comm_bound"}
             for f in slow:
@@ -103,6 +110,18 @@ class Diagnosis:
         changed += self._release(s, now, evaluated, final)
         self._judge_state(s, graph, final)
         return changed
+
+    def _try(self, rule: Callable[..., list[Finding]], *args: object) -> list[Finding]:
+        """What a rule says; its failure is ours, is counted, and costs only what that rule would have said."""
+        try:
+            return rule(*args)
+        except Exception as e:
+            if "PYTEST_CURRENT_TEST" in os.environ:
+                raise
+            last = traceback.extract_tb(e.__traceback__)[-1]
+            text = f"{type(e).__name__}: {e} at {os.path.basename(last.filename)}:{last.lineno}"
+            self.failures[text] = self.failures.get(text, 0) + 1
+            return []
 
     # -- deadlocks and mismatches -------------------------------------------------------------------
 

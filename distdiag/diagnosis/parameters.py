@@ -11,6 +11,7 @@ from distdiag.diagnosis.wording import at, where
 NOT_NEEDED_CHECKS = 40  # looks at all gradients without a miss before the flag is called unneeded
 NOT_NEEDED_SHARE = 0.01  # of the step, below which the search is not worth a word
 DRIFT_RELATIVE = 1e-5
+BUFFERS_RELATIVE = 0.3  # statistics of different batches of the same data differ by some per cent, and may
 
 
 def rules(s: Snapshot) -> list[Finding]:
@@ -132,7 +133,8 @@ def _drift(s: Snapshot) -> list[Finding]:
         common = [k for k in common if len({samples[q][k].key for q in ranks}) == 1]
         if len(common) < 2:
             continue
-        drifting = [k for k in common if _differ([samples[q][k].value for q in ranks])]
+        relative = DRIFT_RELATIVE if kind == "parameters" else BUFFERS_RELATIVE
+        drifting = [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
         if len(drifting) < 2 or drifting[-1] != common[-1] or drifting[-2] != common[-2]:
             continue
         cause = _drift_cause(s, kind, drifting)
@@ -142,11 +144,9 @@ def _drift(s: Snapshot) -> list[Finding]:
     return []
 
 
-def _differ(values: list[float]) -> bool:
+def _differ(values: list[float], relative: float) -> bool:
     scale = max(abs(v) for v in values) + 1e-3
-    return (max(values) - min(values)) / scale > DRIFT_RELATIVE or any(v != v for v in values) != all(
-        v != v for v in values
-    )
+    return (max(values) - min(values)) / scale > relative or any(v != v for v in values) != all(v != v for v in values)
 
 
 def _drift_cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
@@ -209,7 +209,7 @@ def _drift_finding(s: Snapshot, cause: str, drifting: list[int], values: dict[in
 
 def _nonfinite(s: Snapshot) -> list[Finding]:
     found: list[tuple[int, Sample]] = [
-        (r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind in ("nonfinite_loss", "nonfinite_gradient")
+        (r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith("nonfinite")
     ]
     if not found:
         return []
@@ -217,7 +217,7 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
     at_first = [(q, x) for q, x in found if x.step == first_step]
     losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
     cause = "loss" if losses else "gradient"
-    chosen = losses or at_first
+    chosen = losses or [(q, x) for q, x in at_first if x.kind == "nonfinite_local_gradient"] or at_first
     ranks = tuple(sorted({q for q, _ in chosen}))
     x = chosen[0][1]
     everywhere = len(ranks) == s.world_size

@@ -151,7 +151,7 @@ def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
 def _rotating(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
     ranks = sorted(window)
     n = len(window[ranks[0]])
-    if n < ROTATING_STEPS or s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT:
+    if n < ROTATING_STEPS:
         return []
     slowest: list[int] = []
     gains: list[float] = []
@@ -174,6 +174,14 @@ def _rotating(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
             for i in range(n)
         ),
     )
+    excess = [
+        part_ms(window[slowest[i]][i], phase)
+        / max(0.1, statistics.median_low([part_ms(window[q][i], phase) for q in ranks if q != slowest[i]]))
+        for i in range(n)
+    ]
+    busy = s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT
+    if statistics.median(excess) < (3.0 if busy else 1.5):
+        return []
     return [
         Finding(
             kind="straggler",

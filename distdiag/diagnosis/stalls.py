@@ -84,7 +84,9 @@ def lock_cycles(s: Snapshot, graph: WaitGraph) -> list[Finding]:
     """
     out = []
     for q in graph.sinks:
-        r = s.ranks[q]
+        r = s.ranks.get(q)
+        if r is None:
+            continue
         waiting = graph.victims_of(q)
         holders = tuple(h for h in r.holds_up if h in waiting and s.ranks[h].blocked is not None)
         if not holders:

@@ -167,6 +167,8 @@ class Monitor:
                 v.ending = end
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
         self._idle[v.rank] = (None, None) if v.ending is not None else self.cpu.idle(pid)
+        if v.ending is None:
+            v.sample_place(self._idle[v.rank][0])
 
     # -- evidence ---------------------------------------------------------------------------------------------
 
@@ -433,11 +435,13 @@ class Monitor:
                 self._recorder(
                     s, "unsupported_torch", q, f"this torch lacks: {missing}; what needs it is not seen", "info"
                 )
+        for text in self.diagnosis.failures:
+            self._recorder(s, "failed", -1, f"a rule of the diagnosis failed: {text}", "info")
         if self.writer.failed_writes and self.writer.last_error:
             self._recorder(s, "disk_full", -1, f"the run could not be written: {self.writer.last_error}", "warning")
 
     def _recorder(self, s: Snapshot, cause: str, rank: int, text: str, severity: str) -> None:
-        key = f"{cause}/{rank}"
+        key = f"{cause}/{rank}/{text if rank < 0 else ''}"
         if key in self._recorder_said:
             return
         self._recorder_said.add(key)

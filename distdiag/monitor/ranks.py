@@ -119,7 +119,6 @@ class RankView:
             self.samples.append(
                 Sample(kind, rec.step, rec.value, rec.key, self.text(rec.name), self.site(rec.site), self.s(rec.t_ns))
             )
-        self._sample_place(h)
         mark = (h.n_calls, h.n_steps, h.step, h.blocked, h.blocked_at, h.micro_steps, h.phase, h.phase_since_ns)
         mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
         mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
@@ -256,8 +255,12 @@ class RankView:
                 out.append(ScalarRow(rank=h.rank, step=rec.step, name=name, value=rec.value, t_s=self.s(rec.t_ns)))
         return out
 
-    def _sample_place(self, h: Header) -> None:
-        if h.stack_version & 1 or not h.stack_depth or h.blocked:
+    def sample_place(self, idle: bool | None) -> None:
+        """Count where the main thread stands, unless it waits for others there."""
+        assert self.page is not None
+        h = self.page.header
+        waits = h.blocked not in (Blocked.NO, Blocked.DDP) or (h.blocked == Blocked.DDP and idle is not False)
+        if h.stack_version & 1 or not h.stack_depth or waits:
             return
         stack = tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
         if not stack:

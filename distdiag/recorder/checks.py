@@ -121,6 +121,21 @@ class Checks:
                 self.sample(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))
                 return
 
+    @guarded
+    def local_gradient(self, p: Any, site: int) -> None:
+        """A few elements of the last gradient, still this rank's own: what is not finite here began on this rank.
+
+        Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
+        """
+        g = p.grad
+        if g is None or self._nonfinite >= NONFINITE_REPORTS or g.device.type != "cpu" or g.is_sparse:
+            return
+        flat = g.detach().reshape(-1) if g.is_contiguous() else g.detach()[:1].reshape(-1)
+        total = float(flat[:: max(1, flat.numel() // 64)].sum())
+        if not math.isfinite(total):
+            self._nonfinite += 1
+            self.sample(SampleKind.NONFINITE_LOCAL_GRADIENT, self.h.step + 1, total, name=self._name_of(p), site=site)
+
     def _name_of(self, p: Any) -> str:
         for m in self._models.values():
             for name, q in self._named(m):
@@ -190,11 +205,7 @@ class Checks:
         for m in self._models.values():
             ddp = m.ref()
             if ddp is not None:
-                buffers += [
-                    b
-                    for n, b in ddp.module.named_buffers()
-                    if b.is_floating_point() and not n.endswith(("running_mean", "running_var"))
-                ]
+                buffers += [b for _, b in ddp.module.named_buffers() if b.is_floating_point()]
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
@@ -206,7 +217,9 @@ class Checks:
             for i, t in enumerate(tensors[::stride][:CHECKSUM_TENSORS]):
                 flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()[:CHECKSUM_ELEMENTS]
                 some = flat[:: max(1, flat.numel() // CHECKSUM_ELEMENTS)][:CHECKSUM_ELEMENTS]
-                parts.append(some.double().sum() * (1.0 + i / 16))
+                parts.append(
+                    (some.double().abs() if kind is SampleKind.BUFFERS else some.double()).sum() * (1.0 + i / 16)
+                )
             if not parts:
                 return
             total = torch.stack(parts).sum()

@@ -107,6 +107,7 @@ class Collectives:
         self._peers: dict[tuple[int, int, int, int], Any] = {}
         self.wait_ns = 0  # of the main thread, since the phases took it last
         self.last_ready_ns = 0
+        self._in_monitored_barrier = False
         self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
         self._lock = threading.Lock()
 
@@ -170,9 +171,14 @@ class Collectives:
                 issued = g.pg._get_sequence_number_for_group() - g.offset
             except RuntimeError:  # the group was shut down between two beats
                 continue
-            g.slot.enqueued = issued
             fr = self._recorder_entry(g, status, issued)
-            g.slot.completed = -1 if fr is None else int(fr["last_completed_collective"])
+            if fr is not None:
+                # the flight recorder counts collectives only; gloo's own counter is ahead inside a point-to-point call
+                g.slot.enqueued = int(fr["last_enqueued_collective"])
+                g.slot.completed = int(fr["last_completed_collective"])
+            elif not self._in_monitored_barrier:
+                g.slot.enqueued = issued
+                g.slot.completed = -1
 
     def _recorder_entry(self, g: _Group, status: dict[str, Any], issued: int) -> dict[str, Any] | None:
         """The flight recorder's counters of a group: by order of creation, and only where its own count agrees."""
@@ -243,6 +249,8 @@ class Collectives:
         rec.number = number
         h.n_calls = number
         self._count_site(site, rec.op)
+        if method in _BLOCKING:
+            self._in_monitored_barrier = True
         if method in _BLOCKING and not rec.flags & OTHER_THREAD:
             self._block(Blocked.WAIT, number, site)
         return rec, g
@@ -343,6 +351,7 @@ class Collectives:
             # collectives that were issued is the offset
             g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
         elif method in _BLOCKING:
+            self._in_monitored_barrier = False
             g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
             rec.left_ns = now_ns()
             if not rec.flags & OTHER_THREAD:
@@ -355,6 +364,7 @@ class Collectives:
 
     @guarded
     def failed(self, rec: CallRecord, error: BaseException) -> None:
+        self._in_monitored_barrier = False
         rec.flags |= FAILED_CALL
         rec.left_ns = now_ns()
         if self.h.blocked == Blocked.WAIT:

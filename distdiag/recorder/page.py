@@ -251,6 +251,7 @@ class SampleKind(IntEnum):
     BUFFERS = 2
     NONFINITE_LOSS = 3
     NONFINITE_GRADIENT = 4
+    NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
     REDUCED = 5  # elements all-reduced during the step, against the parameters' elements
 
 

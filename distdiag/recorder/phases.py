@@ -46,6 +46,7 @@ class Phases:
         self.ready_ns = 0
         self.loss: float | None = None
         self._optimizer_start_ns = 0
+        self._backward_site = 0
         self.idle = Phase.OTHER  # what the phase falls back to: OTHER, or what the job named
 
     # -- phase word ---------------------------------------------------------------------------------
@@ -166,6 +167,7 @@ class Phases:
         model = self._syncing_model()
         if model is not None:
             self.col.mark_site("backward", site)
+            self._backward_site = site
             self.col.block_ddp(model.pg, site)
             model.slot.synced_backwards += 1
         self.loss = self.checks.loss(tensors, site)
@@ -197,9 +199,10 @@ class Phases:
                 return m
         return None
 
-    def gradient_ready(self) -> None:
+    def gradient_ready(self, parameter: Any) -> None:
         """The parameter that is usually the last has its gradient: what follows in backward is waiting."""
         self.ready_ns = now_ns()
+        self.checks.local_gradient(parameter, self._backward_site)
 
 
 class Model:
@@ -251,7 +254,7 @@ def _constructed(ph: Phases, ddp: Any, slot: ModelSlot) -> None:
     ph.models[id(ddp)] = m
     first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
     if first is not None:
-        m.hook = first.register_post_accumulate_grad_hook(lambda _p: ph.gradient_ready())
+        m.hook = first.register_post_accumulate_grad_hook(lambda p: ph.gradient_ready(p))
 
 
 def hash_text(s: str) -> int:
