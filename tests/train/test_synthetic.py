@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from distdiag.train.batches import normalise
+from distdiag.train.cifar import ImageSet
 from distdiag.train.models import build_model
 from distdiag.train.synthetic import generate
 
@@ -26,24 +27,25 @@ def test_classes_are_balanced_and_in_random_order() -> None:
     assert len(set(labels[:50].tolist())) > 5
 
 
-def test_a_convolutional_model_learns_what_a_linear_one_cannot() -> None:
-    train, test = generate(1500, seed=1), generate(300, seed=2)
-    x, y = normalise(torch.from_numpy(train.images).permute(0, 3, 1, 2)), torch.from_numpy(train.labels).long()
-    x_test, y_test = normalise(torch.from_numpy(test.images).permute(0, 3, 1, 2)), torch.from_numpy(test.labels).long()
+def tensors(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
+    return normalise(torch.from_numpy(images.images).permute(0, 3, 1, 2)), torch.from_numpy(images.labels).long()
 
-    flat, target = x.flatten(1).double(), F.one_hot(y, 10).double()
-    weights = torch.linalg.solve(flat.T @ flat + 100 * torch.eye(flat.shape[1]).double(), flat.T @ target)
-    linear = ((x_test.flatten(1).double() @ weights).argmax(1) == y_test).float().mean().item()
+
+def test_a_convolutional_model_learns_what_a_linear_one_does_not() -> None:
+    (x, y), (x_test, y_test) = tensors(generate(1280, seed=1)), tensors(generate(300, seed=2))
+
+    flat, flat_test = x.flatten(1), x_test.flatten(1)  # ridge regression in its dual form: images, not pixels, squared
+    weights = torch.linalg.solve(flat @ flat.T + 100 * torch.eye(len(flat)), F.one_hot(y, 10).float())
+    linear = ((flat_test @ flat.T @ weights).argmax(1) == y_test).float().mean().item()
 
     torch.manual_seed(0)
     model = build_model("simple").to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
-    for i in range(45):
-        part = slice(32 * i % 1472, 32 * i % 1472 + 32)
+    for images, labels in zip(x.split(32), y.split(32), strict=True):
         optimizer.zero_grad()
-        F.cross_entropy(model(x[part]), y[part]).backward()
+        F.cross_entropy(model(images), labels).backward()
         optimizer.step()
     with torch.no_grad():
         convolutional = (model.eval()(x_test).argmax(1) == y_test).float().mean().item()
-    assert linear < 0.25
-    assert convolutional > linear + 0.15
+    assert linear < 0.3
+    assert convolutional > linear + 0.1
