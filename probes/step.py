@@ -36,6 +36,7 @@ from distdiag.probing.user_object import find_function
 STRATEGIES = ("single", "single-threads", "dataparallel", "ddp", "fsdp")
 _WARM_UP_STEPS = 1
 _LEAST_STEPS = 2
+_MOST_STEPS = 200
 _LEAST_SECONDS = 0.2
 _BATCH = 32  # in `all`; as options.parse has it for this probe
 
@@ -335,7 +336,7 @@ def measure_ranks(job: Job, strategy: str, batch: tuple[torch.Tensor, torch.Tens
             (alone if without else synced).append(one_step(job, take))
         turn += 1
         enough = len(synced) >= _LEAST_STEPS + _WARM_UP_STEPS and (bool(alone) or strategy != "ddp")
-        over = enough and time.monotonic() - start > seconds
+        over = enough and (time.monotonic() - start > seconds or turn >= _MOST_STEPS)
         if job.agree([float(over)], f"step: {strategy}, another")[0]:
             break
     medians = job.gather_all(
@@ -396,7 +397,7 @@ def repeat(timed: Callable[[], float], seconds: float) -> Iterator[float]:
     """Times of steps for about `seconds`; at least a few."""
     start = time.monotonic()
     taken = 0
-    while taken < _LEAST_STEPS + _WARM_UP_STEPS or time.monotonic() - start < seconds:
+    while taken < _LEAST_STEPS + _WARM_UP_STEPS or (time.monotonic() - start < seconds and taken < _MOST_STEPS):
         yield timed()
         taken += 1
 
