@@ -96,9 +96,9 @@ def write(folder: Path, world: int, entries: int, missing: int) -> int:
 CALLS = {
     "distdiag": """
 from distdiag.diagnosis.dumps import diagnose_dumps
-t = time.perf_counter()
+w, c = time.perf_counter(), time.process_time()
 report = diagnose_dumps(sys.argv[1])
-print(time.perf_counter() - t, [(f.kind, f.culprits) for f in report.findings], sep="\\t")
+print(time.perf_counter() - w, time.process_time() - c, [(f.kind, f.culprits) for f in report.findings], sep="\\t")
 """,
     "torchfrtrace": """
 import contextlib, io, logging
@@ -108,7 +108,7 @@ quiet = io.StringIO()
 w, c = time.perf_counter(), time.process_time()
 with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
     fr_trace.main([sys.argv[1], "--prefix", "nccl_trace_rank_"])
-print(time.perf_counter() - t, "", sep="\\t")
+print(time.perf_counter() - w, time.process_time() - c, "", sep="\\t")
 """,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from distdiag.diagnosis.snapshot import DEAD, Life
 from tests.diagnosis import programs
 from tests.diagnosis.programs import Job, Tape
 
-EXAMPLES = 2500
+EXAMPLES = 2000
 TAPES = st.lists(st.integers(0, 2**20 - 1), min_size=20, max_size=160)
 
 
@@ -50,6 +51,7 @@ def check_rule(job: Job, expected: set[int]) -> None:
     assert expected <= said
 
 
+@pytest.mark.timeout(900)  # some 15 s of CPU, on cores that others use as well
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
