@@ -86,7 +86,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limit_s(self) -> float:
         """Seconds from launch after which an expected finding counts as missed, or a healthy job as stuck."""
-        return self.deadline_s or (60.0 if self.faulty else 120.0)
+        return self.deadline_s or (150.0 if self.faulty else 300.0)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from distdiag.cli._fault_jobs import Job, Running, interrupted, started
 
 LOOK_FROM_S = 8.0  # hangs are complete within 15 s of the launch on free cores; start looking earlier
 LOOK_EVERY_S = 2.0
-LIMIT_S = 75.0
+LIMIT_S = 300.0  # loaded machines take ten times as long as free ones
 
 # every Python process of the job answers SIGUSR1 with its stacks, from C, so that a held GIL does not matter
 _ON_SIGNAL = """

@@ -2,6 +2,7 @@
 import ctypes
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -12,18 +13,21 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-class Politeness:
+class Politeness(threading.Thread):
     """Stops this process until somebody sends SIGCONT (the login script does)."""
 
-    def __init__(self, rank, at_step):
-        self.rank, self.at_step = rank, at_step
+    def __init__(self, rank, after):
+        super().__init__(daemon=True)
+        self.rank, self.after = rank, after
+        self.steps = 0
 
-    def someone_logged_in(self, step):
-        return self.rank == 1 and step == self.at_step
+    def someone_logged_in(self):
+        return self.rank == 1 and self.steps >= self.after
 
-    def maybe_pause(self, step):
-        if self.someone_logged_in(step):
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def run(self):
+        while not self.someone_logged_in():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def make_model():
@@ -34,7 +38,8 @@ def make_model():
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model, polite = make_model(), Politeness(rank, at_step=130)
+    model, polite = make_model(), Politeness(rank, after=130)
+    polite.start()
     opt = torch.optim.RMSprop(model.parameters(), 1e-3)
     gen = torch.Generator().manual_seed(100 + rank)
     for step in range(1, 1001):
@@ -44,7 +49,7 @@ def main():
         opt.zero_grad()
         loss.backward()
         opt.step()
-        polite.maybe_pause(step)
+        polite.steps = step
         time.sleep(0.02)
         if step % 50 == 0 and rank == 0:
             print(f"{step:5d} {loss.item():.4f}", flush=True)

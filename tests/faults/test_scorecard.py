@@ -1,0 +1,141 @@
+"""The judge itself: right is right, and each way of being wrong is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdiag.cli import main
+from distdiag.cli._fault_jobs import Expected, Job, Outcome, Position
+from distdiag.cli._scorecard import Observed, Score, score
+from distdiag.cli.bench import quantile, summarise
+from distdiag.diagnosis.findings import Finding, Where
+
+FOLDER = Path("/collection")
+SICK = Job(
+    name="sick",
+    nproc=3,
+    faulty=True,
+    diagnosis="rank 1 is missing",
+    plain_outcome=Outcome(type="hang"),
+    positions=(
+        Position(rank=1, role="culprit", file="jobs/sick.py", line=40),
+        Position(rank=0, role="victim", file="jobs/sick.py", line=50),
+    ),
+    expected=Expected(
+        kinds_any_or_all=("deadlock", "mismatch"),
+        causes=("missing_rank", "op"),
+        culprits=(1,),
+        tolerated=("input_bound",),
+    ),
+)
+FINE = Job(name="fine", nproc=2, faulty=False, diagnosis="", plain_outcome=Outcome(type="ok"), expected=Expected())
+
+
+def finding(kind: str = "deadlock", cause: str = "missing_rank", line: int = 40, **more: object) -> Finding:
+    fields = {
+        "severity": "error",
+        "culprits": (1,),
+        "where": (Where(rank=1, file="/collection/jobs/sick.py", line=line),),
+        "waiting": (Where(rank=0, file="/collection/jobs/sick.py", line=50),),
+        "first_seen_s": 10.0,
+        "detected_s": 11.0,
+    }
+    return Finding(kind=kind, cause=cause, **{**fields, **more})  # type: ignore[arg-type]
+
+
+def judged(*findings: Finding, job: Job = SICK, waits: tuple[float, ...] = ()) -> Score:
+    return score(job, FOLDER, Observed(findings=findings, waits_began_s=waits, readable=True))
+
+
+def test_the_right_finding_is_right() -> None:
+    s = judged(finding(), waits=(10.2, 10.6))
+    assert s.right and s.found and s.right_cause and s.right_culprits
+    assert (s.lines_right, s.lines_expected) == (1, 1)
+    assert s.fault_to_finding_s == pytest.approx(0.4)  # from the last wait's beginning, not from when it was first seen
+    assert summarise([s])["all_right"]
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ([], "found"),
+        ([finding(kind="stall", cause="user_code")], "found"),
+        ([finding(cause="rank_exited")], "right_cause"),
+        ([finding(culprits=(0,))], "right_culprits"),
+        ([finding(culprits=(0, 1))], "right_culprits"),
+        ([finding(culprits=())], "right_culprits"),
+    ],
+)
+def test_each_way_of_being_wrong_is_seen(said: list[Finding], field: str) -> None:
+    s = judged(*said)
+    assert getattr(s, field) is False and not s.right
+    assert not summarise([s])["all_right"]
+
+
+@pytest.mark.parametrize("line", [39, 41, None])
+def test_a_wrong_line_counts_over_the_collection(line: int | None) -> None:
+    wrong = judged(finding(where=(Where(rank=1, file="/collection/jobs/sick.py", line=line),)))
+    assert wrong.right and wrong.lines_right == 0
+    assert not summarise([wrong])["all_right"]
+    assert summarise([wrong, *[judged(finding())] * 19])["all_right"]  # 95 %
+    assert not summarise([wrong, *[judged(finding())] * 18])["all_right"]
+
+
+def test_the_line_must_be_of_the_right_rank_and_file() -> None:
+    assert judged(finding(where=(Where(rank=2, file="/collection/jobs/sick.py", line=40),))).lines_right == 0
+    assert judged(finding(where=(Where(rank=1, file="/collection/jobs/other.py", line=40),))).lines_right == 0
+
+
+def test_other_accusations_beside_the_right_one_are_false_findings() -> None:
+    assert not judged(finding(), finding(kind="straggler", cause="data", severity="warning", culprits=(2,))).right
+    assert not judged(finding(), finding(culprits=(2,))).right
+    assert not judged(finding(), finding(kind="stall", cause="user_code", cleared_s=12.0)).right
+    assert judged(finding(), finding(kind="input_bound", severity="warning", culprits=())).right
+    assert judged(finding(), finding(kind="comm_bound", severity="info", culprits=())).right
+
+
+def test_a_healthy_job_bears_no_warning_not_even_a_withdrawn_one() -> None:
+    assert judged(job=FINE).right
+    assert judged(finding(severity="info"), job=FINE).right
+    assert not judged(finding(severity="warning"), job=FINE).right
+    assert not judged(finding(severity="warning", cleared_s=12.0), job=FINE).right
+
+
+def test_among_several_the_nearest_finding_is_judged() -> None:
+    s = judged(finding(kind="mismatch", cause="shape", culprits=(0,)), finding(culprits=(1,)))
+    assert s.got == "deadlock/missing_rank 1"
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    assert quantile([], 0.5) is None
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([float(k) for k in range(1, 101)], 0.95) == 95.0
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--only", "nonesuch"], "no job named 'nonesuch'"),
+        (["--subset", "nonesuch"], "no job of this collection is in the subset"),
+        (["--jobs", "nowhere"], "no fault collection at nowhere/manifest.json"),
+        (["--keep", "."], ". is not empty"),
+        (["--repeat", "0"], "0 is not in the range"),
+    ],
+)
+def test_bad_options_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "something").touch()
+    assert main(["bench", "faults", *args]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 2
+    assert error in said.err
+
+
+def test_the_list_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "faults", "--subset", "ci", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "three_steps" in said and "healthy" in said and len(said.splitlines()) >= 10
