@@ -172,28 +172,27 @@ def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None
         site = here.get(m)
         if site is None:
             continue
-        others = Counter(
-            n for q, st in states.items() if q not in incident.members and (n := st.sites.get(site, 0)) > 0
-        )
+        others = [st for q, st in states.items() if q not in incident.members and st.sites.get(site)]
         if not others:
             continue
-        usual = others.most_common(1)[0][0]
+        usual = Counter(st.sites[site] for st in others).most_common(1)[0][0]
+        before = Counter(st.sites[site] - (standing(st, st.blocked) == site) for st in others).most_common(1)[0][0]
         n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
-        if n_m > usual >= n_p:
+        if n_m > usual:
             found.add(m)
-        elif n_m == usual > n_p:
+        elif before >= n_m > n_p:
             found.add(p)
     return ((found.pop(),), Reason.COUNT) if len(found) == 1 else None
 
 
 def _alone(incident: Incident) -> Verdict | None:
-    """One rank in a message of its own, against at least two that stand together in one collective it does not enter."""
-    messages = [w for w in incident.waits if w.p2p]
-    collectives = [w for w in incident.waits if not w.p2p]
-    if len(messages) != 1 or len(collectives) != 1:
+    """One rank somewhere of its own, against at least two that stand together in one collective it does not enter."""
+    if len(incident.waits) != 2:
         return None
-    lonely = [r for r in messages[0].ranks if r in incident.members]
-    together = collectives[0]
-    if len(lonely) == 1 and together.missing == {lonely[0]} and len(together.ranks) >= 2:
-        return (lonely[0],), Reason.MAJORITY
+    for lonely_in, together in (incident.waits, tuple(reversed(incident.waits))):
+        lonely = [r for r in lonely_in.ranks if r in incident.members]
+        if together.p2p or len(lonely) != 1 or together.missing != {lonely[0]} or len(together.ranks) < 2:
+            continue
+        if lonely_in.p2p or lonely_in.missing <= set(together.ranks):
+            return (lonely[0],), Reason.MAJORITY
     return None
