@@ -84,7 +84,9 @@ def rules(s: Snapshot, late: tuple[tuple[int, ...], tuple[int, ...]] | None = No
         if any(k == "unused" for k in kinds.values()):
             return []
         aborted = [s.ranks[q] for q, k in kinds.items() if k == "mismatch" and s.ranks[q].life == Life.KILLED]
-        return [_lost(s, aborted, kinds)] if aborted else []
+        if aborted:
+            return [_aborted(s, aborted, kinds) or _lost(s, aborted, kinds)]
+        return []
     finished = [
         r for r in s.ranks.values() if r.life == Life.FINISHED and any(k in ("echo", "timeout") for k in kinds.values())
     ]
@@ -128,7 +130,7 @@ def _lost(s: Snapshot, causes: list[RankState], kinds: dict[int, str]) -> Findin
     if first.life == Life.KILLED:
         cause = "killed"
         sig = signals.Signals(first.signal).name if first.signal else "a signal"
-        what = f"{who} was killed by {sig}{at(first.place)}"
+        what = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {sig}{at(first.place)}"
         do = {
             "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else who sent it",
             "SIGSEGV": "a native crash: run once with `python -X faulthandler` and look at the extension called there",
@@ -155,6 +157,52 @@ def _lost(s: Snapshot, causes: list[RankState], kinds: dict[int, str]) -> Findin
         message=what,
         cost="the job cannot go on without it" if victims else "the job ended",
         advice=do,
+    )
+
+
+def _aborted(s: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Finding | None:
+    """gloo aborts a rank that receives more bytes than its own call has room for: the calls did not fit together.
+
+    Where each rank died, or failed, is known; who stands where nobody else has been is the odd one out.
+    """
+    if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in s.groups.values()):
+        return None
+    dead = [s.ranks[q] for q, k in kinds.items() if k in ("mismatch", "echo", "timeout")]
+    by_site: dict[str, list[int]] = {}
+    for r in dead:
+        if r.place is not None:
+            by_site.setdefault(f"{r.place.file}:{r.place.line}", []).append(r.rank)
+    if len(by_site) < 2:
+        return None
+    most = max(len(v) for v in by_site.values())
+    odd = sorted(q for v in by_site.values() if len(v) < most for q in v)
+    if not odd:  # a tie: the one at a place where the other never was, while the other's is common to both
+        strange = [
+            q
+            for site, members in by_site.items()
+            for q in members
+            if not any(s.ranks[o].sites.get(site) for o in s.ranks if o not in members)
+            and all(s.ranks[q].sites.get(other) for other in by_site if other != site)
+        ]
+        odd = sorted(strange) if len(strange) < len(dead) else []
+    ranks = [r.rank for r in dead]
+    rest = sorted(set(ranks) - set(odd))
+    places = "; ".join(f"{rank_list(v)}{at(s.ranks[v[0]].place)}" for v in by_site.values())
+    return Finding(
+        kind="mismatch",
+        cause="shape",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=tuple(odd),
+        victims=tuple(rest if odd else sorted(ranks)),
+        where=tuple(where(s.ranks[q], "killed" if s.ranks[q].life == Life.KILLED else "crashed") for q in odd or ranks),
+        waiting=tuple(where(s.ranks[q]) for q in rest) if odd else (),
+        step=aborted[0].step,
+        first_seen_s=min((r.ended_s for r in dead if r.ended_s is not None), default=s.t_s),
+        message=f"ranks met in one collective with tensors of different sizes, and gloo aborted "
+        f"{rank_list([r.rank for r in aborted])}: {places}",
+        cost="the job ended",
+        advice="compare the two places: every rank must make the same collective calls in the same order",
     )
 
 

@@ -180,7 +180,13 @@ class Diagnosis:
             return []
         late = self._late
         recent = (late[1], late[2]) if late is not None and self._first_end_s - late[0] < 5.0 else None
-        return endings.rules(s, recent)
+        found = endings.rules(s, recent)
+        if any(f.kind in ("mismatch", "deadlock") for f in found):
+            # a rank that ran out of batches goes on to what comes after the loop: that is the cause of the rest
+            uneven = batches.seen_uneven(s)
+            if uneven is not None and set(uneven.culprits) & {q for f in found for q in (*f.culprits, *f.victims)}:
+                return [uneven]
+        return found
 
     def _follow_waits(self, s: Snapshot, graph: WaitGraph) -> None:
         """Whom the others wait for, remembered past its end; and how long a rank usually keeps them waiting."""

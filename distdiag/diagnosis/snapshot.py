@@ -174,6 +174,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[Model, ...] = ()
     samples: tuple[Sample, ...] = ()
     steps: tuple[Step, ...] = ()  # the last 64, oldest first
+    ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: float | None = None

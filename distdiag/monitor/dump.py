@@ -79,8 +79,16 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     frames: list[tuple[str, int, str]] = []
     note = None
     path = v.text(h.witness)
+    state_silent = (v.s(h.heartbeat_ns) or 0.0) < (time.monotonic_ns() - v.start_ns) / 1e9 - 1.5
     now_s = (time.monotonic_ns() - v.start_ns) / 1e9
-    if path:
+    if state_silent and h.trace_signal:
+        try:
+            trace = Path(v.reader.path).parent / f"r{h.rank}.trace"
+            frames = evidence.main_stack(evidence.stacks_by_signal(h.pid, h.trace_signal, trace, timeout_s))
+            note = "GIL held"
+        except OSError as e:
+            note = f"no stack ({e.strerror})"
+    if path and not frames:
         try:
             frames = evidence.main_stack(evidence.stacks(path, timeout_s))
             record = evidence.flight_record(path, now_s, timeout_s)

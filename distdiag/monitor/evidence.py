@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import socket
 import time
@@ -143,14 +144,42 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+?)\s*$')
 
 
-def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[tuple[str, list[tuple[str, int, str]]]]:
-    """All Python stacks of a rank: (thread heading, frames innermost first), taken without the GIL.
+Thread = tuple[str, list[tuple[str, int, str]]]  # heading; frames (file, line, function), innermost first
+
+
+def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[Thread]:
+    """All Python stacks of a rank by its witness, which needs the GIL for it.
 
     Raises:
         OSError, http.client.HTTPException: the witness gives no answer.
     """
-    text = ask(socket_path, "dump_traceback", timeout_s).decode("utf-8", "replace")
-    out: list[tuple[str, list[tuple[str, int, str]]]] = []
+    return parse_stacks(ask(socket_path, "dump_traceback", timeout_s).decode("utf-8", "replace"))
+
+
+def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) -> list[Thread]:
+    """The same, of a rank that holds the GIL: its C signal handler writes them into a file beside its page.
+
+    Raises:
+        OSError: the process or the file is gone.
+    """
+    size = path.stat().st_size
+    os.kill(pid, number)
+    deadline = time.monotonic() + timeout_s
+    text = ""
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        with path.open("rb") as f:
+            f.seek(size)
+            more = f.read().decode("utf-8", "replace")
+        if more and more == text:  # it has stopped growing
+            break
+        text = more
+    return parse_stacks(text)
+
+
+def parse_stacks(text: str) -> list[Thread]:
+    """Threads of a traceback as faulthandler writes it."""
+    out: list[Thread] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             out.append((line.strip(), []))
@@ -159,7 +188,7 @@ def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[tuple[str, li
     return out
 
 
-def main_stack(threads: list[tuple[str, list[tuple[str, int, str]]]]) -> list[tuple[str, int, str]]:
+def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
     """The main thread's frames: faulthandler prints it last."""
     return threads[-1][1] if threads else []
 

@@ -15,13 +15,14 @@ import msgspec
 import distdiag
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.snapshot import GpuState, Group, Site, Snapshot
+from distdiag.diagnosis.snapshot import GpuState, Group, Life, Site, Snapshot
 from distdiag.monitor import evidence, processes
 from distdiag.monitor.gpus import Gpus
 from distdiag.monitor.hosts import Hosts
 from distdiag.monitor.ranks import RankView
 from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
 from distdiag.monitor.speak import Voice
+from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.recorder.page import Blocked, LifeWord, PageError, PageReader
 from distdiag.store import rundir, stacks
 from distdiag.store.rows import GpuRow, GroupRow
@@ -166,6 +167,7 @@ class Monitor:
                 v.refresh(self.now_s)  # its last words, written after our last look
                 v.ending = end
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
+                self._fatal_stack(v)
         self._idle[v.rank] = (None, None) if v.ending is not None else self.cpu.idle(pid)
         if v.ending is None:
             v.sample_place(self._idle[v.rank][0])
@@ -215,26 +217,37 @@ class Monitor:
     def _gather_stacks(self, now_s: float) -> None:
         """Of ranks whose pulse is silent: they hold the GIL, and only their witness can say where."""
         for v in self.views.values():
-            if v.ending is not None or v.page is None or not v.page.header.witness or self._idle[v.rank][1] == "T":
+            if v.ending is not None or v.page is None or self._idle[v.rank][1] == "T":
                 continue
             silent_s = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0)
             if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
-                self._stacks_of(v, v.text(v.page.header.witness))
+                self._stack_of_silent(v)
 
-    def _stacks_of(self, v: RankView, path: str) -> None:
-        """The main thread's user frames by the witness: for a rank whose own pulse is silent."""
-        from distdiag.recorder.frames import USER, kind_of_file
-
+    def _stack_of_silent(self, v: RankView) -> None:
+        """The main thread's user frames by signal: the GIL is held, and Python itself cannot answer."""
+        assert v.page is not None
+        h = v.page.header
+        if not h.trace_signal:
+            return
         try:
-            frames = evidence.main_stack(evidence.stacks(path, 1.0))
-        except (OSError, ValueError, RuntimeError):
+            threads = evidence.stacks_by_signal(h.pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.3)
+        except OSError:
             return
-        except Exception as e:  # http.client has its own tree of exceptions
-            self.writer.event(self.now_s, "monitor", "info", f"no stack of rank {v.rank}: {e}")
-            return
+        self._keep_stack(v, evidence.main_stack(threads))
+
+    def _keep_stack(self, v: RankView, frames: list[tuple[str, int, str]]) -> None:
         mine = tuple(Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER)
         if mine:
             self.stuck_stacks[v.rank] = (self.now_s, mine)
+
+    def _fatal_stack(self, v: RankView) -> None:
+        """Where a rank was when a signal killed it, in its own handler's words."""
+        try:
+            threads = evidence.parse_stacks((self.pages / f"r{v.rank}.fatal").read_text(errors="replace"))
+        except OSError:
+            return
+        current = next((frames for heading, frames in threads if heading.startswith("Current") and frames), None)
+        self._keep_stack(v, current or evidence.main_stack(threads))
 
     # -- the snapshot -------------------------------------------------------------------------------------------
 
@@ -247,7 +260,8 @@ class Monitor:
             idle, os_state = self._idle[q]
             state = v.state(now_s, idle, os_state, record[1] if record else None)
             stuck = self.stuck_stacks.get(q)
-            if state.activity == "gil_held" and stuck is not None and now_s - stuck[0] < 30:
+            fatal = state.life == Life.KILLED and state.signal not in (None, 9, 15)
+            if stuck is not None and (fatal or (state.activity == "gil_held" and now_s - stuck[0] < 30)):
                 state = msgspec.structs.replace(state, place=stuck[1][0], user_stack=stuck[1])
             ranks[q] = state
             assert v.page is not None

@@ -397,6 +397,9 @@ class RankView:
             models=self._models(page),
             samples=tuple(self.samples),
             steps=tuple(self.steps),
+            ended_waiting=(life == Life.KILLED
+            and h.blocked != Blocked.NO)
+            or (life == Life.KILLED and bool(self.calls) and self.calls[-1].completed_s is None),
             in_join=bool(h.in_join),
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),

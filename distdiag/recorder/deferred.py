@@ -140,7 +140,7 @@ def _watch_children(run_dir: str | None, name: str | None) -> None:
             and method != "fork"
             and not getattr(target, "__module__", "").startswith("torch.utils.data")
         )
-        if ours:
+        if ours and target is not None:
             self._target = _Child(target, run_dir, name)
         try:
             original(self)

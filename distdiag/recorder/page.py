@@ -122,6 +122,7 @@ class Header(Structure):
         ("device_peak_bytes", c_uint64),
         ("witness", c_uint32),  # path of the worker server's socket
         ("max_steps", c_int64),
+        ("trace_signal", c_int32),  # this signal makes C code write all stacks to r<rank>.trace; 0 = none
     ]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -355,7 +356,7 @@ def _wrap_ddp(ph: Phases) -> None:
                     ph.col.wait_ns += ph.col.unblock()
 
         DDP._sync_buffers = _sync_buffers  # type: ignore[method-assign]
-    reducer = torch._C._distributed_c10d.Reducer
+    reducer = c10d.Reducer
     original_prepare = reducer.prepare_for_backward
 
     def prepare_for_backward(self: Any, tensors: Any) -> None:

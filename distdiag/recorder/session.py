@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import json
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
@@ -57,14 +59,16 @@ class Session:
         facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
         missing = [] if torch.distributed.is_available() else ["torch.distributed"]
         if not missing:
+            from torch._C import _distributed_c10d as c10d
+
             from distdiag.recorder import collectives, phases
 
             col = collectives.install(r)
             self.phases = phases.install(r, col)
             self.pulse.collectives = col
-            if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+            if not hasattr(c10d, "_dump_fr_trace_json"):
                 missing.append("flight recorder (JSON)")
-            if not hasattr(torch._C._distributed_c10d, "_WorkerServer"):
+            if not hasattr(c10d, "_WorkerServer"):
                 missing.append("worker server")
             if torch.distributed.is_initialized():
                 collectives._initialised(col)
@@ -87,6 +91,20 @@ class Session:
         r = self.recorder
         r.facts.update(facts)
         r.h.facts = r.page.text(json.dumps(r.facts, default=str))
+
+    @guarded
+    def last_words(self) -> None:
+        """Stacks without the GIL: by a signal that nobody else uses, and at a fatal one; into files beside the page.
+
+        Python's faulthandler writes them in C, in the signal handler. Where the job has its own, it is left alone.
+        """
+        rank, h = self.recorder.h.rank, self.recorder.h
+        number = signal.SIGRTMIN + 13
+        if signal.getsignal(number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            faulthandler.register(number, file=_open(self.pages / f"r{rank}.trace"), all_threads=True, chain=False)
+            h.trace_signal = number
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=_open(self.pages / f"r{rank}.fatal"), all_threads=True)
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -140,6 +158,11 @@ class Session:
                 witness.stop(server)
             except Exception as e:
                 self.recorder.failed(e)
+
+
+def _open(path: Path) -> int:
+    """A file descriptor for as long as the process lives."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
 
 current: Session | None = None
@@ -205,6 +228,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     place.link_pages(directory, pages)
     from distdiag.recorder.launch import start_monitor
 
+    session.last_words()
     start_monitor(directory, pages)
     session.pulse.start()
     return session
@@ -359,7 +383,8 @@ def _from_environment() -> tuple[int, int, int]:
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
         r, w = dist.get_rank(), dist.get_world_size()
-        return r, w, int(os.environ.get("LOCAL_RANK", r))
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        return r, w, int(local_rank) if local_rank.isdigit() else r
     for rank, world, local in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -367,5 +392,6 @@ def _from_environment() -> tuple[int, int, int]:
     ):
         if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
             r = int(os.environ[rank])
-            return r, int(os.environ[world]), int(os.environ.get(local, r) or r)
+            local_rank = os.environ.get(local, "")
+            return r, int(os.environ[world]), int(local_rank) if local_rank.isdigit() else r
     return 0, 1, 0
