@@ -87,13 +87,13 @@ class Collective(Probe):
         skipped: list[int] = []
         for i, size in enumerate(sizes):
             elements = size // torch.empty(0, dtype=job.dtype).element_size()
-            # What earlier sizes left over goes to the later ones; 0.8: a size also has its checks and its control traffic.
-            seconds = job.left_s() * 0.8 * _weight(size) / sum(map(_weight, sizes[i:]))
-            go_on = job.agree([seconds], f"{self.name}: is there time")[0]
-            if go_on < _LEAST_SECONDS_A_SIZE and measured:
+            left = job.agree([job.left_s()], f"{self.name}: is there time")[0]
+            if left <= 0 and measured:
                 skipped = sizes[i:]
                 break
-            seconds = min(max(go_on, _LEAST_SECONDS_A_SIZE), _MOST_SECONDS_A_SIZE)
+            # What earlier sizes left over goes to the later ones; 0.8: a size also has its checks and its control traffic.
+            share = left * 0.8 * _weight(size) / sum(map(_weight, sizes[i:]))
+            seconds = min(max(share, _LEAST_SECONDS_A_SIZE), _MOST_SECONDS_A_SIZE)
             checked_s = time.monotonic()
             wrong = self.wrong_values(job, pattern, elements)
             seconds = max(_LEAST_SECONDS_A_SIZE, seconds - (time.monotonic() - checked_s))

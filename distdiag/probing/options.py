@@ -12,7 +12,7 @@ from distdiag.probing.injection import Injection, parse_injection
 from distdiag.probing.sizes import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
 
 DEFAULT_BUDGET_S = 10.0
-QUICK_BUDGET_S = 5.5
+QUICK_BUDGET_S = 6.0
 ALL_BUDGET_S = 60.0
 LEAST_BUDGET_S = 2.0  # below the start of Python, torch and two ranks nothing could be measured
 FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
@@ -99,7 +99,10 @@ def build_parser(prog: str = "distdiag probe", named: bool = False) -> argparse.
     what.add_argument("--min-bytes", default="1K", metavar="SIZE", help="smallest message (default 1K)")
     what.add_argument("--max-bytes", metavar="SIZE", help="largest message (default 64M; with `all` 16M)")
     what.add_argument(
-        "--factor", type=_number, metavar="X", help="each size is X times the last (default 4; with `all` 16)"
+        "--factor",
+        type=_number,
+        metavar="X",
+        help="each size is X times the last (default 4; with `all` and --quick 16)",
     )
     what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="dataloader: your own dataset")
     what.add_argument(
@@ -113,7 +116,11 @@ def build_parser(prog: str = "distdiag probe", named: bool = False) -> argparse.
     what.add_argument("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp")
     when = parser.add_argument_group("how long")
     when.add_argument("--budget", type=_number, metavar="SECONDS", help="for the whole command (default 10; `all` 60)")
-    when.add_argument("--quick", action="store_true", help=f"a budget of {QUICK_BUDGET_S:g} s: coarser intervals")
+    when.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a budget of {QUICK_BUDGET_S:g} s: fewer sizes (--factor 16), coarser intervals",
+    )
     when.add_argument(
         "--precision",
         type=_number,
@@ -207,7 +214,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         dtype=dtype,
         min_bytes=parse_bytes(args.min_bytes, "--min-bytes"),
         max_bytes=parse_bytes(args.max_bytes or ("16M" if whole else "64M"), "--max-bytes"),
-        factor=args.factor if args.factor is not None else 16.0 if whole else 4.0,
+        factor=args.factor if args.factor is not None else 16.0 if whole or args.quick else 4.0,
         budget_s=budget,
         precision=args.precision / 100,
         timeout_s=args.timeout,
