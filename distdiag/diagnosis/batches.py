@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.snapshot import DEAD, Life, Loader, Snapshot
+from distdiag.diagnosis.snapshot import DEAD, Loader, Snapshot
 from distdiag.diagnosis.wording import at, where
 
 SIZE_STEPS = 24  # steps after which a difference in local batch size is a habit
@@ -298,6 +298,4 @@ def seen_uneven(s: Snapshot) -> Finding | None:
         return None
     loaders = training_loaders(s)
     counts = {q: x.batches for q, x in loaders.items()}
-    if all(s.ranks[q].life in (Life.CRASHED, Life.KILLED) for q in short):
-        return None
     return count_finding(s, loaders, counts, predicted=False)

@@ -122,7 +122,7 @@ def read(path: Path) -> DumpFile:
     if start in (b"{", b"["):
         try:
             content = msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError) as e:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             text = _one_line(e)
             raise Foreign("cut short" if "truncated" in text else f"damaged JSON ({text})") from e
     else:

@@ -73,7 +73,10 @@ def _load(paths: list[Path]) -> tuple[Snapshot, LoadReport]:
             report.bad.append((str(f.path), "of which rank it is cannot be told: no number in its name or content"))
         else:
             by_rank.setdefault(f.rank, []).append(f)
-    chosen = {r: _choose(r, files, report) for r, files in sorted(by_rank.items())}
+    age: dict[Path, int] = {}  # a dump without entries is as new as its neighbours
+    for f in read:
+        age[f.path.parent] = max(age.get(f.path.parent, 0), _newest_ns(f))
+    chosen = {r: _choose(r, files, age, report) for r, files in sorted(by_rank.items())}
     report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
     snapshot = _Builder(chosen, report).snapshot()
     known = [f for files in chosen.values() for f in files]
@@ -100,18 +103,28 @@ def _backend(f: DumpFile) -> str:
     return name.partition(":")[0] if ":" in name else ""
 
 
-def _choose(rank: int, files: list[DumpFile], report: LoadReport) -> list[DumpFile]:
+def _newest_ns(f: DumpFile) -> int:
+    t = f.entries[-1].get("time_created_ns") if f.entries else None
+    return t if isinstance(t, int) else 0
+
+
+def _choose(rank: int, files: list[DumpFile], age: dict[Path, int], report: LoadReport) -> list[DumpFile]:
     """One file of each recorder: the newest, where there are several of a rank."""
     best: dict[str, DumpFile] = {}
-    for f in sorted(
-        files, key=lambda f: (bool(f.entries), f.entries[-1].get("time_created_ns", 0) if f.entries else 0)
-    ):
+    empty: DumpFile | None = None
+    for f in sorted(files, key=lambda f: (age[f.path.parent], _newest_ns(f))):
+        if not f.entries:
+            empty = f
+            continue
         old = best.get(_backend(f))
-        if old is not None and old.entries:
+        if old is not None:
             report.notes.append(f"rank {rank} has several dumps: {f.path} is used, {old.path} is older")
         best[_backend(f)] = f
-    if len(best) > 1:
-        best.pop("", None)  # counters only, beside a dump with entries
+    if empty is not None and all(age[f.path.parent] < age[empty.path.parent] for f in best.values()):
+        report.notes += [
+            f"rank {rank} has several dumps: {empty.path} is used, {f.path} is older" for f in best.values()
+        ]
+        return [empty]
     return list(best.values())
 
 

@@ -156,6 +156,7 @@ class Diagnosis:
             found = [f for f in found if f.kind == "mismatch"]
         if any(f.kind in _FATAL for f in ended):
             found = [f for f in found if f.kind == "mismatch"]
+        found = [_since(s, f) for f in found]
         if any(f.kind == "deadlock" for f in found):
             seen = batches.seen_uneven(s)
             if seen is not None:
@@ -349,6 +350,13 @@ class Diagnosis:
                 if b is not None and b.entered_s is not None and s.t_s - b.entered_s > 2.0:
                     text = f"{len(waiting)} of {len(lives)} ranks wait in {op_text(b)} since {seconds(s.t_s - b.entered_s)}"
             self.state_text = text
+
+
+def _since(s: Snapshot, f: Finding) -> Finding:
+    """A deadlock is complete when the last of its members has entered what it waits in."""
+    members = (*f.culprits, *f.victims)
+    times = [b.entered_s for q in members if q in s.ranks and (b := s.ranks[q].blocked) and b.entered_s is not None]
+    return msgspec.structs.replace(f, first_seen_s=max(times)) if times and f.first_seen_s is None else f
 
 
 def _blocked_kind(f: Finding) -> bool:
