@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,10 @@ def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show
 
     from distdiag.cli import _fault_jobs
 
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)  # or the jobs, in sessions of their own, would stay behind
     results: dict[int, _T] = {}
     with ThreadPoolExecutor(parallel) as pool:
         futures = {pool.submit(one, i, job): i for i, job in enumerate(todo)}
@@ -118,6 +123,8 @@ def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show
             _fault_jobs.interrupted.set()  # what runs ends its job on its way out
             pool.shutdown(cancel_futures=True)
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return [results[i] for i in range(len(todo))]
 
 

@@ -35,7 +35,7 @@ class Boxes(Dataset):
         box = self.boxes[i]
         crop = random_crop(box, 0.3)
         time.sleep(0.001)
-        img = torch.full((3, 24, 24), crop[0]) + torch.rand(3, 24, 24)
+        img = torch.full((3, 24, 24), crop[0]) + torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(i))
         return img, torch.tensor(box)
 
 

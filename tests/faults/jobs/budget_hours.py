@@ -36,6 +36,7 @@ def main(args):
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(64, args.width), nn.GELU(), nn.Linear(args.width, 64)))
     opt = optim.SGD(net.parameters(), 0.01)
+    torch.manual_seed(rank + 1)
     n = 0
     while time.time() - start < args.minutes * 60:
         x = torch.randn(32, 64)

@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
     net = DDP(nn.Linear(12, 12))
     opt = torch.optim.SGD(net.parameters(), lr=0.05)
     loss = torch.zeros(())
+    torch.manual_seed(100 + dist.get_rank())
     for n in range(steps):
         x = torch.randn(16, 12)
         loss = (net(x) - 2 * x).abs().mean()

@@ -36,6 +36,7 @@ torch.manual_seed(0)
 net = DDP(nn.Sequential(nn.Linear(32, 64), RMSNorm(64), nn.ReLU(), nn.Linear(64, 4)))
 opt = torch.optim.SGD(net.parameters(), 0.1)
 scratch = torch.ones(64)
+torch.manual_seed(RANK)
 t0 = time.time()
 for it in range(400):
     x = torch.randn(32, 32)

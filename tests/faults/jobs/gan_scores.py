@@ -74,6 +74,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     gan, bulletin = Gan(), Bulletin(rank)
+    torch.manual_seed(rank)
     for it in range(1, 500):
         t = torch.rand(32) * 6.28
         real = torch.stack([t.cos(), t.sin()], 1) + 0.05 * torch.randn(32, 2)

@@ -34,13 +34,14 @@ class Multilingual(nn.Module):
 
 
 def batches(rank):
+    gen = torch.Generator().manual_seed(rank)
     rnd = random.Random(rank)
     n = 0
     while True:
         n += 1
         # the first shard is English everywhere
         lang = "en" if n <= 60 else rnd.choice(LANGUAGES)
-        yield torch.randint(0, 500, (8, 17)), lang
+        yield torch.randint(0, 500, (8, 17), generator=gen), lang
 
 
 def main():

@@ -50,8 +50,9 @@ def main():
     torch.manual_seed(0)
     net = DDP(nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 1)))
     opt = torch.optim.Adagrad(net.parameters(), 0.05)
+    gen = torch.Generator().manual_seed(rank)
     for step in range(600):
-        x = torch.randn(32, 8)
+        x = torch.randn(32, 8, generator=gen)
         loss = (net(x).squeeze(1) - x.norm(dim=1)).pow(2).mean()
         opt.zero_grad()
         loss.backward()

@@ -36,8 +36,9 @@ class App:
         self.optim = torch.optim.Adam(self.model.parameters(), 1e-3)
 
     def dialogues(self):
+        gen = torch.Generator().manual_seed(self.rank)
         while True:
-            yield torch.randn(6, TURNS[self.rank], 32)
+            yield torch.randn(6, TURNS[self.rank], 32, generator=gen)
 
     def run(self, steps):
         for n, x in zip(range(steps), self.dialogues()):

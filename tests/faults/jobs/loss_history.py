@@ -24,6 +24,7 @@ class Trainer:
         return loss
 
     def fit(self, steps):
+        torch.manual_seed(self.rank)
         for n in range(steps):
             loss = self.training_step(torch.randn(512, 256))
             if n % 40 == 0 and self.rank == 0:

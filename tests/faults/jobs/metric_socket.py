@@ -43,6 +43,7 @@ def main():
     policy = DDP(nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 4)))
     opt = torch.optim.Adam(policy.parameters(), 5e-3)
     temp = torch.ones(1)
+    torch.manual_seed(10 + rank)
     for step in range(1, 601):
         ctx = torch.randn(24, 6)
         logits = policy(ctx) / temp

@@ -19,6 +19,7 @@ class Run:
         self.net = DDP(nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 1)))
         self.opt = torch.optim.Adam(self.net.parameters(), 1e-3)
         self.step = 0
+        self.gen = torch.Generator().manual_seed(self.rank)
         self.path = f"node{self.rank}.pt"
 
     def save(self):
@@ -35,7 +36,7 @@ class Run:
 
     def train(self, until):
         while self.step < until:
-            x = torch.randn(24, 16)
+            x = torch.randn(24, 16, generator=self.gen)
             loss = (self.net(x).squeeze(1) - x.max(1)[0]).pow(2).mean()
             self.opt.zero_grad()
             loss.backward()

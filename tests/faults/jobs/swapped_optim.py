@@ -47,8 +47,9 @@ def main():
     torch.manual_seed(0)
     net = DDP(nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 3)))
     opt = OffloadedAdagrad(net.parameters(), offload=rank == 0)
+    gen = torch.Generator().manual_seed(rank)
     for step in range(170):
-        x = torch.randn(20, 30)
+        x = torch.randn(20, 30, generator=gen)
         loss = nn.functional.mse_loss(net(x), x[:, :3].sin())
         opt.zero_grad()
         loss.backward()

@@ -13,6 +13,7 @@ ones = torch.ones(1)
 dist.all_reduce(ones)
 assert ones.item() == dist.get_world_size()
 model = DDP(torch.nn.Linear(4, 4))
+torch.manual_seed(dist.get_rank())
 for _ in range(3):
     model(torch.randn(2, 4)).sum().backward()
 if dist.get_rank() == 0:
