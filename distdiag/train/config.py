@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -170,7 +171,8 @@ def _build_parser() -> _Parser:
     parser = _Parser(
         prog="python -m distdiag.train",
         description="Train CIFAR-10 on all ranks of a torchrun job (or in one process), recorded with --monitor.",
-        epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train --monitor --max-steps 200",
+        # torchrun reads a bare --monitor as an abbreviation of its own --monitor-interval
+        epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train -- --monitor --max-steps 200",
         allow_abbrev=False,
     )
     docs = _field_docs()
@@ -203,7 +205,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
         DistdiagError: unknown option, value out of range, or a fault that no rank could have.
         SystemExit: `--help` was printed.
     """
-    given = vars(_build_parser().parse_args(argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = vars(_build_parser().parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments))
     given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
     config = TrainConfig(**given)
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)

@@ -181,7 +181,8 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         ended = step >= total_steps
         if config.validate_every and (ended or (epoch + 1) % config.validate_every == 0):
             with recorder.phase("validate"):
-                ranks.barrier()  # communication: every rank has ended the epoch
+                if ranks.control is not None:
+                    dist.barrier(group=ranks.control)  # communication: every rank has ended the epoch
                 broadcast_buffers(network, ranks)  # communication: rank 0's running statistics to all
                 test_loss, accuracy = validate(config, ranks, network, pixels.test, amp)
             progress.validated(epoch, step, test_loss, accuracy)

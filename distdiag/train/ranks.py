@@ -85,6 +85,8 @@ class Ranks:
             self.barrier()
             self.control = None
             dist.destroy_process_group()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def join_ranks(config: TrainConfig) -> Ranks:

@@ -16,6 +16,11 @@ def test_no_option_at_all_gives_the_documented_defaults() -> None:
     assert parse_arguments([]) == TrainConfig()
 
 
+def test_options_may_stand_after_two_dashes() -> None:
+    """torchrun's own parser trips over a bare --monitor (it has a --monitor-interval), so options follow `--`."""
+    assert parse_arguments(["--", "--monitor"]).monitor
+
+
 def test_every_field_has_a_docstring_and_the_help_states_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(_field_docs()) == {f.name for f in fields(TrainConfig)}
     with pytest.raises(SystemExit) as ended:
