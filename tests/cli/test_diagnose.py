@@ -1,0 +1,187 @@
+"""`distdiag diagnose`: verdict first, JSON, exit codes; of dumps and of runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distdiag.cli import main
+from distdiag.diagnosis.findings import Finding, Where
+from distdiag.errors import ExitCode
+from distdiag.store.frames import RankRow
+from distdiag.store.writer import Writer
+from tests.diagnosis.recordings import Job, write
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def hung(folder: Path) -> str:
+    job = Job(4)
+    job.collective()
+    job.collective(ranks=(0, 1, 3), line=91)
+    write(folder, job)
+    return str(folder)
+
+
+def healthy(folder: Path) -> str:
+    job = Job(4)
+    job.collective()
+    write(folder, job)
+    return str(folder)
+
+
+FINDING = Finding(
+    kind="straggler",
+    cause="data",
+    severity="warning",
+    culprits=(1,),
+    where=(Where(1, "/job/train.py", 40, "load"),),
+    message="rank 1  data +62 ms/step",
+    cost="26 % of step time",
+    advice="check storage",
+    first_seen_s=1.0,
+)
+
+
+def a_run(path: Path, *findings: Finding, ranks: int = 2) -> str:
+    with Writer(path) as w:
+        w.meta(world_size=2, state="running")
+        w.ranks([RankRow(rank=r, life="running", step=3) for r in range(ranks)])
+        for f in findings:
+            w.finding(f)
+    return str(path)
+
+
+def test_the_verdict_comes_first_then_the_four_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", hung(tmp_path / "d")]) == ExitCode.FAILED
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == "stalled: 1 error; look at rank 2 first (4 of 4 ranks seen)"
+    assert lines[2].startswith(
+        "█ ERROR stall/unknown (suspected)  rank 2 has not entered all_reduce #2 (default_pg, 4.0 KiB)"
+    )
+    assert [line.split()[0] for line in lines[3:6]] == ["cost", "where", "do"]
+    assert "/home/user/train.py:91" in lines[4]
+    assert err == ""
+
+
+def test_json_is_one_object_whose_first_key_is_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "--json", hung(tmp_path / "d")]) == ExitCode.FAILED
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert next(iter(report)) == "schema" and report["schema"] == "distdiag.findings/1"
+    assert (report["world_size"], report["ranks_seen"], report["state"]) == (4, 4, "stalled")
+    (found,) = report["findings"]
+    assert (found["kind"], found["culprits"], found["victims"]) == ("stall", [2], [0, 1, 3])
+    assert found["collective"] == {"op": "all_reduce", "group": "default_pg", "seq": 2, "bytes": 4096}
+    assert found["waiting"][0]["file"] == "/home/user/train.py" and found["cleared_s"] is None
+    assert err == ""
+
+
+def test_nothing_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", healthy(tmp_path / "d")]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines() == ["running: nothing found, 4 of 4 ranks seen"]
+
+
+def test_files_and_folders_together(tmp_path: Path) -> None:
+    hung(tmp_path / "d")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "d" / "_dump_3").rename(tmp_path / "e" / "_dump_3")
+    assert main(["diagnose", str(tmp_path / "d"), str(tmp_path / "e" / "_dump_3")]) == ExitCode.FAILED
+
+
+@pytest.mark.parametrize(("fail_on", "code"), [("error", 0), ("warning", 1), ("never", 0)])
+def test_fail_on(tmp_path: Path, fail_on: str, code: int) -> None:
+    assert main(["diagnose", a_run(tmp_path / "run", FINDING), "--fail-on", fail_on]) == code
+
+
+def test_never_fails_on_an_error_either(tmp_path: Path) -> None:
+    assert main(["diagnose", hung(tmp_path / "d"), "--fail-on", "never"]) == ExitCode.OK
+
+
+def test_a_run_by_name_by_database_and_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "run", FINDING)
+    for args in ([run], [f"{run}/run.db"]):
+        assert main(["diagnose", *args]) == ExitCode.OK
+        out = capsys.readouterr().out
+        assert out.startswith("running: 1 warning")
+        assert "straggler/data" in out and "/job/train.py:40 in load (rank 1)" in out
+    monkeypatch.setenv("DISTDIAG_RUN_DIR", run)
+    assert main(["diagnose", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "straggler"
+
+
+def test_a_finding_that_went_away_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import msgspec
+
+    gone = msgspec.structs.replace(FINDING, severity="error", cleared_s=9.0)
+    assert main(["diagnose", a_run(tmp_path / "run", gone)]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.startswith("running: nothing found, 2 of 2 ranks seen; 1 that went away")
+    assert "went away after 8 s" in out
+
+
+def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", a_run(tmp_path / "run", ranks=0)]) == ExitCode.NO_DATA
+    assert "no rank has written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        ([], 4, "no run"),
+        (["nowhere"], 4, "nowhere: no such file or directory"),
+        (["a", "b"], 2, "a: no such file or directory"),
+        (["empty"], 4, "no flight-recorder dump in empty"),
+        (["text.txt"], 2, "text.txt: not a flight-recorder dump"),
+        (["--fail-on", "sometimes"], 2, "'sometimes' is not one of"),
+    ],
+)
+def test_bad_input_is_two_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("hello\n")
+    assert main(["diagnose", *args]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("distdiag: error: ") and lines[1].startswith("hint: ")
+    assert words in lines[0]
+
+
+def test_a_run_among_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", a_run(tmp_path / "run"), hung(tmp_path / "d")]) == ExitCode.USAGE
+    assert "is a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["--ascii", "encoding"])
+def test_ascii(tmp_path: Path, how: str) -> None:
+    folder = hung(tmp_path / "d")
+    (tmp_path / "d" / "_dump_3").write_bytes(b"x\xffy")
+    args = [sys.executable, "-m", "distdiag", "diagnose", folder] + (["--ascii"] if how == "--ascii" else [])
+    done = subprocess.run(
+        args, capture_output=True, timeout=120, env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8" if how == "--ascii" else "ascii"}
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.decode("ascii").startswith("stalled: 2 errors")
+
+
+def test_diagnosing_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from distdiag.cli import main; main(['diagnose', sys.argv[1]]); "
+        "print(sorted({'torch', 'textual', 'pandas', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, hung(tmp_path / "d")], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
