@@ -6,8 +6,8 @@ import ast
 from collections import Counter
 from collections.abc import Callable
 
-from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.snapshot import DEAD, Loader, Snapshot
+from distdiag.diagnosis.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.wording import at, where
 
 SIZE_STEPS = 24  # steps after which a difference in local batch size is a habit
@@ -111,8 +111,8 @@ def count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int
         severity=Severity.ERROR,
         culprits=short,
         victims=rest,
-        where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in short),
-        waiting=tuple(where(s.ranks[q], None, loaders[q].site) for q in rest),
+        where=tuple(w for q in short for w in _past_the_loop(s.ranks[q], loaders[q])),
+        waiting=tuple(w for q in rest for w in _past_the_loop(s.ranks[q], loaders[q])),
         step=first.step,
         message=("ranks have different numbers of batches per epoch: " if predicted else "ranks ran different numbers of "
                  "batches: ") + f"{text}{at(x.site)}",
@@ -120,6 +120,13 @@ def count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int
         advice=("give every rank as many samples: pad or drop in the sampler"
                 if samplers else "use DistributedSampler (it pads), drop_last, or torch's Join context"),
     )  # fmt: skip
+
+
+def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
+    """Where a rank waits or ended, once it does; and the loop that its batches are counted in."""
+    loop = where(r, "data", x.site)
+    there = r.blocked is not None or r.life in DEAD
+    return (where(r), loop) if there and r.place is not None and r.place != x.site else (loop,)
 
 
 def may_end_early(text: str, line: int) -> bool:

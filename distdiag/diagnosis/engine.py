@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from distdiag.diagnosis import batches, collectives, endings, parameters, resources, speed, stalls
+from distdiag.diagnosis import batches, collectives, endings, parameters, resources, silent, speed, stalls
 from distdiag.diagnosis.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.graph import WaitGraph, build
 from distdiag.diagnosis.snapshot import Life, Snapshot
@@ -81,8 +81,8 @@ class Diagnosis:
         evaluated: set[str] = set(_FATAL) | {"stall"}
         for f in (*ended, *blocking):
             now[f.key] = f
-        fatal = [r.finding for r in self.records.values() if r.finding.kind in _FATAL and r.finding.cleared_s is None]
-        if not fatal and not any(f.kind in _FATAL for f in now.values()):
+        fatal = [r.finding for r in self.records.values() if _fatal(r.finding) and r.finding.cleared_s is None]
+        if not fatal and not any(_fatal(f) for f in now.values()):
             for f in self._try(stalls.rules, s, graph):
                 now[f.key] = f
         if s.t_s - self._speed_at >= SPEED_PERIOD_S or final:
@@ -93,6 +93,7 @@ class Diagnosis:
                 *self._try(parameters.rules, s),
                 *self._try(batches.rules, s, self.source),
                 *self._try(resources.rules, s),
+                *self._try(silent.rules, s),
             ]
             if not fatal and not any(
                 r.finding.kind == "stall" and not r.finding.cleared_s for r in self.records.values()
@@ -156,6 +157,8 @@ class Diagnosis:
             found = [f for f in found if f.kind == "mismatch"]
         if any(f.kind in _FATAL for f in ended):
             found = [f for f in found if f.kind == "mismatch"]
+        elif endings.ends(s):  # somebody died, and its cause is not settled yet
+            found = [f for f in found if f.cause not in ("rank_exited", "rank_finished")]
         found = [_since(s, f) for f in found]
         if any(f.kind == "deadlock" for f in found):
             seen = batches.seen_uneven(s)
@@ -168,8 +171,7 @@ class Diagnosis:
         if not kinds:
             self._first_end_s = None
             return []
-        proved = [r.finding for r in self.records.values() if r.finding.kind in ("deadlock", "mismatch")
-                  and r.finding.cleared_s is None]  # fmt: skip
+        proved = [r.finding for r in self.records.values() if r.said and _blocked_kind(r.finding)]
         if proved:
             return []  # whatever ends now, ends because of it
         if self._first_end_s is None:
@@ -231,7 +233,7 @@ class Diagnosis:
                 )
             ):
                 continue
-            if f.kind == "stall" and any(g.kind in _FATAL for g in everything):
+            if f.kind == "stall" and any(_fatal(g) for g in everything):
                 continue
             if (
                 f.kind == "deadlock"
@@ -279,7 +281,7 @@ class Diagnosis:
             if not record.said:
                 del self.records[key]
                 continue
-            superseded = f.kind == "stall" and any(g.kind in _FATAL for g in now.values())
+            superseded = f.kind == "stall" and any(_fatal(g) for g in now.values())
             if superseded:
                 record.finding = msgspec.structs.replace(f, severity=Severity.INFO, cleared_s=s.t_s)
                 changed.append(record.finding)
@@ -360,7 +362,12 @@ def _since(s: Snapshot, f: Finding) -> Finding:
 
 
 def _blocked_kind(f: Finding) -> bool:
-    return f.kind in ("deadlock", "mismatch") and f.cleared_s is None
+    return f.kind in ("deadlock", "mismatch") and f.cleared_s is None and f.cost != silent.COST
+
+
+def _fatal(f: Finding) -> bool:
+    """It ends the job, or stops it for good."""
+    return f.kind in _FATAL and f.cost != silent.COST
 
 
 def _differs(a: Finding, b: Finding) -> bool:

@@ -9,7 +9,7 @@ from distdiag.diagnosis.snapshot import Life, Model, RankState, Sample, Site, Sn
 from distdiag.diagnosis.wording import at, where
 
 NOT_NEEDED_CHECKS = 40  # looks at all gradients without a miss before the flag is called unneeded
-NOT_NEEDED_SHARE = 0.01  # of the step, below which the search is not worth a word
+NOT_NEEDED_SHARE = 0.001  # of the step, below which the search is not worth a word
 DRIFT_RELATIVE = 1e-5
 BUFFERS_RELATIVE = 0.3  # statistics of different batches of the same data differ by some per cent, and may
 

@@ -13,11 +13,12 @@ MIB = 1 << 20
 GROWTH_BYTES, GROWTH_SHARE, GROWTH_S, GROWTH_SAMPLES = 192 * MIB, 0.25, 12.0, 12
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
+HOST_IMBALANCE_BYTES = 256 * MIB
 
 
 def rules(s: Snapshot) -> list[Finding]:
     """Findings about memory and GPUs."""
-    return [*_growth(s), *_device(s), *_gpus(s)]
+    return [*_growth(s), *_host_imbalance(s), *_device(s), *_gpus(s)]
 
 
 def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
@@ -79,6 +80,38 @@ def _growth(s: Snapshot) -> list[Finding]:
             f"({size_text(int(rate * 60))} a minute), now {size_text(now)}{at(stack[0] if stack else None)}",
             cost="the job is killed when the host's memory is used up",
             advice="look for tensors kept across steps: a list of losses or outputs without .item() or .detach()",
+        )
+    ]
+
+
+def _host_imbalance(s: Snapshot) -> list[Finding]:
+    """One rank's host memory far above the others', after the first steps, for ten samples in a row."""
+    ranks = [r for r in s.ranks.values() if r.life == Life.RUNNING and r.warm_since_s is not None]
+    if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
+        return []
+    late = {r.rank: [b for t, b in r.memory if t > (r.warm_since_s or 0.0)][-10:] for r in ranks}
+    if any(len(v) < 10 for v in late.values()):
+        return []
+    floor = {q: min(v) for q, v in late.items()}
+    usual = statistics.median_low(list(floor.values()))
+    odd = tuple(sorted(q for q, b in floor.items() if b - usual > max(HOST_IMBALANCE_BYTES, 0.6 * usual)))
+    if not odd or len(odd) > len(floor) // 2:
+        return []
+    r = s.ranks[odd[0]]
+    return [
+        Finding(
+            kind="memory",
+            cause="imbalance",
+            certainty=Certainty.PROVED,
+            severity=Severity.WARNING,
+            culprits=odd,
+            victims=(),
+            where=tuple(where(s.ranks[q]) for q in odd),
+            step=r.step,
+            message=f"{rank_list(odd)} hold{'s' if len(odd) == 1 else ''} {size_text(floor[odd[0]])} of host memory, "
+            f"the others {size_text(usual)}",
+            cost="the fullest rank is the first to be killed when memory runs out",
+            advice="does only that rank keep a cache, a gathered state or all outputs? shard it, or free it after use",
         )
     ]
 

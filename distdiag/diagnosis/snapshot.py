@@ -209,6 +209,15 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     late_rank: int
 
 
+class Met(msgspec.Struct, frozen=True):
+    """One collective that all members completed although their calls did not fit together."""
+
+    group: str
+    seq: int
+    cause: str  # op, root, dtype, shape
+    calls: dict[int, Call]
+
+
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU over the last samples; None where NVML does not tell."""
 
@@ -234,6 +243,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups: dict[str, Group]
     source: str = "live"  # live | dumps
     arrivals: tuple[Arrival, ...] = ()  # of the last collectives that Python issued, oldest first
+    met: tuple[Met, ...] = ()  # the first few
     gpus: tuple[GpuState, ...] = ()
     host_cpu_pct: float | None = None  # of the busiest node over the last seconds, all cores = 100
     usual_step_s: float | None = None  # median of all ranks' recent steps

@@ -246,7 +246,8 @@ class Monitor:
             threads = evidence.parse_stacks((self.pages / f"r{v.rank}.fatal").read_text(errors="replace"))
         except OSError:
             return
-        current = next((frames for heading, frames in threads if heading.startswith("Current") and frames), None)
+        current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
+        v.died_in_background = current is not None and not current
         self._keep_stack(v, current or evidence.main_stack(threads))
 
     # -- the snapshot -------------------------------------------------------------------------------------------
@@ -284,6 +285,7 @@ class Monitor:
             ranks=ranks,
             groups=groups,
             arrivals=tuple(self.collectives.arrivals),
+            met=tuple(self.collectives.met),
             gpus=tuple(self._gpu_state(g) for g in self._gpu_rows),
             host_cpu_pct=sum(self._host_cpu) / len(self._host_cpu) if self._host_cpu else None,
             usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
@@ -329,7 +331,11 @@ class Monitor:
             w.scalars(v.scalars())
         w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
-        w.collectives(self.collectives.rows({n: len(g.ranks) for n, g in s.groups.items()}, step))
+        w.collectives(
+            self.collectives.rows(
+                {n: len(g.ranks) for n, g in s.groups.items()}, step, {n: g.backend for n, g in s.groups.items()}
+            )
+        )
         self._write_findings(s, changed)
         if s.t_s - self._host_at >= 1.0 or over:
             self._host_at = s.t_s

@@ -84,6 +84,7 @@ class RankView:
     _json: dict[int, Any] = field(default_factory=dict)
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
+    died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
 
     @classmethod
     def open(cls, path: Path, start_ns: int) -> RankView:
@@ -397,9 +398,7 @@ class RankView:
             models=self._models(page),
             samples=tuple(self.samples),
             steps=tuple(self.steps),
-            ended_waiting=(life == Life.KILLED
-            and h.blocked != Blocked.NO)
-            or (life == Life.KILLED and bool(self.calls) and self.calls[-1].completed_s is None),
+            ended_waiting=life == Life.KILLED and self._died_waiting(h),
             in_join=bool(h.in_join),
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
@@ -412,6 +411,10 @@ class RankView:
             phase_stacks={p: self.place_stacks[(p, c.most_common(1)[0][0])] for p, c in self.place_counts.items() if c},
             longest_usual_s=self.longest_usual_s,
         )
+
+    def _died_waiting(self, h: Header) -> bool:
+        in_call = bool(self.calls) and self.calls[-1].completed_s is None
+        return h.blocked != Blocked.NO or in_call or self.died_in_background
 
     def _stack(self, h: Header) -> tuple[Site, ...]:
         return tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 
 from distdiag.diagnosis.findings import Finding, at_least
-from distdiag.diagnosis.snapshot import Arrival, Call, Life, RankState, Snapshot, Step
+from distdiag.diagnosis.matching import conflict, signature
+from distdiag.diagnosis.snapshot import Arrival, Call, Life, Met, RankState, Snapshot, Step
 from distdiag.diagnosis.speed import self_ms
 from distdiag.monitor.ranks import RankView
 from distdiag.store.frames import RankRow
@@ -69,6 +70,7 @@ class Collectives:
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], dict[int, tuple[Call, float]]] = {}
         self.arrivals: deque[Arrival] = deque(maxlen=256)
+        self.met: list[Met] = []
 
     def add(self, rank: int, closed: list[tuple[Call, float]]) -> None:
         for call, waited_s in closed:
@@ -77,12 +79,25 @@ class Collectives:
         while len(self._open) > 4096:
             del self._open[next(iter(self._open))]
 
-    def rows(self, members: Mapping[str, int], step: int | None) -> list[CollectiveRow]:
+    def _compare(self, key: tuple[str, int], calls: dict[int, Call], backend: str) -> None:
+        """Calls that met and completed, but were not the same: values were mixed, and nobody was told."""
+        if len(self.met) >= 8:
+            return
+        ranks = list(calls)
+        first = signature(calls[ranks[0]])
+        for q in ranks[1:]:
+            cause = conflict(first, signature(calls[q]), backend)
+            if cause in ("op", "dtype", "root"):
+                self.met.append(Met(key[0], key[1], cause, calls))
+                return
+
+    def rows(self, members: Mapping[str, int], step: int | None, backends: Mapping[str, str]) -> list[CollectiveRow]:
         """Rows of what is complete.
 
         Args:
             members: Size of each group.
             step: Step number to file them under.
+            backends: Backend of each group.
         """
         out = []
         for key in [k for k, v in self._open.items() if len(v) >= members.get(k[0], 1 << 30)]:
@@ -91,6 +106,7 @@ class Collectives:
             first, last = min(entered.values()), max(entered.values())
             late = max(entered, key=lambda q: entered[q])
             call, waited_s = by_rank[late]
+            self._compare(key, {q: c for q, (c, _) in by_rank.items()}, backends.get(key[0], ""))
             out.append(
                 CollectiveRow(
                     pgroup=key[0],

@@ -266,7 +266,7 @@ def hash_text(s: str) -> int:
 
 
 @guarded
-def _forward_begins(ph: Phases, ddp: Any) -> tuple[int, Model | None, int]:
+def _forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | None, int]:
     if threading.get_ident() != ph.r.main_thread:
         return 0, None, 0
     m = ph.models.get(id(ddp))
@@ -277,6 +277,9 @@ def _forward_begins(ph: Phases, ddp: Any) -> tuple[int, Model | None, int]:
         ph.col.mark_site("forward", site)
         if training:
             m.slot.forwards += 1
+            if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
+                ph.batch = ph.loaders.batch_length(inputs)
+                ph.samples += ph.batch
             ph.checks.before_forward(m)
     return ph.enter(Phase.FORWARD if training else Phase.VALIDATE), m, site
 
@@ -326,7 +329,7 @@ def _wrap_ddp(ph: Phases) -> None:
             _constructed(ph, self, slot)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        began = _forward_begins(ph, self)
+        began = _forward_begins(ph, self, inputs)
         error: BaseException | None = None
         try:
             return original_forward(self, *inputs, **kwargs)

@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -25,13 +26,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from distdiag.recorder import place, state
-from distdiag.recorder.frames import absolute, user_stack
+from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.page import SCALARS, STACK, LifeWord, PageWriter, Phase, page_path
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns
 
 T = TypeVar("T")
-ENV_QUIET = "DISTDIAG_QUIET"
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
 class Session:
@@ -117,13 +118,20 @@ class Session:
         """The exception that ends the script: its text, and the user's frames, innermost first."""
         r, h = self.recorder, self.recorder.h
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
+        inner: list[int] = []
+        if " in DataLoader worker process" in last[:400]:
+            # the worker's own traceback is in the text: its last line is the error, its last user frame the place
+            for file, line, function in _FRAME.findall(last):
+                if kind_of_file(file) == USER:
+                    inner.insert(0, r.page.site(file, int(line), function))
+            last = last.splitlines()[-1] + " (in a DataLoader worker)"
         h.exception = r.page.text(last[:2000])
         h.exception_ns = now_ns()
         frames = []
         while tb is not None:
             frames.append((tb.tb_frame, tb.tb_lineno))
             tb = tb.tb_next
-        sites: list[int] = []
+        sites: list[int] = inner[:STACK]
         if frames:
             wanted = set(map(id, user_stack(frames[-1][0], 64)))
             for frame, line in reversed(frames):
