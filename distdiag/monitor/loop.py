@@ -247,7 +247,8 @@ class Monitor:
         except OSError:
             return
         current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
-        v.died_in_background = current is not None and not current
+        # a thread that Python does not know has no heading of its own
+        v.died_in_background = bool(threads) and not current
         self._keep_stack(v, current or evidence.main_stack(threads))
 
     # -- the snapshot -------------------------------------------------------------------------------------------
