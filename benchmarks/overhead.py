@@ -1,0 +1,234 @@
+"""What recording costs a training step: plain and recorded steps interleaved in one run on two ranks, as a ratio.
+
+    python benchmarks/overhead.py [--rounds 60] [--steps-per-round 12]
+
+Each round runs a block of steps plain and a block recorded, in random order alike on both ranks; recording is switched by
+swapping the hooked methods of torch's classes for the originals and back, so that everything else (process, memory,
+caches, neighbours on the host) is the same. The figure is the median over rounds of the ratio of medians, with a
+95 % bootstrap interval over rounds. `--hooks` measures the hooks alone, without a model, in microseconds a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ALLOWED_RATIO, ALLOWED_HOOKS_US, ALLOWED_BYTES = 1.005, 30.0, 8 << 20
+
+
+class Switch:
+    """The hooked methods and their originals, to take the recorder's hooks off and on within one process."""
+
+    def __init__(self, before: dict[tuple[Any, str], Any], after: dict[tuple[Any, str], Any]) -> None:
+        self.pairs = [(owner, name, before[owner, name], after[owner, name]) for owner, name in before
+                      if before[owner, name] is not after[owner, name]]  # fmt: skip
+
+    def on(self) -> None:
+        for owner, name, _, hooked in self.pairs:
+            setattr(owner, name, hooked)
+
+    def off(self) -> None:
+        for owner, name, plain, _ in self.pairs:
+            setattr(owner, name, plain)
+
+
+def _methods() -> dict[tuple[Any, str], Any]:
+    import torch
+    from torch._C import _distributed_c10d as c10d
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, dataloader
+
+    owners: list[tuple[Any, list[str]]] = [
+        (c10d.ProcessGroup, [n for n in dir(c10d.ProcessGroup) if not n.startswith("__")]),
+        (c10d.Work, ["wait"]),
+        (c10d.Reducer, ["prepare_for_backward"]),
+        (DDP, ["forward", "_sync_buffers"]),
+        (DataLoader, ["__iter__"]),
+        (dataloader._BaseDataLoaderIter, ["__next__"]),
+        (torch.autograd, ["backward"]),
+    ]
+    # as they lie in the class: a bound look-up of a C++ method would not bind again
+    return {(o, n): vars(o)[n] for o, names in owners for n in names if n in vars(o)}
+
+
+def _job(rounds: int, steps: int, hooks_only: bool) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.optim import optimizer as optimizers
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import distdiag
+    from distdiag.recorder import session
+
+    before = _methods()
+    rss_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    distdiag.attach()
+    switch = Switch(before, _methods())
+    step_hooks = (dict(optimizers._global_optimizer_pre_hooks), dict(optimizers._global_optimizer_post_hooks))
+    rss_after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    assert session.current is not None
+    pulse = session.current.pulse
+
+    if hooks_only:
+        net: torch.nn.Module = torch.nn.Linear(1, 1)
+        data = TensorDataset(torch.zeros(4, 1))
+        batch = 4
+    else:
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 48, 3, padding=1), torch.nn.BatchNorm2d(48), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Conv2d(48, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(), torch.nn.Linear(64 * 64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10),
+        )  # fmt: skip
+        data = TensorDataset(torch.randn(48 * 4, 3, 32, 32))
+        batch = 48
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    loader = DataLoader(data, batch)
+
+    def endless() -> Any:
+        while True:
+            yield from loader
+
+    batches = endless()
+
+    def step() -> float:
+        t = time.perf_counter()
+        (x,) = next(batches)
+        loss = model(x).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return time.perf_counter() - t
+
+    def block(recorded: bool) -> list[float]:
+        if recorded:
+            switch.on()
+            optimizers._global_optimizer_pre_hooks.update(step_hooks[0])
+            optimizers._global_optimizer_post_hooks.update(step_hooks[1])
+        else:
+            switch.off()
+            optimizers._global_optimizer_pre_hooks.clear()
+            optimizers._global_optimizer_post_hooks.clear()
+        step()  # the first one after the switch is not counted
+        return [step() for _ in range(steps)]
+
+    for _ in range(2):
+        block(True), block(False)
+    order = random.Random(1)
+    found: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        results = {}
+        for recorded in order.sample([True, False], 2):
+            results[recorded] = statistics.median(block(recorded))
+        found.append((results[False], results[True]))
+    hooks_us = _hook_cost(step, switch, step_hooks, optimizers) if hooks_only else None
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, (found, rss_after - rss_before, hooks_us))
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(all_ranks), flush=True)
+    pulse.stop()
+    dist.destroy_process_group()
+    time.sleep(0.5)
+
+
+def _hook_cost(step: Callable[[], float], switch: Switch, step_hooks: Any, optimizers: Any) -> list[float]:
+    """CPU microseconds that hooks add to a step without a model: process CPU time, blocks interleaved."""
+    n, out = 60, []
+
+    def cpu(recorded: bool) -> float:
+        (switch.on if recorded else switch.off)()
+        for target, hooks in zip(
+            (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks), step_hooks, strict=True
+        ):
+            target.update(hooks) if recorded else target.clear()
+        step()
+        t = time.thread_time()
+        for _ in range(n):
+            step()
+        return (time.thread_time() - t) / n * 1e6
+
+    for _ in range(30):
+        a, b = cpu(False), cpu(True)
+        out.append(b - a)
+    return out
+
+
+def interval(values: list[float], draws: int = 4000) -> tuple[float, float, float]:
+    """(median, low, high): bootstrap over rounds, 95 %."""
+    r = random.Random(0)
+    medians = sorted(statistics.median(r.choices(values, k=len(values))) for _ in range(draws))
+    return statistics.median(values), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def _launch(arguments: list[str]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTDIAG_RUN_DIR": f"{folder}/run", "DISTDIAG_QUIET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--job",
+             *arguments],
+            env=env, capture_output=True, text=True, timeout=1200, check=False,
+        )  # fmt: skip
+        time.sleep(1.5)  # the monitor writes its last rows
+    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+    if line is None:
+        sys.exit(f"the job did not end well:\n{done.stdout[-500:]}\n{done.stderr[:3000]}")
+    return json.loads(line[7:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of a plain and a recorded block (default 60)")
+    parser.add_argument("--steps-per-round", type=int, default=12, help="steps of a block (default 12)")
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--hooks", action="store_true", help=argparse.SUPPRESS)
+    o = parser.parse_args()
+    if o.job:
+        _job(o.rounds, o.steps_per_round, o.hooks)
+        return 0
+    ranks = _launch(["--rounds", str(o.rounds), "--steps-per-round", str(o.steps_per_round)])
+    ratios = [b / a for found, _, _ in ranks for a, b in found]
+    step_ms = statistics.median(a for found, _, _ in ranks for a, _ in found) * 1e3
+    ratio, low, high = interval(ratios)
+    memory = max(m for _, m, _ in ranks)
+    hooks = [v for _, _, us in _launch(["--rounds", "4", "--steps-per-round", "20", "--hooks"]) for v in us]
+    hook, hook_low, hook_high = interval(hooks)
+    passed = {
+        "ratio": low <= ALLOWED_RATIO,
+        "hooks": hook_low <= ALLOWED_HOOKS_US,
+        "memory": memory <= ALLOWED_BYTES,
+    }
+    text = f"""# What recording costs
+
+`python benchmarks/overhead.py --rounds {o.rounds} --steps-per-round {o.steps_per_round}` on {os.cpu_count()} cores
+({platform.machine()}, {platform.system()}, no GPU), two gloo ranks, plain and recorded blocks interleaved in one run.
+
+| what | median | 95 % interval | n | allowed |
+|---|---|---|---|---|
+| recorded / plain step ({step_ms:.0f} ms) | {ratio:.4f} | {low:.4f} – {high:.4f} | {len(ratios)} rounds | {ALLOWED_RATIO} |
+| hooks alone, CPU per step | {hook:.1f} µs | {hook_low:.1f} – {hook_high:.1f} µs | {len(hooks)} blocks | {ALLOWED_HOOKS_US:.0f} µs |
+| extra memory of a rank at attach | {memory / 2**20:.1f} MiB | – | {len(ranks)} ranks | {ALLOWED_BYTES / 2**20:.0f} MiB |
+"""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "overhead.md").write_text(text)
+    print(text)
+    return 0 if all(passed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

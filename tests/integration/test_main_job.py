@@ -1,0 +1,175 @@
+"""`torchrun -m distdiag.train --monitor`: real two-rank jobs, healthy and with each injected fault, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import REPOSITORY, Job, launch, wait_for
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+
+FAULTS = str(REPOSITORY / "distdiag" / "train" / "faults.py")
+
+
+def train(tmp_path: Path, *options: str, timeout: float = 200.0) -> Any:
+    arguments = ["-m", "distdiag.train", "--monitor", "--run-dir", "R", "--batch-size", "8", "--checkpoint-every", "0", *options]
+    return launch(arguments, nproc=2, cwd=tmp_path, timeout=timeout)
+
+
+def findings(run_dir: Path) -> list[dict[str, Any]]:
+    """Findings in run.db, as any reader outside the project would get them."""
+    database = run_dir / "run.db"
+    if not database.exists():
+        return []
+    con = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5)
+    try:
+        return [json.loads(j) for (j,) in con.execute("SELECT json FROM finding")]
+    except sqlite3.OperationalError:  # the schema is being written
+        return []
+    finally:
+        con.close()
+
+
+def meta(run_dir: Path) -> dict[str, str]:
+    if not (run_dir / "run.db").exists():
+        return {}
+    con = sqlite3.connect(f"file:{run_dir / 'run.db'}?mode=ro", uri=True, timeout=5)
+    try:
+        return dict(con.execute("SELECT key, value FROM meta"))
+    except sqlite3.OperationalError:  # the schema is being written
+        return {}
+    finally:
+        con.close()
+
+
+def found(run_dir: Path, kinds: Sequence[str]) -> dict[str, Any] | None:
+    return next((f for f in findings(run_dir) if f["kind"] in kinds), None)
+
+
+def serious(run_dir: Path) -> list[tuple[str, str, list[int]]]:
+    return [(f["kind"], f["cause"], f["culprits"]) for f in findings(run_dir) if f["severity"] in ("warning", "error")]
+
+
+def distdiag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "distdiag", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def ended(job: Job, run_dir: Path) -> None:
+    """Wait for the monitor to have written its last rows."""
+    wait_for(lambda: "ended_s" in meta(run_dir), 30, "the monitor to close the run", job)
+
+
+def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with train(tmp_path, "--max-steps", "60") as job:
+        wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
+        live = distdiag("tui", "R", "--once", cwd=tmp_path)
+        assert job.wait() == 0, job.tail()
+        ended(job, run)
+    assert live.returncode == 0, live.stderr
+    assert "RUNNING" in live.stdout and "rank" in live.stdout
+    after = distdiag("tui", "R", "--once", cwd=tmp_path)
+    assert after.returncode == 0 and "ENDED" in after.stdout
+    verdict = distdiag("diagnose", "R", "--json", cwd=tmp_path)
+    report = json.loads(verdict.stdout)
+    assert verdict.returncode == 0, verdict.stdout
+    assert report["schema"] == "distdiag.findings/1" and report["state"] == "ended"
+    assert [f for f in report["findings"] if f["severity"] != "info"] == []
+    con = sqlite3.connect(run / "run.db")
+    assert con.execute("SELECT rank, count(*), max(step) FROM step GROUP BY rank").fetchall() == [(0, 60, 60), (1, 60, 60)]
+    whole, parts = con.execute(
+        "SELECT sum(step_ms), sum(data_ms + forward_ms + backward_ms + optimizer_ms + other_ms) FROM step"
+    ).fetchone()
+    con.close()
+    assert parts == pytest.approx(whole, rel=0.02)
+    assert "[distdiag]" in job.stderr() and "nothing found" in job.stderr()
+
+
+def test_a_deadlock_is_proved_named_and_said_while_the_job_hangs(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with train(tmp_path, "--max-steps", "200", "--inject", "deadlock@rank1:step20") as job:
+        finding = wait_for(lambda: found(run, ["deadlock"]), 150, "the deadlock to be found", job)
+        wait_for(lambda: "ERROR deadlock" in job.stderr(), 10, "the deadlock to be said", job)
+        dump = distdiag("dump", "R", cwd=tmp_path)
+    assert (finding["cause"], finding["certainty"], finding["severity"]) == ("missing_rank", "proved", "error")
+    assert (finding["culprits"], finding["victims"]) == ([1], [0])
+    place = finding["where"][0]
+    source = Path(FAULTS).read_text().splitlines()
+    assert place["file"] == FAULTS and "barrier(" in source[place["line"] - 1]
+    assert finding["detected_s"] - finding["first_seen_s"] <= 3.0
+    assert serious(run) == [("deadlock", "missing_rank", [1])]
+    assert finding["evidence"] and all((run / path).exists() for path in finding["evidence"])
+    assert dump.returncode == 0 and "1 rank (1)" in dump.stdout and "wait_for_the_others" in dump.stdout
+    said = [line for line in job.stderr().splitlines() if line.startswith("[distdiag]")]
+    assert [line.split()[1] for line in said[1:4]] == ["cost", "where", "do"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "causes", "culprits"),
+    [
+        ("unused", "unused_parameters", ("never_used",), []),
+        ("uneven@rank1", "uneven_batches", ("count",), [1]),
+        ("kill@rank1:step20", "rank_lost", ("killed",), [1]),
+        ("crash@rank0:step20", "rank_lost", ("crashed",), [0]),
+        ("nan@rank1:step20", "nonfinite", ("loss", "gradient"), [1]),
+    ],
+)
+def test_each_injected_fault_is_found(
+    spec: str, kind: str, causes: tuple[str, ...], culprits: list[int], tmp_path: Path
+) -> None:
+    run = tmp_path / "R"
+    with train(tmp_path, "--max-steps", "60", "--inject", spec) as job:
+        finding = wait_for(lambda: found(run, [kind]), 150, f"{kind} to be found", job)
+    assert finding["cause"] in causes
+    assert finding["culprits"] == culprits
+    if spec == "unused":
+        assert finding["names"] and all("weight" in n or "bias" in n for n in finding["names"])
+    if spec.startswith("kill"):
+        assert "SIGKILL" in finding["message"]
+    assert {k for k, _, _ in serious(run)} <= {kind, "deadlock"}
+
+
+def test_a_straggler_is_named_with_its_phase(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with train(tmp_path, "--max-steps", "400", "--inject", "straggler@rank1:120ms") as job:
+        finding = wait_for(lambda: found(run, ["straggler"]), 150, "the straggler to be found", job)
+    assert (finding["cause"], finding["culprits"], finding["victims"]) == ("forward", [1], [0])
+
+
+def test_the_job_survives_the_death_of_its_monitor_and_the_screen_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with train(tmp_path, "--max-steps", "80") as job:
+        wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
+        monitors = job.monitor_pids()
+        assert len(monitors) == 1
+        os.kill(monitors[0], signal.SIGKILL)
+        assert job.wait() == 0, job.tail()
+    screen = distdiag("tui", "R", "--once", cwd=tmp_path)
+    assert screen.returncode == 0
+    assert "monitor" in screen.stdout.lower() and "RUNNING" not in screen.stdout.splitlines()[0]
+
+
+def test_a_rank_killed_from_outside_is_named_and_the_monitor_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with train(tmp_path, "--max-steps", "2000") as job:
+        wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
+        os.kill(job.rank_pid(1), signal.SIGKILL)
+        finding = wait_for(lambda: found(run, ["rank_lost"]), 60, "the lost rank to be found", job)
+        job.wait()
+        ended(job, run)
+    assert (finding["cause"], finding["culprits"]) == ("killed", [1])
+    assert "SIGKILL" in finding["message"]
+    assert meta(run)["state"] == "failed"
+    assert serious(run) == [("rank_lost", "killed", [1])]
