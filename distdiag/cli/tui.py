@@ -134,13 +134,7 @@ def command(
         raise DistdiagError("--json needs --once", "`distdiag tui --once --json` prints one snapshot")
     ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only, warn, crit)
     shape = _size(size)
-    try:
-        path = rundir.resolve(run)
-    except DistdiagError as e:
-        if as_json:
-            _print_error(e)
-            return int(e.code)
-        raise
+    path = rundir.resolve(run)
     explicit_attempt = run is not None and Path(run).name.startswith("attempt_")
     if once:
         return _once(path, ui, shape, as_json)
@@ -151,24 +145,13 @@ def command(
     return _watch(path, ui, hz, theme, follow_attempts=not explicit_attempt)
 
 
-def _print_error(error: DistdiagError) -> None:
-    import msgspec
-
-    body = {
-        "schema": "distdiag.snapshot/1",
-        "error": {"kind": error.kind, "message": error.message, "hint": error.hint},
-    }
-    print(msgspec.json.format(msgspec.json.encode(body), indent=1).decode())
-
-
 def _once(path: Path, ui: Ui, shape: tuple[int, int] | None, as_json: bool) -> int:
     from distdiag.tui import once as printer
 
     if as_json:
         snap = printer.snapshot(path, ui)
         if snap.problem is not None:
-            _print_error(snap.problem)
-            return int(snap.problem.code)
+            raise snap.problem
         print(printer.as_json(snap).decode())
         return int(ExitCode.OK)
     snap = printer.print_once(path, ui, shape)

@@ -145,6 +145,7 @@ class _Scan:
     backend: str
     tails: dict[str, _Tail] = field(default_factory=dict)  # by name of the group
     messages: list[dict[str, Any]] = field(default_factory=list)
+    timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
 
 
 def _scan(f: DumpFile) -> _Scan:
@@ -171,6 +172,7 @@ def _pass(f: DumpFile) -> _Scan:
             t.newest = seq
         if e["state"] != "completed" and not (gloo and e["retired"]) and (t.head is None or seq < t.head):
             t.head = seq
+    scan.timed = not gloo and any(_ns(e, "time_discovered_started_ns") for e in f.entries[-200:])
     return scan
 
 
@@ -368,18 +370,19 @@ class _Builder:
                 if least is None or e["is_p2p"] or e["collective_seq_id"] < least:
                     continue
                 key = self.keys[(rank, backend, e["process_group"][0])]
-                call = self._call(key, e, backend)
+                call = self._call(key, e, scan)
                 if (key, e["collective_seq_id"]) in out:
                     call = replace(call, op="coalesced")
                 out[(key, e["collective_seq_id"])] = call
         return list(out.values())
 
-    def _call(self, key: str, e: dict[str, Any], backend: str) -> Call:
+    def _call(self, key: str, e: dict[str, Any], scan: _Scan) -> Call:
         sizes = e.get("input_sizes") or e.get("output_sizes") or ()
         dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
         shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
         dtype = matching.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
-        done = e["state"] == "completed" or (backend == "gloo" and e["retired"])
+        gloo = scan.backend == "gloo"
+        done = e["state"] == "completed" or (gloo and e["retired"])
         t = _ns(e)
         return Call(
             op=matching.op_name(e["profiling_name"]),
@@ -396,6 +399,8 @@ class _Builder:
             if done
             else None,
             asynchronous=True,
+            started=e["state"] in ("started", "completed") if scan.timed else None,
+            timed_out=bool(e["retired"]) and not done,
         )
 
     def _newest_site(self, rank: int) -> Site | None:

@@ -54,6 +54,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     completed_s: float | None = None  # None: in flight
     asynchronous: bool = False  # async_op=True: the host did not wait at the call
     failed: bool = False  # it raised in the host
+    started: bool | None = None  # the device has begun it; None where the recorder did not time it
+    timed_out: bool = False  # given up by the backend's watchdog
 
     @property
     def p2p(self) -> bool:
@@ -242,6 +244,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     ranks: dict[int, RankState]
     groups: dict[str, Group]
     source: str = "live"  # live | dumps
+    expected: int | None = None  # ranks that this snapshot can hold (those of one node); None: all of world_size
     arrivals: tuple[Arrival, ...] = ()  # of the last collectives that Python issued, oldest first
     met: tuple[Met, ...] = ()  # the first few
     gpus: tuple[GpuState, ...] = ()

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -60,7 +61,11 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in two lines
     # fork with CUDA in use would break the ranks; only then is a fresh interpreter per rank worth its start.
     method = "spawn" if torch.cuda.is_initialized() else "fork"
-    store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+    # The store's server has a thread; it is started after the fork, and listens already.
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(nproc + 16)
+    port = listener.getsockname()[1]
     outcomes: Any = torch.multiprocessing.get_context(method).SimpleQueue()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; one thread per rank
     env = {
@@ -70,7 +75,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         for rank in range(nproc)
@@ -85,12 +90,13 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if main_thread else ()
     handlers = {s: signal.getsignal(s) for s in numbers}
     with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as logs:
-        arguments = {r: (r, nproc, store.port, os.getpid(), deadline_s, options, outcomes) for r in range(nproc)}
+        arguments = {r: (r, nproc, port, os.getpid(), deadline_s, options, outcomes) for r in range(nproc)}
         context = None
         try:
             context = start_processes(
                 "distdiag-probe", _rank_main, arguments, env, DefaultLogsSpecs(log_dir=logs), start_method=method
             )
+            store = _serve(listener, port)
             return _supervise(context, outcomes, store, nproc, deadline_s, options)
         except (SignalException, KeyboardInterrupt) as e:
             received = getattr(e, "sigval", signal.SIGINT)
@@ -102,8 +108,16 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
         finally:
             if context is not None:
                 _kill(context)
+            listener.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
+    """The store where the ranks meet, on a socket that listens already."""
+    descriptor = os.dup(listener.fileno())  # the store closes it
+    limit = datetime.timedelta(seconds=30)
+    return dist.TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _rank_main(

@@ -525,7 +525,9 @@ def _locate(path: Path) -> Path:
                 ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
             ) from None
         raise RunUnreadable(
-            ReadStatus.MISSING, f"{path} has no {rundir.DATABASE} yet", "the job is starting, or was not recorded"
+            ReadStatus.MISSING,
+            f"{path} has no {rundir.DATABASE} yet",
+            "the job is starting; was it started with `-m distdiag.run`, or does it call distdiag.attach()?",
         ) from None
     local = Path(where.get("path", ""))
     if where.get("host") == socket.gethostname() and local.exists():
@@ -572,7 +574,7 @@ def _unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadab
         return RunUnreadable(
             ReadStatus.LOCKED,
             f"{database} is locked by another process",
-            "try again; `fuser RUN/run.db` names who holds it",
+            f"try again; `fuser {database}` names who holds it",
         )
     if "no such table" in text or "no such column" in text:
         if not _size(database):

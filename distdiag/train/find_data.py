@@ -143,8 +143,9 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
             downloader=None,
         )
         with tarfile.open(archive) as tar:
-            # its checksum is known, so the filter (Python 3.11.4) is a second lock on the door
-            tar.extractall(made, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            if hasattr(tarfile, "data_filter"):  # Python 3.11.4; its checksum is known, this is a second lock on the door
+                tar.extraction_filter = tarfile.data_filter
+            tar.extractall(made)
         target = cache / PYTHON_FOLDER
         os.rename(Path(made) / PYTHON_FOLDER, target)
     return target

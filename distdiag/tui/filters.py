@@ -66,6 +66,8 @@ def _test(word: str) -> Test:
     if re.fullmatch(r"[\d,\-–]+", word):
         return _ranks(word)
     if m is None:
+        if re.fullmatch(r"[A-Za-z]\w*(>=|<=|>|<|=|:)", word):
+            raise BadFilter(f"'{word}': a value is missing")
         low = word.lower()
         return lambda table, marks, i: low in (table.words("host")[i] or "").lower()
     name, compare, value = m[1].lower(), m[2], m[3]

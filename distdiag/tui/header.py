@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.tui.lines import Line, Part, fitted, joined, line, width_of
+from distdiag.tui.lines import BLANK, Line, Part, fitted, joined, line, width_of
 from distdiag.tui.snapshot import Snapshot
 from distdiag.tui.state import JobState, job_state
 from distdiag.tui.text import (
@@ -77,6 +77,8 @@ def overflow(job: JobState, snap: Snapshot, width: int) -> str:
 def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
     """` step 1203/2000  231 ms ▂▃▃▇█▇  18,450 samples/s  loss 0.512  mem max 62.2 GiB`."""
     s = snap.summary
+    if snap.frame is None:
+        return BLANK
     total = snap.number("max_steps")
     step = f" step {integer(s.step)}" + (f"/{int(total)}" if total else "")
     left: list[str | tuple[str, str]] = [step]

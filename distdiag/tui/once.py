@@ -84,10 +84,12 @@ def _without_gaps(lines: list[Line]) -> list[Line]:
 def coloured(text: Line, colours: bool) -> str:
     """The line with ANSI codes; without `colours` (NO_COLOR) bold, dim and underlined stay."""
     out = []
+    room = len(plain(text))  # in characters: what follows is padding
     for t, style, _ in text:
+        t, room = t[:room], max(0, room - len(t))
         codes = [_CODES[s] for s in style.split() if s in _CODES and (colours or s not in _COLOURS)]
         out.append(f"\x1b[{';'.join(codes)}m{t}\x1b[0m" if codes and t.strip() else t)
-    return "".join(out).rstrip()
+    return "".join(out)
 
 
 def wants_colour(stream: Any = None) -> tuple[bool, bool]:

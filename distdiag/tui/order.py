@@ -78,8 +78,8 @@ def ranks_of(snap: Snapshot, rows: Sequence[int]) -> list[int]:
 
 
 class Cached:
-    """Keeps the last order: recomputed when the data or the choice changed, and while the person moves the cursor at
-    most every two seconds, so that rows do not jump away under it."""
+    """Keeps the last order: recomputed when the data or the choice changed, but not within two seconds of the person
+    moving the cursor, so that rows do not jump away under it."""
 
     HOLD_S = 2.0
 
@@ -88,7 +88,6 @@ class Cached:
         self._key: tuple[object, ...] = ()
         self._choice: tuple[object, ...] = ()
         self._rows: list[int] = []
-        self._at = -math.inf
         self._moved_at = -math.inf
 
     def moved(self) -> None:
@@ -96,15 +95,15 @@ class Cached:
         self._moved_at = self._now()
 
     def rows(self, snap: Snapshot, ui: Ui) -> list[int]:
+        """The order to show now."""
         choice = (ui.sort, ui.reverse, ui.filter.text)
         n = 0 if snap.frame is None else len(snap.frame.table)
         key = (id(snap.frame), n)
-        now = self._now()
-        if choice == self._choice and key == self._key:
-            return self._rows
-        held = now - self._moved_at < self.HOLD_S and now - self._at < self.HOLD_S
-        same_ranks = bool(self._key) and self._key[1] == n
-        if choice == self._choice and held and same_ranks and not ui.filter.tests:
-            return self._rows
-        self._rows, self._key, self._choice, self._at = ordered(snap, ui), key, choice, now
+        if choice == self._choice:
+            if key == self._key:
+                return self._rows
+            held = self._now() - self._moved_at < self.HOLD_S
+            if held and self._key and self._key[1] == n and not ui.filter.tests:
+                return self._rows
+        self._rows, self._key, self._choice = ordered(snap, ui), key, choice
         return self._rows

@@ -81,7 +81,8 @@ def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
     """What is to be said about the reading itself, before any finding."""
     out: list[Line] = []
     if cut := overflow(job, snap, width):
-        out += [line((f" {job.glyph} ", job.style), row) for row in wrap(cut, width - 4)]
+        rows = wrap(cut, width - 4)
+        out += [line((f" {job.glyph} " if i == 0 else "   ", job.style), row) for i, row in enumerate(rows)]
     if job.do:
         for i, row in enumerate(wrap(job.do, width - 11)):
             out.append(line((f"   {'do' if i == 0 else '':6}  ", "muted"), row))

@@ -39,8 +39,8 @@ def _late(o: OpStats) -> str:
 
 
 COLUMNS: tuple[Column[OpStats], ...] = (
-    Column("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 8),
-    Column("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 14),
+    Column("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 4),
+    Column("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 6),
     Column(
         "", "n/step", 6, "how many per step", lambda o: decimal(o.per_step, 0 if (o.per_step or 0) >= 1 else 2), ">", 2
     ),
@@ -52,7 +52,7 @@ COLUMNS: tuple[Column[OpStats], ...] = (
         "", "busbw", 6, "algbw x the operation's factor, comparable to the link", lambda o: _gbps(o.busbw_gbps), ">", 1
     ),
     Column("", "skew ms", 8, "median of last arrival - first arrival", lambda o: _ms(o.skew_p50_us)),
-    Column("", "late rank", 9, "who arrives last, and in how many of them", _late, "<", 0, 6),
+    Column("", "late rank", 10, "who arrives last, and in how many of them", _late, "<", 0, 8),
     Column("", "seq", 8, "newest sequence number", lambda o: integer(o.newest_seq), ">", 6),
     Column("", "ranks", 6, "ranks of the group", lambda o: integer(o.ranks), ">", 7),
 )

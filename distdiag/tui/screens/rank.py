@@ -124,8 +124,9 @@ class RankPage:
         stack, calls = _stack(data, row, snap, width, height), _collectives(data, width, 8 if height >= 40 else 3)
         phases = _phases(data, snap, at, width)
         # a rank that stands still is asked where; one that runs is asked how long
-        blocks = [stack, calls, phases] if job.stuck or row.life != "running" else [phases, calls, stack]
-        blocks.append(_facts(data, row, width))
+        facts = _facts(data, row, width)
+        still = job.stuck or row.life != "running"
+        blocks = [stack, facts, calls, phases] if still else [phases, facts, stack, calls]
         for block in filter(None, blocks):
             lines += [BLANK, *block] if height >= 22 else block
         if len(lines) > room:

@@ -55,7 +55,7 @@ class RanksPage:
         rows = self.order.rows(snap, ui)
         panel = footer_panel(snap, ui, job, width, _panel_height(height))
         lines += map_lines(snap, width, height - len(lines) - len(panel) - MIN_ROWS - 2)
-        room = height - len(lines) - len(panel) - 1
+        room = height - len(lines) - len(panel)
         if ui.group:
             body, shown, cursor = group_lines(snap, ui, width, max(1, room))
         else:
@@ -71,7 +71,7 @@ class RanksPage:
 
 def _panel_height(height: int) -> int:
     """Lines for the flags: a third of the screen, at least room for one flag."""
-    return max(5, min(height // 3, 16)) if height >= 20 else max(2, height // 4)
+    return max(5, min(height // 3, 16)) if height >= 15 else max(2, height // 4)
 
 
 def _spread_line(snap: Snapshot, ui: Ui, job: JobState, width: int) -> Line:

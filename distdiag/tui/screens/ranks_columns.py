@@ -54,7 +54,7 @@ def _memory(s: Shown) -> Cell:
 
 
 def _at(s: Shown) -> Cell:
-    text = place(s.row.file, s.row.line)
+    text = place(s.row.file, s.row.line, s.row.function).replace(" in ", " ", 1)
     return (text, s.mark.style) if s.mark.level >= severity.WARN.level else text
 
 
