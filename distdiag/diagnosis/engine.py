@@ -311,7 +311,8 @@ class Diagnosis:
         lives = [r.life for r in s.ranks.values()]
         gone = bool(lives) and all(x in (Life.FINISHED, Life.CRASHED, Life.KILLED) for x in lives)
         worst = self.open(Severity.ERROR)
-        if gone and (final or len(lives) >= s.world_size):
+        expected = s.expected or s.world_size
+        if gone and (final or len(lives) >= expected):
             bad = [r for r in s.ranks.values() if r.life != Life.FINISHED]
             steps = max((r.step for r in s.ranks.values()), default=0)
             if bad:
@@ -334,12 +335,12 @@ class Diagnosis:
         elif any(f.kind in ("rank_lost", "timeout") for f in worst):
             f = next(f for f in worst if f.kind in ("rank_lost", "timeout"))
             self.state, self.state_text = State.DEGRADED, f.message
-        elif len(lives) < s.world_size or (
+        elif len(lives) < expected or (
             all(x == Life.STARTING for x in lives) and not any(r.step for r in s.ranks.values())
         ):
-            missing = sorted(set(range(s.world_size)) - set(s.ranks))
+            missing = sorted(set(range(s.world_size)) - set(s.ranks)) if expected == s.world_size else []
             self.state = State.WAITING
-            reported = f"{len(lives)} of {s.world_size} ranks have reported"
+            reported = f"{len(lives)} of {expected} ranks have reported"
             self.state_text = reported + (f"; missing {', '.join(map(str, missing[:8]))}" if missing else "")
         elif worst:
             self.state, self.state_text = State.DEGRADED, worst[0].message

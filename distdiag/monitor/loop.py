@@ -283,6 +283,7 @@ class Monitor:
         return Snapshot(
             t_s=now_s,
             world_size=world,
+            expected=max(v.page.header.local_world_size for v in self.views.values() if v.page is not None) or None,
             ranks=ranks,
             groups=groups,
             arrivals=tuple(self.collectives.arrivals),

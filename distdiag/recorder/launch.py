@@ -28,6 +28,8 @@ def start_monitor(run_dir: Path, pages: Path) -> bool:
     package_root = str(Path(distdiag.__file__).resolve().parents[1])
     env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
+    if node != "0":  # one writer per database: every other node keeps a run of its own inside
+        run_dir = run_dir / f"node_{node}"
     command = [sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--node", node]
     process = subprocess.Popen(
         command,
