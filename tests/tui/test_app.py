@@ -1,0 +1,338 @@
+"""The app under keys and clicks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distdiag.store import rundir
+from distdiag.store.writer import Writer
+from distdiag.tui import keys
+from distdiag.tui.app import DistdiagApp
+from distdiag.tui.canvas import Canvas
+from distdiag.tui.lines import hit_at
+from distdiag.tui.order import ORDERS
+from distdiag.tui.ui import Ui
+from tests.tui.conftest import MakeRun
+from tests.tui.drive import Driver, showing
+from tests.tui.synthetic import Scenario, fill, frame_state, make, rows, set_monitor
+
+pytestmark = pytest.mark.usefixtures("frozen")
+RUNNING = Scenario(ranks=8)
+
+
+def _cursor_row(d: Driver) -> str:
+    """Text of the line that carries the cursor."""
+    found = [y for y, text in enumerate(d.app.canvas._lines) if text and "cursor" in text[0][1]]
+    return "".join(p[0] for p in d.app.canvas._lines[found[0]]) if found else ""
+
+
+def test_the_cursor_moves_and_opens_ranks(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(RUNNING)) as d:
+            assert _cursor_row(d).split()[1] == "5"
+            await d.press("j", "j")
+            assert _cursor_row(d).split()[1] == "1"
+            assert "rank 1 " in await d.press("enter")
+            assert "rank 2 " in await d.press("n")
+            assert "rank 0 " in await d.press("p", "p")
+            assert "RUNNING" in await d.press("escape")
+            await d.press("end")
+            assert _cursor_row(d).split()[1] == "7"
+            await d.press("home")
+            assert _cursor_row(d).split()[1] == "5"
+
+    asyncio.run(work())
+
+
+def test_sorting_by_key_and_by_click(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(RUNNING)) as d:
+            for order in (*ORDERS[1:], ORDERS[0]):
+                await d.press("s")
+                assert d.app.ui.sort == order.key
+                assert f"sort: {order.title}" in d.text()
+            head = next(y for y, t in enumerate(d.app.canvas._lines) if any(p[2] == "sort:wait_ms" for p in t))
+            x = next(x for x in range(80) if hit_at(d.app.canvas._lines[head], x) == "sort:wait_ms")
+            await d.pilot.click(Canvas, offset=(x, head))
+            await d.until(lambda: d.app.ui.sort == "wait_ms")
+            assert _cursor_row(d).split()[1] == "5"  # the slow rank waits least; the cursor stays on its rank
+            await d.pilot.click(Canvas, offset=(x, head))
+            await d.until(lambda: d.app.ui.reverse)
+
+    asyncio.run(work())
+
+
+def test_clicks_on_rows_keys_and_flags(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(RUNNING)) as d:
+            lines = d.app.canvas._lines
+            row = next(y for y, t in enumerate(lines) if any(p[2] == "row:3" for p in t))
+            await d.pilot.click(Canvas, offset=(10, row))
+            await d.until(lambda: d.app.ui.cursor.get("ranks") == 3)
+            await d.pilot.click(Canvas, offset=(10, row))
+            await d.until(lambda: d.app.ui.page == "rank" and d.app.ui.rank == 3)
+            await d.press("escape")
+            flag = next(y for y, t in enumerate(d.app.canvas._lines) if any(p[2].startswith("finding:") for p in t))
+            await d.pilot.click(Canvas, offset=(20, flag))
+            await d.until(lambda: d.app.ui.page == "flags")
+            bar = d.app.canvas._lines[-1]
+            x = next(x for x in range(80) if hit_at(bar, x) == "do:show('comm')")
+            await d.pilot.click(Canvas, offset=(x, 23))
+            await d.until(lambda: d.app.ui.page == "comm")
+
+    asyncio.run(work())
+
+
+def test_the_filter_line(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(Scenario(ranks=67))) as d:
+            await d.pilot.press("slash", *"rank 3-5")
+            text = await d.press("enter")
+            assert "3 of 67 ranks pass the filter" in text and not d.app.ui.typing
+            await d.pilot.press("slash", *" nonsense>4")
+            await d.pilot.press("enter")
+            await d.until(lambda: "no column 'nonsense'" in d.text())
+            assert d.app.ui.typing and d.app.ui.filter.text == "nonsense"  # as far as it made sense
+            await d.press("escape")
+            assert d.app.ui.filter.text == "" and "rows 1–" in d.text()
+            await d.pilot.press("slash", *"node999")
+            assert "no rank passes the filter `node999`" in await d.press("enter")
+            for page in "346":
+                await d.press(page)
+
+    asyncio.run(work())
+
+
+def test_following_grouping_and_nodes(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(Scenario(ranks=67))) as d:
+            await d.press("j", "j", "f")
+            assert _cursor_row(d).split()[1] == "5"
+            text = await d.press("g")
+            assert "node008" in text and "flagged" in text
+            await d.press("j", "enter")
+            assert d.app.ui.filter.text == "node:1" and "8 of 67 ranks" in d.text()
+
+    asyncio.run(work())
+
+
+def test_pausing_holds_the_moment_while_the_job_goes_on(tmp_path: Path) -> None:
+    run = make(tmp_path / "r", RUNNING)
+
+    async def work() -> None:
+        async with showing(run) as d:
+            await d.press("space")
+            assert "PAUSED" in d.text()
+            with Writer(run) as w:
+                w.frame(RUNNING.t_s + 5, "running", "", rows(RUNNING, "running", 1300, RUNNING.t_s + 5))
+            set_monitor(run, "live")
+            await d.until(lambda: d.app.snap.newest_t_s == RUNNING.t_s + 5)
+            assert "step 1203/" in d.text()
+            assert "step 1300/" in await d.press("space")
+            await d.press("left_square_bracket")
+            await d.until(lambda: d.app.ui.paused_at_s == RUNNING.t_s)
+            assert "PAUSED" in await d.settled()
+
+    asyncio.run(work())
+
+
+def test_a_flag_leads_to_its_moment_and_its_rank(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(Scenario(state="failed", ranks=8, frames=8), "ended")) as d:
+            await d.press("5")
+            await d.press("t")
+            text = await d.settled()
+            assert "REPLAY" in text and "running at step" in text
+            assert "FAILED" in await d.press("space")
+            await d.press("5")
+            assert "rank 5 " in await d.press("enter")
+
+    asyncio.run(work())
+
+
+def test_new_data_arrive_by_themselves_and_a_restart_is_followed(tmp_path: Path) -> None:
+    run = make(tmp_path / "r", Scenario(state="waiting", ranks=2, gpus=False))
+
+    async def work() -> None:
+        async with showing(run) as d:
+            assert "WAITING" in d.text()
+            with Writer(run) as w:
+                fill(w, Scenario(ranks=2, gpus=False, t_s=300.0))
+            set_monitor(run, "live")
+            await d.until(lambda: "RUNNING" in d.text())
+            again = rundir.attempt_dir(run, 1)
+            make(again, Scenario(ranks=2, gpus=False, state="deadlocked"))
+            with Writer(again) as w:
+                w.meta(attempt=1)
+            set_monitor(again, "live")
+            await d.until(lambda: "DEADLOCK" in d.text())
+            await d.resize(120, 30)
+            assert "(attempt 1)" in await d.settled()
+
+    asyncio.run(work())
+
+
+def test_exports(runs: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs(Scenario(state="deadlocked", ranks=8, hostile=True))
+    monkeypatch.chdir(tmp_path)
+
+    async def work() -> None:
+        async with showing(run) as d:
+            await d.press("e")
+            await d.press("P")
+            await d.press("P")
+            assert "written: distdiag-llama-1b-" in d.text()
+
+    asyncio.run(work())
+    (exported,) = tmp_path.glob("*.json")
+    body = json.loads(exported.read_text())
+    assert next(iter(body)) == "schema" and body["schema"] == "distdiag.snapshot/1"
+    assert body["state"] == "deadlocked" and len(body["ranks"]) == 8 and body["findings"][0]["culprits"] == [5]
+    pictures = list(tmp_path.glob("*.svg"))
+    assert len(pictures) == 2 and all("DEADLOCK" in p.read_text() for p in pictures)
+
+
+def test_an_export_that_cannot_be_written_is_said(runs: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def work() -> None:
+        async with showing(runs(RUNNING)) as d:
+            monkeypatch.setattr(Path, "write_bytes", refuse)
+            await d.press("e")
+            assert "No space left" in d.text()
+
+    asyncio.run(work())
+
+
+def test_the_palette_goes_to_a_rank(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(Scenario(ranks=67))) as d:
+            await d.pilot.press("ctrl+p")
+            await d.until(lambda: len(d.app.screen_stack) == 2)
+            await d.pilot.press(*"rank 42")
+            await d.pilot.pause(0.6)  # the palette gathers its hits before it accepts one
+            await d.pilot.press("down", "enter")
+            await d.until(lambda: d.app.ui.page == "rank" and d.app.ui.rank == 42)
+
+    asyncio.run(work())
+
+
+def test_stacks_are_taken_by_the_dump_command_and_its_failure_is_said(
+    runs: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, ...]] = []
+    real = asyncio.create_subprocess_exec
+
+    async def spawn(*argv: str, **options: int) -> asyncio.subprocess.Process:
+        seen.append(argv)
+        return await real(sys.executable, "-c", "import sys; sys.exit('distdiag: error: no rank answers')", **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+
+    async def work() -> None:
+        run = runs(Scenario(state="deadlocked", ranks=8))
+        async with showing(run) as d:
+            await d.press("7", "r")
+            await d.until(lambda: "no rank answers" in d.text())
+            assert seen[0][1:] == ("-m", "distdiag", "dump", str(run))
+        async with showing(runs(Scenario(state="ended", ranks=8), "ended")) as d:
+            await d.press("7", "r")
+            assert "while the job runs" in d.text() and len(seen) == 1
+
+    asyncio.run(work())
+
+
+def test_only_changed_lines_are_drawn(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(RUNNING)) as d:
+            before = d.app.drawn
+            d.app.redraw()
+            assert d.app.drawn == before
+            await d.press("j")
+            assert d.app.drawn - before == 2  # the row left and the row entered
+
+    asyncio.run(work())
+
+
+def test_leaving_says_nothing_to_the_job(runs: MakeRun) -> None:
+    for key, code in (("q", 0), ("ctrl+c", 130)):
+
+        async def work(key: str = key, code: int = code) -> None:
+            async with showing(runs(RUNNING)) as d:
+                await d.pilot.press(key)
+                await d.until(lambda: not d.app.is_running or d.app._exit)
+                assert d.app.return_value_code == code
+
+        asyncio.run(work())
+
+
+def test_every_key_does_something_and_is_in_the_help(runs: MakeRun) -> None:
+    actions = {k.action for k in keys.KEYS}
+    for action in actions:
+        name = action.split("(")[0]
+        assert name == "command_palette" or any(f"action_{name}" in c.__dict__ for c in DistdiagApp.__mro__), name
+    assert len({(k.keys, k.needs) for k in keys.KEYS}) == len(keys.KEYS)
+
+    async def work() -> None:
+        async with showing(runs(RUNNING), (120, 70)) as d:
+            text = await d.press("question_mark")
+            text += await d.press("end")
+            for k in keys.KEYS:
+                assert k.help in text, k
+            assert "RUNNING" in await d.press("question_mark")  # the same key leaves
+
+    asyncio.run(work())
+
+
+def test_a_slow_page_is_drawn_late_rather_than_wrong(runs: MakeRun) -> None:
+    """Until the data of a page have come, the page before stays: no panel says "nothing" of what is not read yet."""
+
+    async def work() -> None:
+        async with showing(runs(RUNNING)) as d:
+            await d.pilot.press("2")
+            assert "No collectives yet" not in "".join(p[0] for t in d.app.canvas._lines for p in t)
+            await d.settled()
+            assert "late rank" in d.text()
+
+    asyncio.run(work())
+
+
+def test_rows_do_not_jump_under_the_cursor(tmp_path: Path) -> None:
+    sc = Scenario(ranks=8)
+    run = make(tmp_path / "r", sc)
+    now = [100.0]
+
+    async def work() -> None:
+        async with showing(run, ui=Ui(sort="self_ms")) as d:
+            order = d.app.pages["ranks"].order  # type: ignore[attr-defined]
+            order._now = lambda: now[0]
+            d.app.redraw()
+            await d.press("j")
+            first = order.rows(d.app.snap, d.app.ui)
+            fresh = [msgspec.structs.replace(r, self_ms=200.0 + r.rank) for r in rows(sc, "running", 1204, sc.t_s + 1)]
+            with Writer(run) as w:
+                w.frame(sc.t_s + 1, frame_state("running"), "", fresh)
+            set_monitor(run, "live")
+            await d.until(lambda: d.app.snap.t_s == sc.t_s + 1)
+            assert order.rows(d.app.snap, d.app.ui) == first
+            now[0] += 2.5
+            assert order.rows(d.app.snap, d.app.ui) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+    asyncio.run(work())
+
+
+def test_first_screen_imports_neither_torch_nor_pandas() -> None:
+    code = (
+        "import sys, distdiag.cli.tui, distdiag.tui.app, distdiag.tui.source\nfrom distdiag.tui.screens import pages\npages()\n"
+        "print(sorted({'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

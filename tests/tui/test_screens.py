@@ -1,0 +1,227 @@
+"""Screens as pure functions: nothing wider or taller than the terminal, nothing of the job interpreted, any size."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distdiag.store.frames import RankRow
+from distdiag.store.reader import ReadStatus, RunUnreadable, open_run
+from distdiag.store.rundir import DATABASE
+from distdiag.store.writer import Writer
+from distdiag.tui import filters
+from distdiag.tui.lines import ascii_line, plain, width_of
+from distdiag.tui.once import screen, take
+from distdiag.tui.order import ORDERS, ordered
+from distdiag.tui.screens import pages, readers
+from distdiag.tui.snapshot import Request, Snapshot, Taker
+from distdiag.tui.state import job_state
+from distdiag.tui.ui import METRICS, Ui
+from tests.tui.conftest import MakeRun
+from tests.tui.synthetic import HOSTILE, Scenario
+
+STATES = ("waiting", "running", "stalled", "deadlocked", "lost", "ended", "failed")
+pytestmark = pytest.mark.usefixtures("frozen")
+
+
+def _check(run: Path, page: str, ui: Ui, width: int, height: int) -> list[str]:
+    """Render one page from data read for exactly this size; returns its plain lines."""
+    snap = take(run, pages()[page], ui, width, height)
+    full = pages()[page].render(snap, ui, width, height)
+    if page != "help" or ui.interactive:
+        assert len(full.lines) <= height
+    for text in full.lines:
+        assert width_of(text) <= width, plain(text)
+        for ch in plain(text):
+            assert unicodedata.category(ch) not in ("Cc", "Cf", "Cs"), (page, repr(plain(text)))
+        assert all(ord(c) < 128 for c in plain(ascii_line(text)))
+        assert width_of(ascii_line(text)) == width_of(text)
+    assert full.cursor is None or 0 <= full.cursor < len(full.lines)
+    return [plain(x) for x in full.lines]
+
+
+@given(
+    st.sampled_from(STATES), st.sampled_from((1, 67)), st.sampled_from(tuple(pages())), st.integers(60, 250), st.integers(10, 70),
+    st.sampled_from([o.key for o in ORDERS]), st.booleans(), st.booleans(), st.sampled_from(METRICS), st.booleans(),
+    st.integers(0, 80),
+)  # fmt: skip
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_every_screen_fits_every_size(
+    runs: MakeRun, state: str, ranks: int, page: str, width: int, height: int, sort: str, reverse: bool, group: bool, metric: str,
+    interactive: bool, cursor: int,
+) -> None:  # fmt: skip
+    run = runs(Scenario(state=state, ranks=ranks, gpus=ranks > 1, steps=20, hostile=True, frames=2))
+    ui = Ui(page=page, sort=sort, reverse=reverse, group=group, metric=metric, rank=ranks - 1, interactive=interactive)
+    ui.cursor[page] = cursor
+    _check(run, page, ui, width, height)
+
+
+@pytest.mark.parametrize("page", tuple(pages()))
+def test_hostile_texts_are_shown_and_never_interpreted(runs: MakeRun, page: str) -> None:
+    run = runs(Scenario(state="deadlocked", ranks=8, hostile=True))
+    text = "\n".join(_check(run, page, Ui(page=page, rank=0), 160, 48))
+    if page in ("ranks", "flags", "rank", "memory"):
+        assert "[red]" in text and "\\x1b" in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert HOSTILE not in text
+
+
+def test_with_two_ranks_the_faster_is_the_reference(runs: MakeRun) -> None:
+    run = runs(Scenario(ranks=2))
+    with open_run(run) as opened:
+        snap = Taker(opened, readers()).take(Request())
+    assert snap.summary.self_p50 == min(snap.frame.table.numbers("self_ms"))  # type: ignore[union-attr]
+    rows = [x for x in _check(run, "ranks", Ui(), 80, 24) if x.startswith((" █", " ·")) and "node000" in x]
+    assert rows[0].split()[1] == "1" and "CRIT" in rows[0]  # rank 1 loads slowly
+    assert "ok" in rows[1]
+    heat = [x for x in _check(run, "heat", Ui(page="heat"), 80, 24) if x.startswith((" █", " ·"))]
+    assert "8" in heat[0].split()[2] and set(heat[1].split()[2]) == {"."}
+
+
+def test_worse_ranks_first_and_healthy_ones_by_number(runs: MakeRun) -> None:
+    run = runs(Scenario(ranks=67))
+    snap = take(run, pages()["ranks"], Ui(), 80, 24)
+    rows = ordered(snap, Ui())
+    assert rows[0] == 5 and rows[1:] == [r for r in range(67) if r != 5]
+    assert ordered(snap, Ui(reverse=True)) == rows[::-1]
+    by_wait = ordered(snap, Ui(sort="wait_ms"))
+    waits = snap.frame.table.numbers("wait_ms")  # type: ignore[union-attr]
+    assert [waits[i] for i in by_wait] == sorted(waits)
+
+
+def test_what_was_not_measured_stands_last_in_any_order(tmp_path: Path) -> None:
+    with Writer(tmp_path) as w:
+        w.frame(
+            1.0,
+            "running",
+            "",
+            [
+                RankRow(rank=0, life="running"),
+                RankRow(rank=1, life="running", self_ms=5.0),
+                RankRow(rank=2, life="running", self_ms=9.0),
+            ],
+        )
+    snap = take(tmp_path, pages()["ranks"], Ui(), 80, 24)
+    assert ordered(snap, Ui(sort="self_ms")) == [2, 1, 0] and ordered(snap, Ui(sort="self_ms", reverse=True)) == [
+        1,
+        2,
+        0,
+    ]
+    text = "\n".join(_check(tmp_path, "ranks", Ui(), 120, 30))
+    assert "  0.0" not in text  # a missing number is a dash, never a zero
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", range(67)), ("rank 3-5,9", [3, 4, 5, 9]), ("ranks 3-5 9", []), ("7", [7]), ("rank 64-", [64, 65, 66]), ("-1", [0, 1]), ("node001", range(8, 16)),
+        ("sev>=warn", [5]), ("sev=ok node000", [0, 1, 2, 3, 4, 6, 7]), ("NODE008", [64, 65, 66]), ("delta>10", [5]), ("node:8", [64, 65, 66]),
+        ("life:running rank 1–2", [1, 2]), ("wait<20", [5]), ("op:all_reduce", []), ("phase:forward 66", [66]),
+    ],
+)  # fmt: skip
+def test_filters(runs: MakeRun, text: str, expected: list[int]) -> None:
+    snap = take(runs(Scenario(ranks=67)), pages()["ranks"], Ui(), 80, 24)
+    assert ordered(snap, Ui(filter=filters.parse(text), sort="rank")) == list(expected)
+
+
+@pytest.mark.parametrize("text", ["sev>=bad", "nothing>5", "wait>x", "rank 5-a", "rank 1-2-3"])
+def test_a_filter_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(filters.BadFilter) as e:
+        filters.parse(text)
+    assert re.split("[>-]", text.split()[-1])[0] in str(e.value)
+
+
+def test_nothing_is_cut_off_in_silence(runs: MakeRun) -> None:
+    run = runs(Scenario(ranks=67))
+    shown = _check(run, "ranks", Ui(), 80, 24)
+    assert any("rows 1–" in x and "of 67" in x for x in shown)
+    rank = _check(run, "rank", Ui(page="rank", rank=5), 80, 20)
+    assert any("more line" in x for x in rank)
+    flags = _check(runs(Scenario(state="failed", ranks=8)), "flags", Ui(page="flags"), 80, 16)
+    assert any("flags 1–" in x for x in flags)
+
+
+def test_everything_is_there_where_there_is_room(runs: MakeRun) -> None:
+    """A pipe has no height: all ranks, all flags."""
+    lines, _ = screen(runs(Scenario(ranks=67)), Ui(), 110, None)
+    text = "\n".join(map(plain, lines))
+    assert all(any(f" {r} node" in x for x in text.splitlines()) for r in range(67))
+    assert "rows 1–" not in text and "more flag" not in text
+
+
+def test_the_cause_is_named_as_network_or_rank(runs: MakeRun) -> None:
+    text = "\n".join(_check(runs(Scenario(ranks=8)), "comm", Ui(page="comm"), 120, 30))
+    assert "the network is not the cause. See rank 5." in text and "85% of it reached" in text
+    stuck = "\n".join(_check(runs(Scenario(state="deadlocked", ranks=8)), "comm", Ui(page="comm"), 120, 30))
+    flight = next(x for x in stuck.splitlines() if "5404" in x and "31.2 s" in x)
+    assert flight.split()[-4:] == ["7", "of", "8", "5"]
+
+
+def test_busy_without_progress_is_said(runs: MakeRun) -> None:
+    text = "\n".join(_check(runs(Scenario(state="deadlocked", ranks=8)), "memory", Ui(page="memory"), 120, 30))
+    assert text.count("spinning") == 8 and "8 GPUs are busy, yet the job makes no progress" in text
+    assert "spinning" not in "\n".join(_check(runs(Scenario(ranks=8)), "memory", Ui(page="memory"), 120, 30))
+
+
+def test_a_leak_is_given_its_time(runs: MakeRun) -> None:
+    text = _check(runs(Scenario(ranks=8)), "memory", Ui(page="memory"), 160, 48)
+    row = next(x for x in text if x.split()[1:2] == ["5"])
+    assert "+387" in row and "4,238" in row  # 3.9 MiB a step, 16 GiB left
+
+
+def test_equal_data_and_uneven_lengths_are_seen(runs: MakeRun) -> None:
+    text = "\n".join(_check(runs(Scenario(ranks=8)), "data", Ui(page="data"), 120, 30))
+    assert "lengths differ: 97 to 98" in text and text.count("twice") == 2
+
+
+def test_the_odd_rank_is_alone_in_the_tree(runs: MakeRun) -> None:
+    text = _check(runs(Scenario(state="deadlocked", ranks=8)), "stacks", Ui(page="stacks"), 120, 30)
+    assert any("rank 5 (1 of 8)" in x and "next_batch" in x for x in text)
+    assert any("ranks 0–4, 6, 7 (7 of 8)" in x and "train_step" in x for x in text)
+
+
+def test_time_travel_knows_only_what_was_known_then(runs: MakeRun) -> None:
+    run = runs(Scenario(state="failed", ranks=8, frames=8), "ended")
+    ui = Ui(paused_at_s=268.0)
+    text = "\n".join(_check(run, "ranks", ui, 80, 24))
+    assert "REPLAY" in text and "running at step" in text and "SIGKILL" not in text and "rank_lost" not in text
+    assert "SIGKILL" in "\n".join(_check(run, "ranks", Ui(), 80, 24))
+
+
+def test_a_run_that_cannot_be_read_says_why_and_what_to_do(runs: MakeRun, tmp_path: Path) -> None:
+    for status in ReadStatus:
+        error = RunUnreadable(status, f"reason {status}", f"remedy {status}")
+        snap = Snapshot(tmp_path, problem=error)
+        for page in pages().values():
+            full = page.render(snap, Ui(page=page.name), 80, 24)
+            text = "\n".join(map(plain, full.lines))
+            assert all(width_of(x) <= 80 for x in full.lines)
+            assert job_state(snap).word in text, page.name
+        text = "\n".join(map(plain, pages()["ranks"].render(snap, Ui(), 80, 24).lines))
+        assert f"reason {status}" in text and f"remedy {status}" in text
+
+
+def test_a_damaged_file_is_a_screen_not_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_bytes(b"garbage" * 1000)
+    assert any("DAMAGED" in x for x in _check(tmp_path, "ranks", Ui(), 80, 24))
+
+
+def test_foreign_json_in_a_probe_or_a_finding_hides_nothing_else(runs: MakeRun, tmp_path: Path) -> None:
+    with Writer(tmp_path) as w:
+        w.frame(1.0, "running", "", [RankRow(rank=0, life="running")])
+        w.probe(1.0, "allreduce", "pass", "not json")
+        w.probe(2.0, "pairs", "pass", '{"rows": [1, {"bytes": "x", "time_us": 3}], "reasons": 5, "fit": []}')
+    con = sqlite3.connect(tmp_path / DATABASE)
+    with con:
+        con.execute("INSERT INTO finding (key, json) VALUES ('a', 'broken')")
+    con.close()
+    for page in pages():
+        _check(tmp_path, page, Ui(page=page, rank=0), 100, 30)
