@@ -1,0 +1,401 @@
+"""Rules beside the wait-for graph: each on a snapshot of a few ranks that has the fault, and on ones that look like it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis import batches, endings, parameters, resources, silent, speed, stalls
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.graph import build
+from distdiag.diagnosis.snapshot import (
+    Call,
+    Group,
+    Life,
+    Loader,
+    Met,
+    Model,
+    RankState,
+    Sample,
+    Site,
+    Snapshot,
+    Step,
+)
+
+LOOP = Site("/job/train.py", 40, "main")
+MODEL = Model(
+    group="default_pg", parameters=4, find_unused=False, forwards=100, synced_backwards=100, unused_checks=100
+)
+
+
+def rank(q: int, **more: Any) -> RankState:
+    return RankState(**{"rank": q, "place": LOOP, "user_stack": (LOOP,), "step": 100, "models": (MODEL,), **more})
+
+
+def job(*ranks: RankState, t_s: float = 100.0, **more: Any) -> Snapshot:
+    world = len(ranks)
+    group = Group(name="default_pg", ranks=tuple(range(world)), backend="gloo")
+    return Snapshot(
+        **{
+            "t_s": t_s,
+            "world_size": world,
+            "ranks": {r.rank: r for r in ranks},
+            "groups": {"default_pg": group},
+            **more,
+        }
+    )
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, found
+    return found[0]
+
+
+# -- endings -----------------------------------------------------------------------------------------------
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"
+
+
+def test_the_first_end_that_is_no_echo_is_the_cause() -> None:
+    s = job(
+        rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
+        rank(1, life=Life.CRASHED, exception="IndexError: list index out of range", ended_s=9.1),
+        rank(2, life=Life.KILLED, signal=15, ended_s=9.5),
+    )
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (1,), (0, 2))
+    assert "IndexError" in f.message
+
+
+def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
+    s = job(
+        *(rank(q, life=Life.CRASHED, exception="NameError: name 'x' is not defined", ended_s=9.0) for q in range(3))
+    )
+    assert only(endings.rules(s)).culprits == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
+def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
+    s = job(
+        rank(0, life=Life.KILLED, signal=number, ended_s=9.0), rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2)
+    )
+    f = only(endings.rules(s))
+    assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
+
+
+@pytest.mark.parametrize("number", [2, 9, 15])
+def test_a_job_ended_from_outside_has_no_finding(number: int) -> None:
+    s = job(*(rank(q, life=Life.KILLED, signal=number, ended_s=9.0 + q / 10) for q in range(3)))
+    assert endings.rules(s) == []
+
+
+def test_a_rank_that_finished_while_others_went_on_is_the_cause_of_their_errors() -> None:
+    s = job(
+        rank(0, life=Life.FINISHED, ended_s=8.0, step=48),
+        rank(
+            1,
+            life=Life.CRASHED,
+            exception=CLOSED,
+            ended_s=9.0,
+            enqueued={"default_pg": 60},
+            completed={"default_pg": 59},
+        ),
+    )
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "rank_finished", (0,), (1,))
+
+
+def test_a_timeout_names_the_late_rank() -> None:
+    text = "RuntimeError: Timed out waiting 6000ms for recv operation to complete (gloo)"
+    waiting = Call(op="all_reduce", group="default_pg", seq=7, entered_s=3.0, failed=True)
+    s = job(
+        rank(0, life=Life.CRASHED, exception=text, ended_s=9.0, calls=(waiting,), enqueued={"default_pg": 7}),
+        rank(1, enqueued={"default_pg": 6}),
+    )
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
+
+
+def test_a_timeout_of_the_users_own_is_a_crash() -> None:
+    s = job(rank(0, life=Life.CRASHED, exception="TimeoutError: dataset server timed out", ended_s=9.0), rank(1))
+    assert only(endings.rules(s)).kind == "rank_lost"
+
+
+# -- stalls ------------------------------------------------------------------------------------------------
+
+
+def waits_for_rank_one(since_s: float, t_s: float, **late: Any) -> Snapshot:
+    blocked = Call(op="all_reduce", group="default_pg", seq=7, entered_s=since_s)
+    return job(
+        rank(0, blocked=blocked, enqueued={"default_pg": 7}, activity="waiting"),
+        rank(1, enqueued={"default_pg": 6}, **late),
+        t_s=t_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("activity", "waited_s", "said"),
+    [
+        ("user_code", 4.0, False),
+        ("user_code", 21.0, True),
+        ("stdin", 6.0, True),
+        ("checkpoint", 30.0, False),
+        ("data", 13.0, True),
+    ],
+)
+def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: float, said: bool) -> None:
+    s = waits_for_rank_one(100.0 - waited_s, 100.0, activity=activity)
+    assert bool(stalls.rules(s, build(s))) is said
+
+
+def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:
+    s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_usual_s=15.0)
+    assert stalls.rules(s, build(s)) == []
+
+
+def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
+    s = waits_for_rank_one(99.0, 100.0, activity="lock", holds_up=(0,))
+    f = only(stalls.lock_cycles(s, build(s)))
+    assert (f.kind, f.certainty, f.victims) == ("deadlock", "proved", (0, 1))
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+
+PLAIN = "def main():\n    for x, y in loader:\n        step(x, y)\n"
+
+
+def loader(**more: Any) -> Loader:
+    site = Site("/job/train.py", 2, "main")
+    return Loader(**{"site": site, "length": 100, "in_training": True, "iterations_started": 1, "batches": 3, **more})
+
+
+def uneven(source: str, **second: Any) -> list[Finding]:
+    s = job(rank(0, loaders=(loader(),)), rank(1, loaders=(loader(length=90),), **second))
+    return [f for f in batches.rules(s, lambda _: source) if f.cause == "count"]
+
+
+def test_lengths_that_cannot_agree_are_said_before_the_hang() -> None:
+    f = only(uneven(PLAIN))
+    assert (f.culprits, f.victims, f.severity) == ((1,), (0,), "error")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def main():\n    for x, y in loader:\n        if step(x, y):\n            break\n",
+        "def main():\n    for x, y in islice(loader, 50):\n        step(x, y)\n",
+        "def main():\n    for i, b in zip(range(50), loader):\n        step(b)\n",
+        "def main():\n    for x, y in loader:\n        try:\n            return step(x)\n        finally:\n            pass\n",
+        "not python at all (",
+    ],
+)
+def test_a_loop_that_may_end_early_is_not_judged(source: str) -> None:
+    assert uneven(source) == []
+
+
+def test_a_break_of_an_inner_loop_does_not_end_the_outer_one() -> None:
+    assert uneven("def main():\n    for x, y in loader:\n        for _ in range(3):\n            break\n")
+
+
+def test_join_makes_uneven_inputs_legal() -> None:
+    assert uneven(PLAIN, in_join=True) == []
+
+
+def prints(seed: int) -> tuple[int, ...]:
+    r = random.Random(seed)
+    return tuple(r.getrandbits(64) | 1 << 40 | 1 for _ in range(6))
+
+
+def duplicates(a: Loader, b: Loader) -> list[Finding]:
+    return [
+        f
+        for f in batches.rules(job(rank(0, loaders=(a,)), rank(1, loaders=(b,))), lambda _: PLAIN)
+        if f.kind == "duplicate_data"
+    ]
+
+
+def test_the_same_batches_on_two_ranks_are_said() -> None:
+    f = only(duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(1))))
+    assert f.cause == "same_batches_on_ranks" and f.victims == (0, 1)
+    assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
+
+
+def test_a_forgotten_set_epoch_is_said_only_where_shuffling_was_wanted() -> None:
+    def again(seed: int, shuffle: bool) -> Loader:
+        return loader(
+            distributed_sampler=True, shuffle=shuffle, iterations_started=2, first_fingerprints=prints(seed),
+            previous_fingerprints=prints(seed), sampler_epoch=0,
+        )  # fmt: skip
+
+    assert only(duplicates(again(1, True), again(2, True))).cause == "same_order_every_epoch"
+    assert duplicates(again(1, False), again(2, False)) == []
+
+
+# -- parameters --------------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse() -> None:
+    unused = msgspec.structs.replace(
+        MODEL, unused=(("head.weight", 40), ("head.bias", 4)), unused_hits=3, unused_step=9
+    )
+    f = only(
+        [
+            f
+            for f in parameters.rules(job(rank(0, models=(unused,)), rank(1, models=(unused,))))
+            if f.kind == "unused_parameters"
+        ]
+    )
+    assert (f.cause, f.severity, f.names) == ("never_used", "error", ("head.weight", "head.bias"))
+    wanted = msgspec.structs.replace(unused, find_unused=True)
+    f = only(
+        [
+            f
+            for f in parameters.rules(job(rank(0, models=(wanted,)), rank(1, models=(wanted,))))
+            if f.kind == "unused_parameters"
+        ]
+    )
+    assert f.severity == "info"
+
+
+def drifting(values: Callable[[int, int], float], **more: Any) -> list[Finding]:
+    ranks = [
+        rank(q, samples=tuple(Sample("parameters", k, values(q, k), key=5) for k in (2, 4, 8, 16)), **more)
+        for q in range(3)
+    ]
+    return [f for f in parameters.rules(job(*ranks)) if f.kind == "replica_drift"]
+
+
+def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() -> None:
+    assert drifting(lambda q, k: 1.0 + k) == []
+    assert drifting(lambda q, k: 1.0 + k + 1e-9 * q) == []
+    f = only(drifting(lambda q, k: 1.0 + k + 0.1 * q * k))
+    assert f.cause == "gradients_not_synced" and f.step == 2
+    assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
+
+
+def test_models_without_averaging_may_differ() -> None:
+    assert drifting(lambda q, k: float(q), models=()) == []
+
+
+def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
+    s = job(
+        rank(0, samples=(Sample("nonfinite_gradient", 12, float("nan")), Sample("nonfinite_loss", 13, float("nan")))),
+        rank(1, samples=(Sample("nonfinite_loss", 12, float("inf"), site=LOOP),)),
+    )
+    f = only([f for f in parameters.rules(s) if f.kind == "nonfinite"])
+    assert (f.cause, f.culprits, f.step) == ("loss", (1,), 12) and "inf" in f.message
+
+
+# -- speed -------------------------------------------------------------------------------------------------
+
+
+def steps(
+    extra_ms: float = 0.0, phase: str = "forward", wait_ms: float = 0.0, seed: int = 0, n: int = 60
+) -> tuple[Step, ...]:
+    r = random.Random(seed)
+    out = []
+    for k in range(1, n + 1):
+        parts = {"data": 2.0, "forward": 20.0, "backward": 40.0, "optimizer": 5.0, "other": 1.0}
+        parts = {p: v * r.uniform(0.97, 1.03) for p, v in parts.items()}
+        parts[phase] += extra_ms
+        parts["backward"] += wait_ms
+        ready = k * 0.1 + (sum(parts.values()) - wait_ms) / 1e3
+        out.append(
+            Step(k, k * 0.1 + 0.09, sum(parts.values()), parts["data"], parts["forward"], parts["backward"],
+                 parts["optimizer"], wait_ms, parts["other"], ready, 8, 8, 1.0)
+        )  # fmt: skip
+    return tuple(out)
+
+
+def stragglers(s: Snapshot) -> list[Finding]:
+    return [f for f in speed.rules(s) if f.kind == "straggler"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause"), [("data", "data"), ("optimizer", "optimizer"), ("other", "host"), ("backward", "backward")]
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, world: int) -> None:
+    late = world - 1
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q)) for q in range(late)]
+    ranks.append(rank(late, steps=steps(80.0, phase, seed=late)))
+    f = only(stragglers(job(*ranks)))
+    assert (f.cause, f.culprits) == (cause, (late,))
+
+
+def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None:
+    assert stragglers(job(*(rank(q, steps=steps(seed=q)) for q in range(4)))) == []
+    once = list(steps(seed=1))
+    once[40] = msgspec.structs.replace(once[40], step_ms=900.0, forward_ms=850.0)
+    assert stragglers(job(rank(0, steps=steps(wait_ms=3.0)), rank(1, steps=tuple(once)))) == []
+    slower = [rank(0, steps=steps(wait_ms=6.0)), rank(1, steps=steps(6.0, "forward", seed=1))]
+    assert stragglers(job(*slower, host_cpu_pct=100.0)) == []
+
+
+# -- the rest ----------------------------------------------------------------------------------------------
+
+
+def test_growth_needs_steady_growth_after_the_first_steps() -> None:
+    def grows(per_s: float, until: float = 1e9) -> Snapshot:
+        points = tuple((float(t), int(4e8 + per_s * min(t, until))) for t in range(60))
+        return job(
+            rank(0, memory=points, warm_since_s=5.0),
+            rank(1, memory=tuple((t, 400_000_000) for t, _ in points), warm_since_s=5.0),
+        )
+
+    f = only([f for f in resources.rules(grows(10e6)) if f.cause == "growth"])
+    assert f.culprits == (0,)
+    assert [f for f in resources.rules(grows(10e6, until=20)) if f.cause == "growth"] == []
+    assert [f for f in resources.rules(grows(1e6)) if f.cause == "growth"] == []
+
+
+def test_a_collective_that_completed_with_different_types_is_said() -> None:
+    def call(dtype: str, line: int) -> Call:
+        return Call(
+            op="all_reduce", group="default_pg", seq=3, dtype=dtype, shape=(4,), site=Site("/job/m.py", line, "f")
+        )
+
+    met = Met("default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)})
+    f = only(silent.rules(job(rank(0), rank(1), rank(2), met=(met,))))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9
+
+
+# -- over time ---------------------------------------------------------------------------------------------
+
+
+def test_a_stall_is_withdrawn_when_the_rank_comes_and_its_record_stays() -> None:
+    d = Diagnosis(source=lambda _: None)
+    for t in range(30):
+        d.update(waits_for_rank_one(1.0, float(t), activity="user_code"))
+    assert [f.kind for f in d.open()] == ["stall"] and d.state == "stalled"
+    for t in range(30, 34):
+        d.update(job(rank(0, step=101), rank(1, step=101), t_s=float(t)))
+    assert d.open() == [] and d.state == "running"
+    f = only(d.findings)
+    assert f.cleared_s is not None and d.recovered[1] > 20.0
+
+
+def test_a_proof_needs_two_looks_and_is_kept_when_the_job_is_killed() -> None:
+    def stuck(t_s: float, life: str = Life.RUNNING, **more: Any) -> Snapshot:
+        ranks = [
+            rank(q, life=life, enqueued={"default_pg": 7}, activity="waiting", sites={"/job/train.py:40": 5},
+                 blocked=None if life != Life.RUNNING else Call(
+                     op=op, group="default_pg", seq=7, entered_s=5.0, site=Site("/job/train.py", line, "f")),
+                 **more)
+            for q, (op, line) in enumerate([("barrier", 9), ("all_reduce", 40), ("all_reduce", 40)])
+        ]  # fmt: skip
+        return job(*ranks, t_s=t_s)
+
+    d = Diagnosis(source=lambda _: None)
+    assert d.update(stuck(6.0)) == []
+    f = only(d.update(stuck(6.25)))
+    assert f.kind in ("deadlock", "mismatch") and f.certainty == "proved" and f.culprits == (0,)
+    assert d.state == "deadlocked"
+    for t in (7.0, 8.0, 12.0):
+        assert d.update(stuck(t, Life.KILLED, signal=9, ended_s=6.9)) == []
+    assert only(d.findings) == f
