@@ -13,7 +13,11 @@ OURS = ("--run-dir", "--name")
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    }
 )
 @click.option("--run-dir", metavar="DIR", help="Where the run is written (default: ./reports/<time>-<name>).")
 @click.option("--name", help="Name of the run (default: the script's).")
@@ -48,7 +52,7 @@ _RENDEZVOUS = {
     "--nnodes", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr",
     "--master-port", "--node-rank",
 }  # fmt: skip
-_FLAGS = {"--standalone", "--no-python", "--run-path", "--no-python", "--virtual-local-rank"}
+_FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank"}
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class LoadReport:
     modified_s: dict[int, float] = field(default_factory=dict)  # when each rank's file was written, on the run's clock
     newest_s: dict[int, float] = field(default_factory=dict)  # its newest entry
     oldest_s: dict[int, float] = field(default_factory=dict)
+    timeout_s: float | None = None  # of the collectives; None where groups differ
 
 
 def load(paths: str | Path | Iterable[str | Path]) -> tuple[Snapshot, LoadReport]:
@@ -182,9 +184,13 @@ class _Builder:
     def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
         self.chosen, self.report = chosen, report
         self.scans = {rank: [_scan(f) for f in files] for rank, files in chosen.items()}
+        known = Counter(scan.backend for scans in self.scans.values() for scan in scans if scan.backend)
+        for scans in self.scans.values():
+            for scan in scans:  # a dump without entries does not tell whose it is
+                scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
         self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
-        self.messages: dict[int, list[tuple[str, dict[str, Any]]]] = {}  # rank -> (group, entry)
+        self.messages: dict[int, list[tuple[str, dict[str, Any], _Scan]]] = {}  # rank -> (group, entry, its file)
         self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
         self.t0_ns = 0
         self.world_size = 0
@@ -200,9 +206,9 @@ class _Builder:
                     key = self.keys[(rank, scan.backend, name)]
                     mine[key] = (t.newest, t.newest if t.head is None else t.head - 1)
                 for e in scan.messages:
-                    self.messages[rank].append((self.keys[(rank, scan.backend, str(e["process_group"][0]))], e))
+                    self.messages[rank].append((self.keys[(rank, scan.backend, str(e["process_group"][0]))], e, scan))
                 from_status.setdefault(rank, {}).update(self._status(rank, scan))
-        with_messages = {g for ms in self.messages.values() for g, _ in ms}
+        with_messages = {g for ms in self.messages.values() for g, *_ in ms}
         for rank, counters in from_status.items():
             for g, (issued, done) in counters.items():
                 if g not in self.positions[rank] and g not in with_messages and issued > 0:
@@ -248,10 +254,6 @@ class _Builder:
             for scan in scans:
                 backend = scan.backend
                 for name, (desc, ranks) in self._named(scan).items():
-                    if not scan.file.entries and backend == "":
-                        others = backends.get(name)
-                        if others:
-                            backend = next(iter(others))
                     backends.setdefault(name, set()).add(backend)
                     members.setdefault((backend, name), {})[rank] = ranks
                     if desc:
@@ -328,6 +330,9 @@ class _Builder:
                 spans[rank] = min(times), max(times)
                 first.append(min(times))
         self.t0_ns = min(first, default=0)
+        limits = {f.entries[-1].get("timeout_ms") for files in self.chosen.values() for f in files if f.entries}
+        if len(limits) == 1 and isinstance(limit := limits.pop(), int):
+            self.report.timeout_s = limit / 1e3
         for rank, (low, high) in spans.items():
             self.report.oldest_s[rank] = (low - self.t0_ns) / 1e9
             self.report.newest_s[rank] = (high - self.t0_ns) / 1e9
@@ -429,25 +434,26 @@ class _Builder:
         """Sends and receives in flight as calls, and how many each rank has issued, numbered alike on both sides."""
         calls: dict[int, list[Call]] = {r: [] for r in self.chosen}
         counts: dict[int, dict[str, int]] = {r: {} for r in self.chosen}
-        sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any]]]]] = {}
+        sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], _Scan]]]] = {}
         for rank, messages in self.messages.items():
-            for key, e in messages:
+            for key, e, scan in messages:
                 parsed = _ends(e["profiling_name"], self.groups[key].ranks)
                 if parsed is None:
                     continue
                 direction, peer = parsed
                 done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
-                sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e))
+                sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append(
+                    (e["p2p_seq_id"], done, e, scan)
+                )
         for key, by_pair in sent.items():
-            if all(done for es in by_pair.values() for _, done, _ in es):
+            if all(done for es in by_pair.values() for _, done, *_ in es):
                 continue
             alike = _numbered_alike(by_pair, len(self.groups[key].ranks))
-            backend = self.groups[key].backend
             for (rank, peer, direction), es in by_pair.items():
-                waiting = [(seq, e) for seq, done, e in es if not done]
+                waiting = [(seq, e, scan) for seq, done, e, scan in es if not done]
                 counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
-                for i, (seq, e) in enumerate(waiting):
-                    call = self._call(key, e, backend)
+                for i, (seq, e, scan) in enumerate(waiting):
+                    call = self._call(key, e, scan)
                     calls[rank].append(replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1))
         return calls, counts
 
@@ -469,7 +475,7 @@ def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
     return m[1], members[peer] if peer < len(members) else peer
 
 
-def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, Any]]], size: int) -> bool:
+def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]], size: int) -> bool:
     """Do the two ends of a message carry the same p2p_seq_id? A rank counts its messages with all peers together."""
     if size <= 2:
         return True
@@ -478,7 +484,7 @@ def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, An
         other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
         if not other:
             continue
-        mine, theirs = {s for s, _, _ in es}, {s for s, _, _ in other}
+        mine, theirs = {s for s, *_ in es}, {s for s, *_ in other}
         low, high = max(min(mine), min(theirs)), min(max(mine), max(theirs))
         common = {s for s in mine if low <= s <= high}
         if common != {s for s in theirs if low <= s <= high}:

@@ -28,6 +28,7 @@ class Blame:
         main: What most victims have been waiting in longest.
         idle: Culprits with nothing in flight: the host stopped.
         device: Culprits whose operations in flight are complete on their peers: the device stopped.
+        behind: Culprits that have issued what the others wait in, but whose device has not begun it.
         in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
     """
 
@@ -38,6 +39,7 @@ class Blame:
     main: Wait | None = None
     idle: tuple[int, ...] = ()
     device: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
     in_flight: tuple[Wait, ...] = ()
     oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
 
@@ -63,6 +65,8 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         also[id(w)] = _in_it(snapshot, w)
         if not w.p2p and _done_somewhere(snapshot, w):
             lacking[id(w)] = unclear[id(w)] = frozenset()
+        if not w.missing:
+            lacking[id(w)] = _not_begun(w, also[id(w)])
     onward = _edges(states, graph, waits, lacking, also)
     awaited = frozenset().union(*lacking.values())
     oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
@@ -96,6 +100,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         main=main,
         idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
         device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
+        behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
         in_flight=tuple(in_flight) if not culprits and not silent else (),
         oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
     )
@@ -135,6 +140,14 @@ def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
         for q in snapshot.groups[w.group].ranks
         if q in states and states[q].completed.get(w.group, 0) < w.seq <= states[q].enqueued.get(w.group, 0)
     )
+
+
+def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
+    """Members whose device has not begun what the devices of the others have: those wait for them."""
+    begun = {q: c.started for q, c in w.calls.items() if q in in_it and c.started is not None}
+    if len(begun) < len(in_it) or not any(begun.values()):
+        return frozenset()
+    return frozenset(q for q, b in begun.items() if not b)
 
 
 def _done_somewhere(snapshot: Snapshot, w: Wait) -> bool:

@@ -9,13 +9,14 @@ from distdiag.diagnosis import collectives, dump_stalls
 from distdiag.diagnosis.dump_snapshot import LoadReport, load
 from distdiag.diagnosis.dump_stalls import Blame
 from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
-from distdiag.diagnosis.graph import build
+from distdiag.diagnosis.graph import Wait, build
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, verb
 from distdiag.diagnosis.snapshot import Snapshot
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
 YOUNG_S = 0.5  # operations in flight for less than this when the file was written are no sign of a hang
+DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
 _COST = "the job makes no progress"
 
 
@@ -41,8 +42,8 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
     found += _without_dump(snapshot, loaded, blame, found)
     found += _unreadable(loaded, given)
-    if not found and blame.in_flight:
-        found.append(_in_flight(snapshot, blame))
+    if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
+        found.append(_in_flight(snapshot, loaded, blame))
     return Report(
         run=", ".join(map(str, given)),
         state=_state(found),
@@ -126,10 +127,9 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
             f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
         )  # fmt: skip
-        message = (
-            f"{rank_list(culprits)} {verb(culprits, 'has', 'have')} not entered {what}; {victims} for "
-            f"{verb(culprits, 'it', 'them')}{_condition(blame)}"
-        )
+        has = verb(culprits, "has", "have")
+        lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
+        message = f"{rank_list(culprits)} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame)}"
         advice = _advice(blame)
     return Finding(
         kind="deadlock" if blame.extra else "stall",
@@ -239,17 +239,37 @@ def _unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
     ]
 
 
-def _in_flight(snapshot: Snapshot, blame: Blame) -> Finding:
-    w = blame.in_flight[0]
+def _timed_out(loaded: LoadReport, w: Wait) -> bool:
+    """The watchdog gave it up, or the file was written when the watchdog writes: just after the group's timeout."""
+    for r, call in w.calls.items():
+        written = loaded.modified_s.get(r)
+        if call.timed_out:
+            return True
+        if written is not None and call.entered_s is not None and loaded.timeout_s:
+            late = written - call.entered_s - loaded.timeout_s
+            if 0 <= late <= DUMPED_WITHIN_S:
+                return True
+    return False
+
+
+def _in_flight(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
+    given_up = [w for w in blame.in_flight if _timed_out(loaded, w)]
+    w = (given_up or blame.in_flight)[0]
     call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
+    ranks = tuple(sorted({r for x in blame.in_flight for r in x.ranks}))
+    what = collective_text(snapshot, w, call)
     return Finding(
         kind="stall",
         cause="unknown",
-        severity=Severity.INFO,
-        victims=tuple(sorted({r for x in blame.in_flight for r in x.ranks})),
+        severity=Severity.ERROR if given_up else Severity.INFO,
+        victims=ranks,
         collective=collective_ref(snapshot, w, call),
-        message=f"{collective_text(snapshot, w, call)} was in flight with no rank missing: a running job, or a link or "
-        "device that stopped",
-        cost="none known",
-        advice="take a second set of dumps: if the numbers have not moved, check the network between these ranks",
+        waiting=_where(snapshot, ranks, blame) if given_up else (),
+        message=f"{what} ran into its timeout with no rank missing: a link or a device between these ranks stopped"
+        if given_up
+        else f"{what} was in flight with no rank missing: a running job, or a link or device that stopped",
+        cost=_COST if given_up else "none known",
+        advice="check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, `distdiag probe pairs`"
+        if given_up
+        else "take a second set of dumps: if the numbers have not moved, check the network between these ranks",
     )

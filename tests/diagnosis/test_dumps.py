@@ -134,6 +134,27 @@ def test_one_rank_alone_in_a_collective_that_no_other_has_entered(tmp_path: Path
     assert [(w.rank, w.line) for w in f.where] == [(4, 58)]
 
 
+def test_a_device_that_has_not_begun_what_the_others_have(tmp_path: Path) -> None:
+    """All hosts ran on; starts are timed: the devices of 0, 1 and 3 are in it, that of 2 is not."""
+    job = trained(Job(4))
+    job.collective(done=False)
+    for r in (0, 1, 3):
+        job.ranks[r].entries[-1].update(state="started", time_discovered_started_ns=job.now_ns)
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("stall", "unknown", (2,))
+    assert "issued all_reduce #21" in f.message and "not begun" in f.message
+
+
+def test_a_timeout_with_no_rank_missing_is_a_link_or_a_device(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(done=False)
+    for r in range(4):
+        job.ranks[r].entries[-1]["retired"] = True
+    f = only(diagnose(tmp_path, job))
+    assert (f.kind, f.culprits, f.victims) == ("stall", (), (0, 1, 2, 3))
+    assert "timeout" in f.message
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 

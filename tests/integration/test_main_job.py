@@ -22,7 +22,18 @@ FAULTS = str(REPOSITORY / "distdiag" / "train" / "faults.py")
 
 
 def train(tmp_path: Path, *options: str, timeout: float = 200.0) -> Any:
-    arguments = ["-m", "distdiag.train", "--monitor", "--run-dir", "R", "--batch-size", "8", "--checkpoint-every", "0", *options]
+    arguments = [
+        "-m",
+        "distdiag.train",
+        "--monitor",
+        "--run-dir",
+        "R",
+        "--batch-size",
+        "8",
+        "--checkpoint-every",
+        "0",
+        *options,
+    ]
     return launch(arguments, nproc=2, cwd=tmp_path, timeout=timeout)
 
 
@@ -88,7 +99,10 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
     assert report["schema"] == "distdiag.findings/1" and report["state"] == "ended"
     assert [f for f in report["findings"] if f["severity"] != "info"] == []
     con = sqlite3.connect(run / "run.db")
-    assert con.execute("SELECT rank, count(*), max(step) FROM step GROUP BY rank").fetchall() == [(0, 60, 60), (1, 60, 60)]
+    assert con.execute("SELECT rank, count(*), max(step) FROM step GROUP BY rank").fetchall() == [
+        (0, 60, 60),
+        (1, 60, 60),
+    ]
     whole, parts = con.execute(
         "SELECT sum(step_ms), sum(data_ms + forward_ms + backward_ms + optimizer_ms + other_ms) FROM step"
     ).fetchone()
