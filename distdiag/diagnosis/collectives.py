@@ -309,15 +309,14 @@ def _gone_advice(cause: str, culprits: tuple[int, ...], call: Call | None, reaso
 
 
 def _cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int]) -> Finding:
-    culprits, _ = blame.of_cycle(snapshot, incident, exhausted)
+    culprits, reason = blame.of_cycle(snapshot, incident, exhausted)
     messages = [w for w in incident.waits if w.p2p]
     kind, cause = "deadlock", "p2p_cycle" if messages else "group_cycle"
-    if culprits:
+    mixed = None if messages or reason not in (Reason.NONE, Reason.MAJORITY) else _one_site(incident)
+    if mixed is not None:
+        kind, cause, culprits = "mismatch", "group", mixed
+    elif culprits:
         cause = "missing_rank"
-    elif not messages:
-        mixed = _one_site(incident)
-        if mixed is not None:
-            kind, cause, culprits = "mismatch", "group", mixed
     members = incident.members
     victims = incident.victims if culprits else members
     victims = victims - set(culprits)

@@ -7,8 +7,6 @@ by p2p_seq_id where both ends number them alike, else by what is in flight on ei
 from __future__ import annotations
 
 import gc
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +15,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis import dump_files, matching
+from distdiag.diagnosis import dump_files, dump_messages, matching
+from distdiag.diagnosis.dump_entries import Scan, backend_of, call_of, ns, scan_file, user_site
 from distdiag.diagnosis.dump_files import DumpFile
 from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
 
-_ITEM_BYTES = {
-    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
-    "complex128": 16,
-}  # fmt: skip
 SITES_UP_TO = 60_000  # entries whose call sites are all looked at; beyond that, only those of operations in flight
 
 
@@ -100,11 +95,6 @@ def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
     return probe.rank
 
 
-def _backend(f: DumpFile) -> str:
-    name = f.entries[-1].get("profiling_name", "") if f.entries else ""
-    return name.partition(":")[0] if ":" in name else ""
-
-
 def _newest_ns(f: DumpFile) -> int:
     t = f.entries[-1].get("time_created_ns") if f.entries else None
     return t if isinstance(t, int) else 0
@@ -118,10 +108,10 @@ def _choose(rank: int, files: list[DumpFile], age: dict[Path, int], report: Load
         if not f.entries:
             empty = f
             continue
-        old = best.get(_backend(f))
+        old = best.get(backend_of(f))
         if old is not None:
             report.notes.append(f"rank {rank} has several dumps: {f.path} is used, {old.path} is older")
-        best[_backend(f)] = f
+        best[backend_of(f)] = f
     if empty is not None and all(age[f.path.parent] < age[empty.path.parent] for f in best.values()):
         report.notes += [
             f"rank {rank} has several dumps: {empty.path} is used, {f.path} is older" for f in best.values()
@@ -130,67 +120,19 @@ def _choose(rank: int, files: list[DumpFile], age: dict[Path, int], report: Load
     return list(best.values())
 
 
-@dataclass(slots=True)
-class _Tail:
-    """Where one rank stands in one group, by its entries."""
-
-    newest: int
-    head: int | None = None  # oldest collective in flight
-    description: str = ""
-
-
-@dataclass(slots=True)
-class _Scan:
-    """What one pass over a file's entries tells."""
-
-    file: DumpFile
-    backend: str
-    tails: dict[str, _Tail] = field(default_factory=dict)  # by name of the group
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
-
-
-def _scan(f: DumpFile) -> _Scan:
-    try:
-        return _pass(f)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # an odd entry in the middle
-        f.entries, f.damaged = dump_files.modern(f.entries)
-        return _pass(f)
-
-
-def _pass(f: DumpFile) -> _Scan:
-    scan = _Scan(f, _backend(f))
-    gloo = scan.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
-    tails, messages = scan.tails, scan.messages
-    for e in f.entries:
-        if e["is_p2p"]:
-            messages.append(e)
-            continue
-        name, seq = e["process_group"][0], e["collective_seq_id"]
-        t = tails.get(name)
-        if t is None:
-            t = tails[name] = _Tail(seq, None, e["process_group"][1])
-        elif seq > t.newest:
-            t.newest = seq
-        if e["state"] != "completed" and not (gloo and e["retired"]) and (t.head is None or seq < t.head):
-            t.head = seq
-    scan.timed = not gloo and any(_ns(e, "time_discovered_started_ns") for e in f.entries[-200:])
-    return scan
-
-
 class _Builder:
     """Makes one snapshot of the dumps of all ranks."""
 
     def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
         self.chosen, self.report = chosen, report
-        self.scans = {rank: [_scan(f) for f in files] for rank, files in chosen.items()}
+        self.scans = {rank: [scan_file(f) for f in files] for rank, files in chosen.items()}
         known = Counter(scan.backend for scans in self.scans.values() for scan in scans if scan.backend)
         for scans in self.scans.values():
             for scan in scans:  # a dump without entries does not tell whose it is
                 scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
         self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
-        self.messages: dict[int, list[tuple[str, dict[str, Any], _Scan]]] = {}  # rank -> (group, entry, its file)
+        self.messages: dict[int, list[tuple[str, dict[str, Any], Scan]]] = {}  # rank -> (group, entry, its file)
         self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
         self.t0_ns = 0
         self.world_size = 0
@@ -221,7 +163,7 @@ class _Builder:
         self._clock()
         self._find_stale()
         calls = {rank: self._calls(rank, floor) for rank in self.chosen}
-        open_messages, issued_messages = self._match_messages()
+        open_messages, issued_messages = dump_messages.match(self.messages, self.groups, self.t0_ns)
         sites = self._sites(floor)
         ranks = {}
         for rank in range(self.world_size):
@@ -274,7 +216,7 @@ class _Builder:
                     self.groups[key] = Group(name=key, ranks=ranks, description=desc, backend=backend)
 
     @staticmethod
-    def _named(scan: _Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+    def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
         """Name, description and members of the groups of one file, as far as it tells."""
         f = scan.file
         out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
@@ -301,7 +243,7 @@ class _Builder:
 
     # -- one rank ------------------------------------------------------------------------------------------------
 
-    def _status(self, rank: int, scan: _Scan) -> dict[str, tuple[int, int]]:
+    def _status(self, rank: int, scan: Scan) -> dict[str, tuple[int, int]]:
         """Counters of groups without entries, by name: by the numbers in entries, else by order of creation."""
         f, backend = scan.file, scan.backend
         if not f.status or len(scan.tails) == len(f.status):
@@ -325,7 +267,7 @@ class _Builder:
         first: list[int] = []
         spans: dict[int, tuple[int, int]] = {}
         for rank, files in self.chosen.items():
-            times = [t for f in files if f.entries for e in (f.entries[0], f.entries[-1]) if (t := _ns(e)) is not None]
+            times = [t for f in files if f.entries for e in (f.entries[0], f.entries[-1]) if (t := ns(e)) is not None]
             if times:
                 spans[rank] = min(times), max(times)
                 first.append(min(times))
@@ -356,7 +298,7 @@ class _Builder:
                     for e in f.entries
                     if not e["is_p2p"]
                     and least < e["collective_seq_id"] <= done
-                    and self.keys.get((ahead, _backend(f), e["process_group"][0])) == key
+                    and self.keys.get((ahead, backend_of(f), e["process_group"][0])) == key
                     and matching.needs_everybody(e["profiling_name"])
                 }
                 stale |= {q for q in behind if any(s > here[q][0] for s in between)}
@@ -375,42 +317,15 @@ class _Builder:
                 if least is None or e["is_p2p"] or e["collective_seq_id"] < least:
                     continue
                 key = self.keys[(rank, backend, e["process_group"][0])]
-                call = self._call(key, e, scan)
+                call = call_of(key, e, scan, self.t0_ns)
                 if (key, e["collective_seq_id"]) in out:
                     call = replace(call, op="coalesced")
                 out[(key, e["collective_seq_id"])] = call
         return list(out.values())
 
-    def _call(self, key: str, e: dict[str, Any], scan: _Scan) -> Call:
-        sizes = e.get("input_sizes") or e.get("output_sizes") or ()
-        dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
-        shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
-        dtype = matching.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
-        gloo = scan.backend == "gloo"
-        done = e["state"] == "completed" or (gloo and e["retired"])
-        t = _ns(e)
-        return Call(
-            op=matching.op_name(e["profiling_name"]),
-            group=key,
-            seq=e["collective_seq_id"],
-            dtype=dtype,
-            shape=shape,
-            bytes=math.prod(shape) * _ITEM_BYTES.get(dtype or "", 1)
-            if shape is not None and dtype is not None
-            else None,
-            site=user_site(e.get("frames")),
-            entered_s=(t - self.t0_ns) / 1e9 if t is not None else None,
-            completed_s=((_ns(e, "time_discovered_completed_ns") or t or self.t0_ns) - self.t0_ns) / 1e9
-            if done
-            else None,
-            asynchronous=True,
-            started=e["state"] in ("started", "completed") if scan.timed else None,
-            timed_out=bool(e["retired"]) and not done,
-        )
-
     def _newest_site(self, rank: int) -> Site | None:
         last = [f.entries[-1] for f in self.chosen[rank] if f.entries]
-        return user_site(max(last, key=lambda e: _ns(e) or 0).get("frames")) if last else None
+        return user_site(max(last, key=lambda e: ns(e) or 0).get("frames")) if last else None
 
     def _sites(self, floor: dict[str, int]) -> dict[int, dict[str, int]]:
         """Call sites of every rank so far, where ties may have to be broken by them and looking at all is cheap."""
@@ -427,91 +342,3 @@ class _Builder:
                         key = f"{site.file}:{site.line}"
                         mine[key] = mine.get(key, 0) + 1
         return out
-
-    # -- messages ------------------------------------------------------------------------------------------------
-
-    def _match_messages(self) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]]]:
-        """Sends and receives in flight as calls, and how many each rank has issued, numbered alike on both sides."""
-        calls: dict[int, list[Call]] = {r: [] for r in self.chosen}
-        counts: dict[int, dict[str, int]] = {r: {} for r in self.chosen}
-        sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], _Scan]]]] = {}
-        for rank, messages in self.messages.items():
-            for key, e, scan in messages:
-                parsed = _ends(e["profiling_name"], self.groups[key].ranks)
-                if parsed is None:
-                    continue
-                direction, peer = parsed
-                done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
-                sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append(
-                    (e["p2p_seq_id"], done, e, scan)
-                )
-        for key, by_pair in sent.items():
-            if all(done for es in by_pair.values() for _, done, *_ in es):
-                continue
-            alike = _numbered_alike(by_pair, len(self.groups[key].ranks))
-            for (rank, peer, direction), es in by_pair.items():
-                waiting = [(seq, e, scan) for seq, done, e, scan in es if not done]
-                counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
-                for i, (seq, e, scan) in enumerate(waiting):
-                    call = self._call(key, e, scan)
-                    calls[rank].append(replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1))
-        return calls, counts
-
-
-def _ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:
-    t = e.get(name)
-    return t if isinstance(t, int) and t > 0 else None
-
-
-_ENDS = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
-
-
-def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """`nccl:send 0->1`, `nccl:recv 0<-1` with ranks in the group: direction and the peer's global rank."""
-    m = _ENDS.search(name)
-    if m is None:
-        return None
-    peer = int(m[4])
-    return m[1], members[peer] if peer < len(members) else peer
-
-
-def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]], size: int) -> bool:
-    """Do the two ends of a message carry the same p2p_seq_id? A rank counts its messages with all peers together."""
-    if size <= 2:
-        return True
-    agree = 0
-    for (rank, peer, direction), es in by_pair.items():
-        other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
-        if not other:
-            continue
-        mine, theirs = {s for s, *_ in es}, {s for s, *_ in other}
-        low, high = max(min(mine), min(theirs)), min(max(mine), max(theirs))
-        common = {s for s in mine if low <= s <= high}
-        if common != {s for s in theirs if low <= s <= high}:
-            return False
-        agree += len(common)
-    return agree > 0
-
-
-_LIBRARY = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
-)
-_TORCH = re.compile(r"(^|/)torch/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$")
-
-
-def user_site(frames: Any) -> Site | None:
-    """The user's innermost frame: the first that is in no library, else the first that is not torch's."""
-    if not isinstance(frames, list):
-        return None
-    second = None
-    for fr in frames:
-        if not isinstance(fr, dict):
-            continue
-        file, line = fr.get("filename"), fr.get("line")
-        if not isinstance(file, str) or not isinstance(line, int) or not file or file == "??":
-            continue
-        if not _LIBRARY.search(file):
-            return Site(file, line, str(fr.get("name", "")))
-        if second is None and not _TORCH.search(file):
-            second = Site(file, line, str(fr.get("name", "")))
-    return second

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.diagnosis.dump_snapshot import user_site
+from distdiag.diagnosis.dump_entries import user_site
 from distdiag.diagnosis.dumps import NoDumps, diagnose_dumps, load
 from tests.diagnosis.recordings import Job, as_json, as_pickle, frames, version_1, version_2_0, write
 

@@ -1,0 +1,127 @@
+"""Entries of a flight-recorder dump: one pass over them, and one entry as a `Call`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from distdiag.diagnosis import dump_files, matching
+from distdiag.diagnosis.dump_files import DumpFile
+from distdiag.diagnosis.snapshot import Call, Site
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+    "complex128": 16,
+}  # fmt: skip
+
+
+def backend_of(f: DumpFile) -> str:
+    """`nccl` or `gloo`; empty for a dump without entries."""
+    name = f.entries[-1].get("profiling_name", "") if f.entries else ""
+    return name.partition(":")[0] if ":" in name else ""
+
+
+@dataclass(slots=True)
+class Tail:
+    """Where one rank stands in one group, by its entries."""
+
+    newest: int
+    head: int | None = None  # oldest collective in flight
+    description: str = ""
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one pass over a file's entries tells."""
+
+    file: DumpFile
+    backend: str
+    tails: dict[str, Tail] = field(default_factory=dict)  # by name of the group
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
+
+
+def scan_file(f: DumpFile) -> Scan:
+    """Newest and oldest open collective of each group, and all messages."""
+    try:
+        return _pass(f)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # an odd entry in the middle
+        f.entries, f.damaged = dump_files.modern(f.entries)
+        return _pass(f)
+
+
+def _pass(f: DumpFile) -> Scan:
+    out = Scan(f, backend_of(f))
+    gloo = out.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
+    tails, messages = out.tails, out.messages
+    for e in f.entries:
+        if e["is_p2p"]:
+            messages.append(e)
+            continue
+        name, seq = e["process_group"][0], e["collective_seq_id"]
+        t = tails.get(name)
+        if t is None:
+            t = tails[name] = Tail(seq, None, e["process_group"][1])
+        elif seq > t.newest:
+            t.newest = seq
+        if e["state"] != "completed" and not (gloo and e["retired"]) and (t.head is None or seq < t.head):
+            t.head = seq
+    out.timed = not gloo and any(ns(e, "time_discovered_started_ns") for e in f.entries[-200:])
+    return out
+
+
+def ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:
+    """A time of an entry; None where it was not recorded (None, or 0 in JSON)."""
+    t = e.get(name)
+    return t if isinstance(t, int) and t > 0 else None
+
+
+def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
+    """One entry of group `key`; times in seconds since `t0_ns`."""
+    sizes = e.get("input_sizes") or e.get("output_sizes") or ()
+    dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
+    shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
+    dtype = matching.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
+    gloo = source.backend == "gloo"
+    done = e["state"] == "completed" or (gloo and e["retired"])
+    t = ns(e)
+    return Call(
+        op=matching.op_name(e["profiling_name"]),
+        group=key,
+        seq=e["collective_seq_id"],
+        dtype=dtype,
+        shape=shape,
+        bytes=math.prod(shape) * _ITEM_BYTES.get(dtype or "", 1) if shape is not None and dtype is not None else None,
+        site=user_site(e.get("frames")),
+        entered_s=(t - t0_ns) / 1e9 if t is not None else None,
+        completed_s=((ns(e, "time_discovered_completed_ns") or t or t0_ns) - t0_ns) / 1e9 if done else None,
+        asynchronous=True,
+        started=e["state"] in ("started", "completed") if source.timed else None,
+        timed_out=bool(e["retired"]) and not done,
+    )
+
+
+_LIBRARY = re.compile(
+    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
+)
+_TORCH = re.compile(r"(^|/)torch/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$")
+
+
+def user_site(frames: Any) -> Site | None:
+    """The user's innermost frame: the first that is in no library, else the first that is not torch's."""
+    if not isinstance(frames, list):
+        return None
+    second = None
+    for fr in frames:
+        if not isinstance(fr, dict):
+            continue
+        file, line = fr.get("filename"), fr.get("line")
+        if not isinstance(file, str) or not isinstance(line, int) or not file or file == "??":
+            continue
+        if not _LIBRARY.search(file):
+            return Site(file, line, str(fr.get("name", "")))
+        if second is None and not _TORCH.search(file):
+            second = Site(file, line, str(fr.get("name", "")))
+    return second

@@ -1,0 +1,71 @@
+"""Messages in dumps: the two ends of a send and its recv, numbered alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.dump_entries import Scan, call_of
+from distdiag.diagnosis.snapshot import Call, Group
+
+
+def match(
+    messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], groups: dict[str, Group], t0_ns: int
+) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]]]:
+    """Sends and receives in flight as calls, and how many each rank has issued, numbered alike on both sides."""
+    calls: dict[int, list[Call]] = {r: [] for r in messages}
+    counts: dict[int, dict[str, int]] = {r: {} for r in messages}
+    sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
+    for rank, mine in messages.items():
+        for key, e, source in mine:
+            parsed = _ends(e["profiling_name"], groups[key].ranks)
+            if parsed is None:
+                continue
+            direction, peer = parsed
+            done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
+            sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e, source))
+    for key, by_pair in sent.items():
+        if all(done for es in by_pair.values() for _, done, *_ in es):
+            continue
+        alike = _numbered_alike(by_pair, len(groups[key].ranks))
+        for (rank, peer, direction), es in by_pair.items():
+            waiting = [(seq, e, source) for seq, done, e, source in es if not done]
+            counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
+            for i, (seq, e, source) in enumerate(waiting):
+                call = call_of(key, e, source, t0_ns)
+                calls[rank].append(replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1))
+    return calls, counts
+
+
+_ENDS = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+
+
+def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """`nccl:send 0->1`, `nccl:recv 0<-1` with ranks in the group: direction and the peer's global rank."""
+    m = _ENDS.search(name)
+    if m is None:
+        return None
+    peer = int(m[4])
+    return m[1], members[peer] if peer < len(members) else peer
+
+
+def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]], size: int) -> bool:
+    """Do the two ends of a message carry the same p2p_seq_id?
+
+    A rank counts its messages with all peers of a group together, and those of a batch as one: in a group of two the
+    numbers agree unless seen otherwise, in a larger one they must be seen to.
+    """
+    agree = 0
+    for (rank, peer, direction), es in by_pair.items():
+        other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
+        if not other:
+            continue
+        mine, theirs = {s for s, *_ in es}, {s for s, *_ in other}
+        low, high = max(min(mine), min(theirs)), min(max(mine), max(theirs))
+        common = {s for s in mine if low <= s <= high}
+        if common != {s for s in theirs if low <= s <= high}:
+            return False
+        agree += len(common)
+    return agree > 0 or size <= 2
