@@ -59,6 +59,24 @@ def canonical(name: str) -> str:
     )
 
 
+def parse_collectives(text: str) -> tuple[str, ...]:
+    """Probes of a training job's `--probe allreduce,broadcast`; () for an empty text.
+
+    Raises:
+        DistdiagError: no such probe, or one that is not a collective.
+    """
+    names: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name = canonical(word)
+        if name in ("pairs", "dataloader", "step", "gpu", ALL):
+            raise DistdiagError(
+                f"--probe {name} cannot run inside a training", "collectives can: barrier, allreduce, broadcast, …"
+            )
+        if name not in names:
+            names.append(name)
+    return tuple(names)
+
+
 def load(name: str) -> Probe:
     """Import the probe's script and return its `PROBE`."""
     try:

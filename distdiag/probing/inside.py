@@ -38,24 +38,6 @@ _ITERATIONS = 5
 _LOCKED_S = 0.2  # as long may the database be locked before a result is dropped: the training waits meanwhile
 
 
-def parse_names(text: str) -> tuple[str, ...]:
-    """Probe names of `--probe allreduce,broadcast`; () for an empty text.
-
-    Raises:
-        DistdiagError: no such probe, or one that is not a collective.
-    """
-    names: list[str] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        name = catalog.canonical(word)
-        if name in ("pairs", "dataloader", "step", "gpu", catalog.ALL):
-            raise DistdiagError(
-                f"--probe {name} cannot run inside a training", "collectives can: barrier, allreduce, broadcast, …"
-            )
-        if name not in names:
-            names.append(name)
-    return tuple(names)
-
-
 class InTrainingProbe:
     """Collectives measured between the steps of a running job.
 
@@ -63,7 +45,7 @@ class InTrainingProbe:
     the process group is destroyed. With one rank, or no names, it does nothing.
 
     Args:
-        names: As `parse_names` gives them.
+        names: As `catalog.parse_collectives` gives them.
         every: Optimizer steps between two measurements; more where the share of time would be exceeded.
         run_dir: Where rank 0 records the results; default DISTDIAG_RUN_DIR; None and unset: not recorded.
         share: Most of the time since creation that may be spent here, creation not counted.
@@ -90,7 +72,7 @@ class InTrainingProbe:
         nccl = "nccl" in backend
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device = device or torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.device = device or (torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
         self.backend = "nccl" if nccl else "gloo"
         self.dtype = torch.float32
         # Of its own: operations on the job's group would shift the sequence numbers that its diagnosis compares.
@@ -128,7 +110,7 @@ class InTrainingProbe:
         if not self.active:
             return []
         if self._next_step is None:
-            self._next_step = -(-step // self.every) * self.every
+            self._next_step = self._multiple(step)
         if step < self._next_step:
             return []
         began = time.monotonic()
@@ -152,6 +134,10 @@ class InTrainingProbe:
 
     # ------------------------------------------------------------------ inside
 
+    def _multiple(self, step: int) -> int:
+        """The first multiple of `every` that is not before `step`."""
+        return -(-step // self.every) * self.every
+
     def _decide(self, step: int, now_s: float) -> tuple[bool, int]:
         """Rank 0's word on every rank: measure now? and the step to ask again."""
         decision = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -164,7 +150,7 @@ class InTrainingProbe:
             self._last = (step, now_s)
             missing_s = self._cost_s - (allowed_s - self._cost_s if run else allowed_s)
             wait = math.ceil(max(0.0, missing_s) / self.share / max(step_s, 1e-6))
-            decision[0], decision[1] = int(run), step + max(self.every, wait)
+            decision[0], decision[1] = int(run), self._multiple(step + max(self.every, wait))
         dist.broadcast(decision, 0, group=self.group)
         return bool(decision[0]), int(decision[1])
 

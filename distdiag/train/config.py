@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn, get_type_hints
 
 from distdiag.errors import DistdiagError
+from distdiag.probing import catalog
 from distdiag.train.faults import InjectedFault, parse_fault
 
 
@@ -115,6 +116,12 @@ class TrainConfig:
     """Fault to make on purpose; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
     stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
 
+    probe: str = field(default="", metadata={"metavar": "NAME,…"})
+    """Collectives to measure between steps, beside the job's own: allreduce,broadcast,…; at most 1 % of the time"""
+
+    probe_every: int = 100
+    """Optimizer steps between two measurements of `--probe`, or more where they would take more than their share"""
+
     quiet: bool = False
     """Print no progress lines, only the start and the end"""
 
@@ -122,7 +129,7 @@ class TrainConfig:
 _LOWEST: dict[str, float] = {
     "epochs": 1, "max_steps": 0, "batch_size": 1, "workers": 0, "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0,
     "warmup_steps": 0, "clip": 0.0, "accumulate": 1, "seed": 0, "timeout_s": 0.0, "validate_every": 0, "log_every": 1,
-    "checkpoint_every": -1, "keep_checkpoints": 1,
+    "checkpoint_every": -1, "keep_checkpoints": 1, "probe_every": 1,
 }  # fmt: skip
 
 
@@ -193,7 +200,8 @@ def _build_parser() -> _Parser:
             metavar = "N" if kinds[f.name] is int else "X"
             parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
         else:
-            metavar = None if "choices" in f.metadata else "PATH" if f.name != "name" else "NAME"
+            plain = "PATH" if f.name != "name" else "NAME"
+            metavar = None if "choices" in f.metadata else f.metadata.get("metavar", plain)
             parser.add_argument(option, default=default, choices=f.metadata.get("choices"), metavar=metavar, help=text)
     return parser
 
@@ -209,6 +217,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     given = vars(_build_parser().parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments))
     given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
     config = TrainConfig(**given)
+    catalog.parse_collectives(config.probe)
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     for fault in config.inject:
         if fault.rank is not None and fault.rank >= world_size:

@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.errors import DistdiagError
+from distdiag.probing import catalog
+from distdiag.probing.inside import InTrainingProbe
 from distdiag.train.batches import BatchedInput, WorkersInput, batches_per_epoch, derived_seed, normalise, test_batches
 from distdiag.train.checkpoint import (
     Checkpoints,
@@ -92,6 +94,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
             nesterov=config.momentum > 0,
         )
         faults.apply_to_optimizer(optimizer)
+        probe = InTrainingProbe(catalog.parse_collectives(config.probe), config.probe_every, recorder.run_dir)
         schedule = WarmupCosine(min(config.warmup_steps, int(total_steps) // 5), int(total_steps))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
@@ -175,6 +178,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
                 )  # communication: one all_reduce of 3 numbers
             if config.checkpoint_every > 0 and step % config.checkpoint_every == 0:
                 save()  # communication: gather of random states, barrier
+            probe.maybe_run(step)  # communication: with --probe, now and then, on a group of its own
             if step >= total_steps:
                 break
 
