@@ -194,6 +194,7 @@ def nccl_one_rank() -> Outcome:
     if not dist.is_nccl_available():
         raise NotPossible("this torch has no NCCL")
     from distdiag.probing.patterns import Pattern, Segment, wrong_elements
+    from distdiag.probing.renamed import all_gather_single
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
@@ -202,7 +203,7 @@ def nccl_one_rank() -> Outcome:
         pattern.write(x, 0)
         dist.all_reduce(x)
         out = torch.empty_like(x)
-        dist.all_gather_into_tensor(out, x)
+        all_gather_single(out, x)
         torch.cuda.synchronize()
         wrong = wrong_elements(out, Segment(pattern.total(), 0, len(out)), 0)
         times = []

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 
-import torch.distributed as dist
-
 from distdiag.probing.collective import Buffers, Collective, Ranks
 from distdiag.probing.command import main
 from distdiag.probing.patterns import Pattern, Segment
+from distdiag.probing.renamed import all_gather_single
 
 
 class AllGather(Collective):
@@ -33,7 +32,7 @@ class AllGather(Collective):
         pattern.write(b.sent, job.rank)
 
     def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
-        dist.all_gather_into_tensor(b.received, b.sent, group=job.group)
+        all_gather_single(b.received, b.sent, group=job.group)
 
     def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
         part = elements // job.world_size

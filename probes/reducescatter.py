@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import sys
 
-import torch.distributed as dist
-
 from distdiag.probing.collective import Buffers, Collective, Ranks
 from distdiag.probing.command import main
 from distdiag.probing.patterns import Pattern, Segment
-
-# torch 2.13 renamed it and warns at the old name.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from distdiag.probing.renamed import reduce_scatter_single
 
 
 class ReduceScatter(Collective):
@@ -35,7 +31,7 @@ class ReduceScatter(Collective):
         pattern.write(b.sent, job.rank)
 
     def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
-        reduce_scatter(b.received, b.sent, group=job.group)
+        reduce_scatter_single(b.received, b.sent, group=job.group)
 
     def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
         part = elements // job.world_size

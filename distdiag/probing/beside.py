@@ -158,9 +158,9 @@ def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | Non
         return None
     try:
         rows = con.execute(
-            "SELECT bytes, duration_us, ranks FROM collective WHERE op LIKE ? AND duration_us > 0 AND bytes > 0 "
+            "SELECT bytes, duration_us, ranks FROM collective WHERE op IN (?, ?, ?, ?) AND duration_us > 0 AND bytes > 0 "
             "AND pgroup NOT LIKE 'distdiag%' ORDER BY t_s DESC LIMIT 400",
-            (op + "%",),
+            (op, f"{op}_single", f"{op}_tensor", f"{op}_into_tensor"),
         ).fetchall()
     except sqlite3.Error:
         return None

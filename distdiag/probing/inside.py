@@ -28,6 +28,7 @@ from distdiag.probing.clock import clock_identity, clock_ns
 from distdiag.probing.collective import Collective
 from distdiag.probing.collective_result import LATE_SHARE, LATE_US
 from distdiag.probing.patterns import Pattern, wrong_elements
+from distdiag.probing.renamed import all_gather_single
 from distdiag.probing.result import Result, Row, TimeUs, Verdict, WrongValues
 from distdiag.probing.statistics import interval_of_median
 
@@ -175,7 +176,7 @@ class InTrainingProbe:
             self.synchronize()
             stamps[1, i] = clock_ns()
         everyone = torch.empty(self.world_size * stamps.numel(), dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(everyone, stamps.view(-1).to(self.device), group=self.group)
+        all_gather_single(everyone, stamps.view(-1).to(self.device), group=self.group)
         if self.rank != 0:
             return None
         us = everyone.view(self.world_size, 2, _ITERATIONS).cpu().numpy() / 1e3
