@@ -28,6 +28,7 @@ class Blame:
         main: What most victims have been waiting in longest.
         idle: Culprits with nothing in flight: the host stopped.
         device: Culprits whose operations in flight are complete on their peers: the device stopped.
+        waited_for_since_s: Of each culprit, when the first of those who wait for it directly had begun to.
         behind: Culprits that have issued what the others wait in, but whose device has not begun it.
         in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
     """
@@ -39,6 +40,7 @@ class Blame:
     main: Wait | None = None
     idle: tuple[int, ...] = ()
     device: tuple[int, ...] = ()
+    waited_for_since_s: dict[int, float] = field(default_factory=dict)
     behind: tuple[int, ...] = ()
     in_flight: tuple[Wait, ...] = ()
     oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
@@ -100,6 +102,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         main=main,
         idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
         device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
+        waited_for_since_s=_since(waits, lacking, culprits),
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
         in_flight=tuple(in_flight) if not culprits and not silent else (),
         oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
@@ -163,6 +166,16 @@ def _age_key(w: Wait, rank: int) -> tuple[float, int]:
     call = w.calls.get(rank)
     at = call.entered_s if call is not None and call.entered_s is not None else float("inf")
     return (at, w.seq)
+
+
+def _since(waits: list[Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for w in waits:
+        times = [t for r in w.ranks if r in w.calls and (t := w.calls[r].entered_s) is not None]
+        if times:
+            for q in lacking[id(w)] & culprits:
+                out[q] = min(out.get(q, times[0]), *times)
+    return out
 
 
 def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]) -> set[int]:

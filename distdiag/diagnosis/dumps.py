@@ -15,7 +15,9 @@ from distdiag.diagnosis.snapshot import Snapshot
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
-YOUNG_S = 0.5  # operations in flight for less than this when the file was written are no sign of a hang
+YOUNG_S = 0.5  # a rank that others had waited for less than this when its dump was written was merely on its way
+REAL_TIME_S = 0.1  # recordings that took less were not made by a job
+APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
 _COST = "the job makes no progress"
 
@@ -95,26 +97,35 @@ def _where(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Wher
     return tuple(out)
 
 
-def _young(loaded: LoadReport, blame: Blame) -> bool:
-    """The job was running a moment before the files were written: nothing in them had time to hang.
+def _age_s(loaded: LoadReport, blame: Blame, rank: int) -> float | None:
+    """How long others had waited for `rank` when its dump was written; None where file times tell nothing.
 
-    Only where file times can be believed: written after, and shortly after, a recording that spans over a second.
+    They do where the file was written after its own newest entry, of a recording that took some time: not if the
+    clock differs, and a copy's time is merely too late, which hides nothing.
     """
-    ages = []
-    for r, call in blame.oldest.items():
-        written = loaded.modified_s.get(r)
-        if written is None or call.entered_s is None:
-            return False
-        ages.append(written - call.entered_s)
+    written, newest, since = (d.get(rank) for d in (loaded.modified_s, loaded.newest_s, blame.waited_for_since_s))
+    if written is None or newest is None or since is None or written < newest:
+        return None
     spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
-    return bool(ages) and all(0 <= a < YOUNG_S for a in ages) and max(spans, default=0.0) > 1.0
+    return written - since if max(spans, default=0.0) > REAL_TIME_S else None
+
+
+def _was_running(loaded: LoadReport) -> bool:
+    """One dump is older than others by whole collectives: the job went on meanwhile, and who is last there is no news.
+
+    Unless the files' times show that the older one was taken long before.
+    """
+    late = [t for r, t in loaded.modified_s.items() if r not in loaded.stale]
+    early = [t for r, t in loaded.modified_s.items() if r in loaded.stale]
+    return bool(loaded.stale) and not (late and early and min(late) - max(early) > APART_S)
 
 
 def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
     main = blame.main
     call = next((main.calls[r] for r in main.ranks if r in main.calls), None) if main is not None else None
     what = collective_text(snapshot, main, call) if main is not None else "a collective"
-    young = _young(loaded, blame)
+    ages = [_age_s(loaded, blame, r) for r in blame.waited_for_since_s]
+    young = bool(ages) and (_was_running(loaded) or all(a is not None and a < YOUNG_S for a in ages))
     culprits = blame.extra or blame.culprits
     evidence = tuple(p for r in culprits[:8] for p in loaded.files.get(r, ()))
     if blame.extra:
@@ -142,7 +153,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         where=_where(snapshot, culprits, blame),
         waiting=_where(snapshot, blame.victims, blame),
         message=message,
-        cost="in flight for less than a second when the dumps were written" if young else _COST,
+        cost="none known: the job was running when the dumps were taken" if young else _COST,
         advice=advice,
         evidence=evidence,
     )

@@ -253,6 +253,23 @@ def test_dumps_taken_one_after_the_other(tmp_path: Path) -> None:
     assert any("rank 0" in n and "older" in n for n in report.notes)
 
 
+def test_a_rank_one_call_behind_while_the_job_runs(tmp_path: Path) -> None:
+    """Rank 3's dump is older than that of 0 and 1 by a step: the job ran, and rank 2 was merely the next to come."""
+    job = trained(Job(4), 10)
+    write(tmp_path / "dumps", job)
+    early = (tmp_path / "dumps" / "_dump_3").read_bytes()
+    trained(job, 2)
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path / "dumps", job)
+    (tmp_path / "dumps" / "_dump_3").write_bytes(early)
+    report = diagnose_dumps(tmp_path / "dumps")
+    assert quiet(report)
+    for p in (tmp_path / "dumps").iterdir():
+        t = job.now_ns + (0 if p.name == "_dump_3" else 600_000_000_000)
+        os.utime(p, ns=(t, t))  # the others' are of ten minutes later: by then it was no longer running
+    assert only(diagnose_dumps(tmp_path / "dumps")).culprits == (2,)
+
+
 def test_rings_that_wrapped_at_different_places(tmp_path: Path) -> None:
     """Rank 0 makes calls of its own in a group of one: its ring reaches back less far, and record ids differ."""
     job = Job(3, {"5": ("self", (0,))})
