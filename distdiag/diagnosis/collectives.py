@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from distdiag.diagnosis import blame, incidents, matching
 from distdiag.diagnosis.blame import Reason
+from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.graph import Wait, WaitGraph, build
 from distdiag.diagnosis.incident_text import (
@@ -178,12 +179,10 @@ def _conflict_advice(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple
 
 # -- ranks that are gone or stopped ----------------------------------------------------------------------------------
 
-_ECHO = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "connection refused")
-
 
 def is_echo(st: RankState) -> bool:
-    """True where a rank died of another one's end: its own error is a lost connection or a timeout."""
-    return st.exception is not None and any(word in st.exception.lower() for word in _ECHO)
+    """True where a rank ended because of another one's end: a lost connection, a timeout, the launcher's signal."""
+    return ending_kind(st) in ("echo", "timeout", "outside")
 
 
 def _cause_of_end(st: RankState) -> str:

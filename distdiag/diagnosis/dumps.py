@@ -40,7 +40,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     if not conflicts:
         if blame.culprits or blame.extra:
             found.append(_stall(snapshot, loaded, blame))
-        else:
+        elif not _was_running(loaded):
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
     found += _without_dump(snapshot, loaded, blame, found)
     found += _unreadable(loaded, given)
