@@ -94,8 +94,8 @@ def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
         tail.append(f"{decimal(s.samples_per_s, 0)} samples/s")
     if s.loss is not None:
         tail.append(f"loss {s.loss:.4g}")
-    if s.wait_p50 is not None and s.step_ms and not job.stuck:
-        tail.append(f"waiting {percent(100 * s.wait_p50 / s.step_ms)}")
+    if s.wait_mean is not None and s.step_ms and not job.stuck:
+        tail.append(f"waiting {percent(100 * s.wait_mean / s.step_ms)}")
     if s.memory_max_bytes:
         tail.append(f"{'device' if s.on_device else 'memory'} max {gib(s.memory_max_bytes)} GiB")
     if s.epoch is not None:

@@ -35,7 +35,7 @@ class Summary:
     self_p50: float | None = None
     self_p99: float | None = None  # only where the sample carries it: 100 ranks and more
     self_max: float | None = None
-    wait_p50: float | None = None
+    wait_mean: float | None = None  # over ranks: what the job loses to waiting
     samples_per_s: float | None = None
     loss: float | None = None
     memory_max_bytes: float | None = None
@@ -84,6 +84,7 @@ def summarise(table: RankTable, before: Summary | None = None) -> Summary:
     own = sorted(table.known("self_ms"))
     memory = device or table.known("rss_bytes")
     samples, losses, epochs = table.known("samples_per_s"), table.known("loss"), table.known("epoch")
+    waits = table.known("wait_ms")
     waiting, oldest = _waiting(table)
     marks = severity.of_table(table)
     return Summary(
@@ -106,7 +107,7 @@ def summarise(table: RankTable, before: Summary | None = None) -> Summary:
         self_p50=quantile(own, 0.5),
         self_p99=quantile(own, 0.99) if len(own) >= 100 else None,
         self_max=own[-1] if own else None,
-        wait_p50=median_low(table.known("wait_ms")),
+        wait_mean=sum(waits) / len(waits) if waits else None,
         samples_per_s=sum(samples) if samples else None,
         loss=sum(losses) / len(losses) if losses else None,
         memory_max_bytes=max(memory) if memory else None,

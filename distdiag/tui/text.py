@@ -235,14 +235,16 @@ def median_low(values: Sequence[float]) -> float | None:
 def spark(values: Sequence[float | None], width: int) -> str:
     """The last `width` values as bars; a quiet series stays low, gaps are gaps.
 
-    The scale runs from the smallest to at least 1.3 times the median, so that noise of a per cent draws no mountains.
+    The scale runs from the smallest to at least 1.3 times the median, so that noise of a per cent draws no mountains,
+    and to at most three times the median, so that one compiled first step does not flatten all others.
     """
     shown = list(values)[-width:]
     known = sorted(v for v in shown if v is not None and math.isfinite(v))
     if not known:
         return ""
     low = known[0]
-    high = max(known[-1], (median_low(known) or 0.0) * 1.3, low + 1e-9)
+    middle = quantile(known, 0.5) or 0.0
+    high = max(min(known[-1], middle * 3) if middle > 0 else known[-1], middle * 1.3, low + 1e-9)
     out = []
     for v in shown:
         if v is None or not math.isfinite(v):

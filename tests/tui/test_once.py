@@ -64,6 +64,8 @@ def tui_on_terminal(*arguments: object, size: tuple[int, int] = (80, 24), env: d
             out += chunk
             if not chunk and process.poll() is not None:
                 break
+        else:
+            raise AssertionError(f"still running; it printed {out.decode()!r}")
     finally:
         process.kill()
         process.wait()

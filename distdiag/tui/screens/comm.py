@@ -176,13 +176,13 @@ class CommPage:
 
 def _share(snap: Snapshot, width: int) -> Line:
     s = snap.summary
-    share = percent(100 * s.wait_p50 / s.step_ms) if s.wait_p50 is not None and s.step_ms else "–"
+    share = percent(100 * s.wait_mean / s.step_ms) if s.wait_mean is not None and s.step_ms else "–"
     groups = snap.panel.groups if isinstance(snap.panel, CommData) else ()
     named = ", ".join(f"{clean(n)} ({k} ranks)" for n, k, _ in groups[:4]) + (
         f", {len(groups) - 4} more" if len(groups) > 4 else ""
     )
     return fitted(
-        line(f" waiting for other ranks: {share} of step time (median)   groups: {named or 'none recorded yet'}"), width
+        line(f" waiting for other ranks: {share} of step time   groups: {named or 'none recorded yet'}"), width
     )
 
 

@@ -81,7 +81,8 @@ def _fingerprint(s: _Shown) -> Cell:
     value = _of("fingerprint")(s)
     if value is None:
         return "–"
-    text = f"{value & 0xFFFFFF:06x}"
+    bits = value & 0xFFFFFFFFFFFFFFFF
+    text = f"{(bits ^ bits >> 24 ^ bits >> 48) & 0xFFFFFF:06x}"
     if value in s.data.shared:
         return f"{text} twice", "warning"
     if value == _of("previous_fingerprint")(s):

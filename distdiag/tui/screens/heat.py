@@ -79,8 +79,10 @@ def _scale(metric: str, values: dict[int, list[float | None]], frame: Frame) -> 
     steps = sorted(v for v in frame.table.numbers("step_ms") if v == v)
     quiet = max(1.0, 0.02 * (quantile(steps, 0.5) or 0.0))
     base = 0.0 if metric in ("delta", "late_ms") else (quantile(known, 0.25) or 0.0)
-    top = quantile(known, 0.98) or 0.0
-    return base + quiet, max(top, base + 5 * quiet)
+    hot = [v - base for v in known if v - base > quiet]
+    # one compiled first step must not make all others look alike: at most four times the usual hot value
+    top = min((quantile(known, 0.98) or 0.0) - base, 4 * (quantile(hot, 0.5) or 0.0))
+    return base + quiet, base + max(top, 5 * quiet)
 
 
 def digit(value: float | None, low: float, high: float) -> str:
@@ -189,7 +191,8 @@ class HeatPage:
                 parts.append((d, style, ""))
         worst = snap.frame.table.numbers("slowest_in")[i]
         if worst == worst:
-            parts.append((f"  {int(worst)}/50 slowest", "" if worst >= 25 else "muted", ""))
+            of = min(50, snap.summary.step or 50)
+            parts.append((f"  {int(worst)}/{of} slowest", "" if worst >= of / 2 else "muted", ""))
         else:
             mean = [v for v in values if v is not None]
             parts.append((f"  mean {milliseconds(sum(mean) / len(mean) if mean else None)}", "muted", ""))

@@ -263,7 +263,7 @@ class MemoryPage:
             ]
         if not data.gpus and snap.frame is not None:
             why = clean(data.why_none) or "no GPU readings in this run"
-            lines.append(line((f" GPUs: {why}", "muted")))
+            lines.append(line((f" {why}", "muted")))
         items = self.items(snap, ui)
         room = max(1, height - len(lines) - len(tail) - 2)
         top, index = ui.window("memory", items, room)
