@@ -125,8 +125,8 @@ def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
 def _drift(s: Snapshot) -> list[Finding]:
     """Checksums of the same elements, at the same steps, that differ between replicas of one model."""
     ranks = sorted(s.ranks)
-    if len(ranks) < 2 or len(ranks) < s.world_size:
-        return []
+    if len(ranks) < 2 or len(ranks) < s.world_size or any(r.in_join for r in s.ranks.values()):
+        return []  # in a Join context the ranks that have run out do not step
     for kind in ("parameters", "buffers"):
         samples = {q: _by_step(s.ranks[q], kind) for q in ranks}
         common = sorted(set.intersection(*(set(x) for x in samples.values())))

@@ -85,12 +85,12 @@ def _growth(s: Snapshot) -> list[Finding]:
 
 
 def _host_imbalance(s: Snapshot) -> list[Finding]:
-    """One rank's host memory far above the others', after the first steps, for ten samples in a row."""
+    """One rank's host memory far above the others', after the first steps, for six samples in a row."""
     ranks = [r for r in s.ranks.values() if r.life == Life.RUNNING and r.warm_since_s is not None]
     if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
         return []
-    late = {r.rank: [b for t, b in r.memory if t > (r.warm_since_s or 0.0)][-10:] for r in ranks}
-    if any(len(v) < 10 for v in late.values()):
+    late = {r.rank: [b for t, b in r.memory if t > (r.warm_since_s or 0.0)][-6:] for r in ranks}
+    if any(len(v) < 6 for v in late.values()):
         return []
     floor = {q: min(v) for q, v in late.items()}
     usual = statistics.median_low(list(floor.values()))

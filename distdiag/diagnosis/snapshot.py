@@ -177,7 +177,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...] = ()
     steps: tuple[Step, ...] = ()  # the last 64, oldest first
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
-    in_join: bool = False  # inside torch's Join context: uneven inputs are legal
+    in_join: bool = False  # it entered torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: float | None = None
     memory: tuple[tuple[float, int], ...] = ()  # (t_s, resident bytes), oldest first
@@ -209,6 +209,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     t_s: float  # first arrival
     skew_ms: float
     late_rank: int
+    waited_ms: float = 0.0  # the longest that another rank's host waited in it: what the lateness cost
 
 
 class Met(msgspec.Struct, frozen=True):

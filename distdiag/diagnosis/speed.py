@@ -259,7 +259,8 @@ def _by_arrivals(s: Snapshot) -> list[Finding]:
             continue
         late = Counter(a.late_rank for a in recent)
         q, count = late.most_common(1)[0]
-        skew = statistics.median(a.skew_ms for a in recent)
+        # an asynchronous operation may be entered late and cost nobody anything
+        skew = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
         period = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
         if count < RECURRENCE * len(recent) or skew < max(3.0, 0.15 * period) or q not in s.ranks:
             continue

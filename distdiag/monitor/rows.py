@@ -122,7 +122,8 @@ class Collectives:
                     step=step,
                 )
             )
-            self.arrivals.append(Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late))
+            waited = max((w for q, (_, w) in by_rank.items() if q != late), default=0.0)
+            self.arrivals.append(Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late, waited * 1e3))
         return out
 
 

@@ -308,6 +308,7 @@ def install(r: state.Recorder, col: Collectives) -> Phases:
     _wrap_ddp(ph)
     _wrap_backward(ph)
     _wrap_loader(ph)
+    _wrap_join(ph)
     register_optimizer_step_pre_hook(lambda o, _a, _k: ph.optimizer_begins(o))
     register_optimizer_step_post_hook(lambda o, _a, _k: ph.optimizer_ends(o))
     return ph
@@ -427,6 +428,19 @@ def _wrap_loader(ph: Phases) -> None:
 
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
     base.__next__ = __next__  # type: ignore[method-assign]
+
+
+def _wrap_join(ph: Phases) -> None:
+    """torch's Join makes uneven inputs legal; that it was used is kept for the rest of the job."""
+    from torch.distributed.algorithms.join import Join
+
+    original = Join.__enter__
+
+    def __enter__(self: Any) -> Any:
+        ph.h.in_join = 1
+        return original(self)
+
+    Join.__enter__ = __enter__  # type: ignore[method-assign]
 
 
 def batches(ph: Phases, iterable: Any, length: int | None) -> Iterator[Any]:
