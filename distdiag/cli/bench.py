@@ -87,13 +87,14 @@ def faults(
     """
     from distdiag.cli import _fault_jobs
 
-    where = _manifest(manifest, jobs)
+    where = _manifest(manifest, jobs).absolute()  # jobs run elsewhere
     collection = _fault_jobs.load(where)
     chosen = _chosen(collection.jobs, only, subset)
     if list_only:
         for j in chosen:
             print(f"{j.name:<20} {'faulty ' if j.faulty else 'healthy'} {j.nproc}  {j.diagnosis}")
         return int(ExitCode.OK)
+    keep = None if keep is None else keep.absolute()
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise DistdiagError(f"{keep} is not empty", "name a new folder for --keep")
     todo = [j for _ in range(repeat) for j in chosen]

@@ -30,13 +30,13 @@ def export(module, seconds):
 def main(args):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    # ranks start their clock when their own data is ready
-    time.sleep(0.4 * rank)
-    start = time.time()
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(64, args.width), nn.GELU(), nn.Linear(args.width, 64)))
     opt = optim.SGD(net.parameters(), 0.01)
     torch.manual_seed(rank + 1)
+    # ranks start their clock when their own data is ready
+    time.sleep(0.4 * rank)
+    start = time.time()
     n = 0
     while time.time() - start < args.minutes * 60:
         x = torch.randn(32, 64)
