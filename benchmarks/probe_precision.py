@@ -360,7 +360,7 @@ def gloo(benchmark: Path, nproc: int) -> dict[int, float]:
                 "allreduce_ring_chunked",
             ]
             out = run_ranks(command, nproc, {}, rank_option="--rank")
-            match = re.search(rf"^\s*{size // 4}\s+([\d.]+)\s+([\d.]+)", out, re.MULTILINE)
+            match = re.search(rf"\s{size // 4}\s+([\d.]+)\s+([\d.]+)", out)  # elements, min, p50
             if match:
                 found[size] = float(match[2])
     return found

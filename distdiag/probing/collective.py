@@ -12,7 +12,6 @@ import torch
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probing import collective_result
-from distdiag.probing.bandwidth import FACTORS
 from distdiag.probing.ceilings import measure_ceilings
 from distdiag.probing.patterns import Pattern, Segment, wrong_elements
 from distdiag.probing.probe import Probe, Table
@@ -118,6 +117,8 @@ class Collective(Probe):
 
     def timed_call(self, job: Job, b: Buffers) -> Callable[[], None]:
         """One operation that is complete when the call returns, with nothing else in it."""
+        require_contiguous(b.sent)
+        require_contiguous(b.received)
         if job.device.type == "cpu":
             return lambda: self.call(job, b)
 
@@ -209,10 +210,6 @@ class Collective(Probe):
 
     def headline(self, result: Result) -> str:
         return collective_result.headline(result)
-
-    def factor(self, world_size: int) -> float | None:
-        """busbw / algbw; None where no bytes move."""
-        return FACTORS[self.op](world_size) if self.op in FACTORS else None
 
 
 def _weight(size_bytes: int) -> float:

@@ -124,7 +124,9 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
         # Only now torch: what can be refused without it was refused before.
         gpus = _gpu_count()
         probe = None if whole else catalog.load(options.name)
-        nproc = place_ranks(options, gpus, probe.min_ranks if probe else 1, probe.default_ranks if probe else 2)
+        # All of them on one rank leaves the collectives out: only where it was asked for.
+        fewest = probe.min_ranks if probe else min(2, options.nproc or 2)
+        nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
             probe.check(options)
         from distdiag.probing.launch import launch

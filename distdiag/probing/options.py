@@ -60,8 +60,6 @@ class Options:
     step_ms: float = 10.0
     model: str | None = None
     strategies: list[str] = field(default_factory=list)
-    argv: list[str] = field(default_factory=list)
-    """As given, for the record."""
     ascii: bool = False
 
     def sizes(self, world_size: int, in_parts: bool) -> list[int]:
@@ -234,7 +232,6 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         step_ms=args.step_ms,
         model=args.model,
         strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
-        argv=list(argv),
         ascii=args.ascii,
     )
     options.sizes(1, False)  # bounds that cannot be are told before anything starts
@@ -280,7 +277,7 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
     check_backend(options, gpus)
     ranks = options.nproc
     if ranks is None:
-        ranks = gpus if options.device == "cuda" and min_ranks > 1 else default_ranks
+        ranks = gpus if options.device == "cuda" and default_ranks > 1 else default_ranks
     if ranks < 1:
         raise DistdiagError(f"--nproc {ranks}: no rank, nothing to measure", f"--nproc {max(2, min_ranks)}")
     check_ranks(options, ranks, min_ranks)

@@ -28,7 +28,6 @@ class Probe(abc.ABC):
     summary: str
     min_ranks: int = 2
     default_ranks: int = 2
-    own_ranks: bool = False  # in `all` it runs on rank 0 alone while the others wait
     share_in_all: float = 1.0  # of the budget of `all`, relative to one collective
 
     def check(self, options: Options) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+import torch.multiprocessing
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probing import catalog
@@ -128,6 +129,43 @@ def test_a_rank_that_never_arrives_is_named(on_ranks: OnRanks):
     assert e.value.code is ExitCode.TIMEOUT
     assert "rank 1 never arrived within 2 s" in e.value.message and "rank 0 waited" in e.value.message
     assert "interface" in e.value.hint and "drop injected" in e.value.hint
+
+
+def test_an_interface_that_is_not_there_is_named(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(DistdiagError) as e:
+        on_ranks("barrier", "--timeout", "3")
+    assert "all 2 ranks arrived, but could not connect" in e.value.message
+    assert "nosuch0 no address (GLOO_SOCKET_IFNAME=nosuch0)" in e.value.hint
+
+
+def align_clocks(rank: int, folder: str) -> None:
+    """Two ranks that believe to be on two hosts, with a clock that is the same in truth."""
+    import contextlib
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from distdiag.probing import clock
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    job = SimpleNamespace(
+        rank=rank, world_size=2, control=dist.group.WORLD, step=lambda label: contextlib.nullcontext()
+    )
+    offsets, error = clock.align(job, ["here", "there"])  # type: ignore[arg-type]
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        with open(f"{folder}/offsets", "w") as f:
+            f.write(f"{offsets[0]} {offsets[1]} {error}")
+    os._exit(0)
+
+
+def test_clocks_of_two_hosts_are_aligned_by_round_trips(tmp_path):
+    torch.multiprocessing.start_processes(align_clocks, (str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[attr-defined]
+    mine, other, error = map(int, (tmp_path / "offsets").read_text().split())
+    assert mine == 0 and error > 0
+    assert abs(other) <= error  # the truth is 0
 
 
 def in_a_while(action: Callable[[list[psutil.Process]], None], ranks: int) -> threading.Thread:

@@ -111,6 +111,17 @@ def test_ranks_devices_and_backends_by_default(arguments: list[str], gpus: int, 
     assert (options.device, options.backend) == (device, backend)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "ranks", "device"),
+    [("step", 0, 2, "cpu"), ("step", 1, 1, "cuda"), ("step", 4, 4, "cuda"), ("dataloader", 4, 1, "cuda"), ("dataloader", 0, 1, "cpu")],
+)  # fmt: skip
+def test_probes_that_need_no_second_rank_use_the_one_gpu(name: str, gpus: int, ranks: int, device: str):
+    options = parse([], name)
+    probe = catalog.load(name)
+    assert place_ranks(options, gpus, probe.min_ranks, probe.default_ranks) == ranks
+    assert options.device == device
+
+
 def test_nccl_inside_a_launcher_without_a_gpu_is_refused():
     with pytest.raises(DistdiagError, match="no NVIDIA GPU"):
         check_backend(parse(["--backend", "nccl"], "allreduce"), 0)
