@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+VALUED = ("--run-dir", "--name", "--keep")
 USAGE = "torchrun [torchrun options] -m distdiag.run [--run-dir DIR] [--name NAME] [--quiet] SCRIPT|-m MODULE [ARGS…]"
 HELP = f"""usage: {USAGE}
 
@@ -21,6 +22,7 @@ Record a training script on every rank and watch it while it runs; no line of it
 
   --run-dir DIR   where the run is written (default: DISTDIAG_RUN_DIR, else ./reports/<time>-<name>)
   --name NAME     name of the run (default: the script's)
+  --keep SIZE     size bound of the run's database, e.g. 500M (default 2G); older rows are thinned beyond it
   --quiet         findings are recorded but not said on stderr
   -m MODULE       run a module instead of a script
 
@@ -41,14 +43,14 @@ def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str
             raise SystemExit(0)
         if arg == "--quiet":
             options["quiet"] = True
-        elif arg in ("--run-dir", "--name") or arg.startswith(("--run-dir=", "--name=")):
+        elif arg in VALUED or arg.startswith(tuple(v + "=" for v in VALUED)):
             key, eq, value = arg.partition("=")
             if not eq:
                 i += 1
                 if i >= len(argv):
                     raise DistdiagError(f"{key} needs a value", USAGE)
                 value = argv[i]
-            options[key[2:].replace("-", "_")] = value
+            options[key[2:].replace("-", "_")] = value if key != "--keep" else str(_bytes(value))
         elif arg == "-m":
             if i + 1 >= len(argv):
                 raise DistdiagError("-m needs the name of a module", USAGE)
@@ -59,6 +61,22 @@ def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str
             return options, None, argv[i:]
         i += 1
     raise DistdiagError("no script given", USAGE)
+
+
+def _bytes(text: str) -> int:
+    """`500M`, `2G`, `1000000`: bytes, K M G of 1024."""
+    from distdiag.errors import DistdiagError
+
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in "KMG" and text else (text, "")
+    try:
+        value = int(float(number) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit])
+    except ValueError:
+        value = 0
+    if value < 1 << 20:
+        raise DistdiagError(
+            f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+        )
+    return value
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -77,6 +95,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except DistdiagError as e:
         # every rank has the same error to tell; one of them does
         sys.exit(report_error(e) if os.environ.get("RANK", "0") == "0" else int(e.code))
+    if options.get("keep"):
+        os.environ["DISTDIAG_KEEP_BYTES"] = str(options["keep"])
     if options.get("quiet"):
         os.environ["DISTDIAG_QUIET"] = "1"
     from distdiag.recorder.deferred import record_process

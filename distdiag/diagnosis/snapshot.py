@@ -133,6 +133,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     batch: int
     samples: int
     loss: float | None
+    h2d_ms: float | None = None  # on CUDA
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):

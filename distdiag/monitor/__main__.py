@@ -20,7 +20,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--pages", type=Path, required=True)
     parser.add_argument("--node", type=int, default=0)
-    parser.add_argument("--keep", type=int, default=2 * 2**30, help="size bound of run.db, bytes")
+    keep = int(os.environ.get("DISTDIAG_KEEP_BYTES", "") or 2 * 2**30)
+    parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # the job's Ctrl-C is not ours: we end when the last rank has, and say how

@@ -235,6 +235,7 @@ class RankView:
                 batch=r.batch,
                 samples=r.samples,
                 loss=r.loss if r.loss_known else None,
+                h2d_ms=r.h2d_ns / 1e6 if r.h2d_ns else None,
             )
             self.steps.append(step)
             if self.warm_since_s is None and step.step >= WARM_STEPS:

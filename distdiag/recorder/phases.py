@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
@@ -25,10 +25,29 @@ from torch.utils.data import dataloader as loader_module
 from distdiag.recorder import state
 from distdiag.recorder.checks import Checks
 from distdiag.recorder.collectives import Collectives, note_caught
+from distdiag.recorder.device_clock import DeviceClock
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.loaders import Loaders
 from distdiag.recorder.page import MODELS, LifeWord, ModelSlot, Phase
 from distdiag.recorder.state import guarded, now_ns
+
+
+class _Closed(NamedTuple):
+    """What the host knows of a step that has ended; times in ns."""
+
+    step: int
+    epoch: int
+    start_ns: int
+    end_ns: int
+    data_ns: int
+    forward_ns: int
+    backward_ns: int
+    optimizer_ns: int
+    wait_ns: int
+    ready_ns: int
+    samples: int
+    batch: int
+    loss: float | None
 
 
 class Phases:
@@ -46,6 +65,7 @@ class Phases:
         self.samples = self.batch = 0
         self.ready_ns = 0
         self.loss: float | None = None
+        self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self._optimizer_start_ns = 0
         self._backward_site = 0
         self.idle = Phase.OTHER  # what the phase falls back to: OTHER, or what the job named
@@ -94,12 +114,16 @@ class Phases:
             return
         self.checks.before_optimizer(optimizer, self.models)
         self._optimizer_start_ns = self.enter(Phase.OPTIMIZER)
+        if self.device is not None:
+            self.device.begin(Phase.OPTIMIZER)
 
     @guarded
     def optimizer_ends(self, optimizer: Any) -> None:
         if threading.get_ident() != self.r.main_thread or not self._optimizer_start_ns:
             return
         t = now_ns()
+        if self.device is not None:
+            self.device.end(Phase.OPTIMIZER)
         self.optimizer_ns += t - self._optimizer_start_ns
         self._optimizer_start_ns = 0
         self.h.phase = self.idle
@@ -124,31 +148,14 @@ class Phases:
         return False
 
     def close_step(self, t: int) -> None:
-        """Write the step's record and begin the next one."""
+        """End the step and begin the next one; its record is written now, or once the device has done it."""
         h = self.h
-        rec = self.page.next_step()
-        number = h.n_steps + 1
-        step = h.step + 1
-        rec.number = 0
-        rec.step = step
-        rec.epoch = h.epoch
-        rec.start_ns = self.step_start_ns
-        rec.end_ns = t
-        rec.data_ns = self.data_ns
-        rec.forward_ns = self.forward_ns
-        rec.backward_ns = self.backward_ns
-        rec.optimizer_ns = self.optimizer_ns
-        rec.wait_ns = self.col.wait_ns
         ready = self.ready_ns or self.col.last_ready_ns
-        rec.ready_ns = ready if ready > self.step_start_ns else 0
-        rec.samples = self.samples
-        rec.batch = self.batch
-        rec.loss_known = self.loss is not None
-        rec.loss = self.loss if self.loss is not None else 0.0
-        rec.device_bytes = h.device_bytes
-        rec.number = number
-        h.n_steps = number
-        h.step = step
+        closed = _Closed(
+            h.step + 1, h.epoch, self.step_start_ns, t, self.data_ns, self.forward_ns, self.backward_ns, self.optimizer_ns,
+            self.col.wait_ns, ready if ready > self.step_start_ns else 0, self.samples, self.batch, self.loss,
+        )  # fmt: skip
+        h.step += 1
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
         self.samples = self.batch = 0
@@ -156,6 +163,30 @@ class Phases:
         self.ready_ns = 0
         self.loss = None
         h.life = LifeWord.RUNNING if h.life == LifeWord.STARTING else h.life
+        if self.device is None:
+            self._write(closed, {})
+        else:
+            self.device.close(lambda times: self._write(closed, times))
+
+    def _write(self, c: _Closed, device: dict[Phase, int]) -> None:
+        """One step record; device times stand in for the host's where they are known."""
+        h = self.h
+        rec = self.page.next_step()
+        number = h.n_steps + 1
+        rec.number = 0
+        rec.step, rec.epoch, rec.start_ns, rec.end_ns = c.step, c.epoch, c.start_ns, c.end_ns
+        rec.data_ns = c.data_ns
+        rec.h2d_ns = device.get(Phase.H2D, 0)
+        rec.forward_ns = device.get(Phase.FORWARD, c.forward_ns)
+        rec.backward_ns = device.get(Phase.BACKWARD, c.backward_ns)
+        rec.optimizer_ns = device.get(Phase.OPTIMIZER, c.optimizer_ns)
+        rec.wait_ns, rec.ready_ns = c.wait_ns, c.ready_ns
+        rec.samples, rec.batch = c.samples, c.batch
+        rec.loss_known = c.loss is not None
+        rec.loss = c.loss if c.loss is not None else 0.0
+        rec.device_bytes = h.device_bytes
+        rec.number = number
+        h.n_steps = number
 
     # -- forward and backward --------------------------------------------------------------------------
 
@@ -176,6 +207,8 @@ class Phases:
         self.col.reduced_elements = 0
         self.h.micro_steps += 1
         self.ready_ns = 0
+        if self.device is not None:
+            self.device.begin(Phase.BACKWARD)
         return self.enter(Phase.BACKWARD), self.col.wait_ns
 
     @guarded
@@ -183,6 +216,8 @@ class Phases:
         if not started_ns:
             return
         t = now_ns()
+        if self.device is not None:
+            self.device.end(Phase.BACKWARD)
         self.backward_ns += t - started_ns
         self.col.unblock()
         if self.ready_ns > started_ns:
@@ -281,6 +316,11 @@ def _forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | N
                 ph.batch = ph.loaders.batch_length(inputs)
                 ph.samples += ph.batch
             ph.checks.before_forward(m)
+    if training:
+        if ph.device is None and torch.version.cuda is not None and torch.cuda.is_initialized():
+            ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+        if ph.device is not None:
+            ph.device.begin(Phase.FORWARD)
     return ph.enter(Phase.FORWARD if training else Phase.VALIDATE), m, site
 
 
@@ -292,6 +332,8 @@ def _forward_ends(ph: Phases, m: Model | None, started_ns: int, site: int, error
     ph.col.unblock()
     if torch.is_grad_enabled():
         ph.forward_ns += t - started_ns
+        if ph.device is not None:
+            ph.device.end(Phase.FORWARD)
         if m is not None:
             m.forward_pending = True
     ph.h.phase = ph.idle
@@ -309,6 +351,8 @@ def install(r: state.Recorder, col: Collectives) -> Phases:
     _wrap_backward(ph)
     _wrap_loader(ph)
     _wrap_join(ph)
+    if torch.version.cuda is not None:
+        _wrap_copies(ph)
     register_optimizer_step_pre_hook(lambda o, _a, _k: ph.optimizer_begins(o))
     register_optimizer_step_post_hook(lambda o, _a, _k: ph.optimizer_ends(o))
     return ph
@@ -428,6 +472,28 @@ def _wrap_loader(ph: Phases) -> None:
 
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
     base.__next__ = __next__  # type: ignore[method-assign]
+
+
+def _wrap_copies(ph: Phases) -> None:
+    """Copies from the host to a CUDA device, timed on the device; only in builds that know CUDA."""
+
+    def wrap(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
+            clock = ph.device
+            if clock is None or self.device.type != "cpu" or threading.get_ident() != ph.r.main_thread:
+                return original(self, *args, **kwargs)
+            clock.begin(Phase.H2D)
+            out = original(self, *args, **kwargs)
+            clock.end(Phase.H2D) if out.device.type == "cuda" else clock.drop(Phase.H2D)
+            return out
+
+        copy.__doc__ = original.__doc__
+        setattr(torch.Tensor, name, copy)
+
+    wrap("to")
+    wrap("cuda")
 
 
 def _wrap_join(ph: Phases) -> None:
