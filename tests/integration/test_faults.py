@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from distdiag.cli._fault_jobs import Job, load
 from distdiag.cli._scorecard import run_job
+from distdiag.errors import ExitCode
+from tests.jobs import TEST_MARK, kill_marked, marked, wait_for
 
 FOLDER = Path(__file__).resolve().parents[1] / "faults"
 JOBS = [j for j in load(FOLDER / "manifest.json").jobs if "ci" in j.subsets]
@@ -22,3 +28,31 @@ def test_diagnosis(job: Job) -> None:
     if job.faulty:
         assert (s.found, s.right_cause is not False, s.right_culprits) == (True, True, True), (s.expected, s.findings)
         assert s.lines_right == s.lines_expected, s.findings
+
+
+@pytest.mark.job
+def test_a_bench_that_is_ended_ends_its_jobs(tmp_path: Path) -> None:
+    """Jobs and their monitor sit in sessions of their own, where no signal to the bench reaches them."""
+    args = [
+        sys.executable,
+        "-m",
+        "distdiag",
+        "bench",
+        "faults",
+        "--only",
+        "rate_limited",
+        "--keep",
+        str(tmp_path / "k"),
+    ]
+    bench = subprocess.Popen(args, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        mark = os.environ[TEST_MARK]
+        wait_for(lambda: any("distdiag.monitor" in c for c in marked(mark).values()), 90.0, "the job's monitor")
+        bench.send_signal(signal.SIGTERM)
+        _, said = bench.communicate(timeout=30.0)
+        left = marked(mark)
+    finally:
+        kill_marked(mark)
+    assert bench.returncode == ExitCode.INTERRUPTED
+    assert b"Traceback" not in said
+    assert left == {}
