@@ -122,7 +122,7 @@ def measure(name: str, folder: Path) -> tuple[float, float, str]:
         timeout=600,
     )
     if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{name} failed with {done.returncode}:\n{done.stderr[-2000:]}")
     wall, cpu, said = done.stdout.strip("\n").splitlines()[-1].split("\t")
     return float(wall), float(cpu), said
 
