@@ -12,6 +12,7 @@ from distdiag.report import words
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
 
 MAX_RANKS = 64
+MAX_BARS = 32
 MAX_COLLECTIVES = 40
 
 
@@ -33,7 +34,7 @@ def render(facts: RunFacts) -> str:
         duration=words.duration, moment=words.moment, rank_list=rank_list, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)
-    timed = [r for r in shown if r.step_ms is not None]
+    timed = tuple(r for r in shown if r.step_ms is not None)
     return environment.get_template("report.html.j2").render(
         f=facts,
         state_words=state_words(facts.state),
@@ -41,5 +42,5 @@ def render(facts: RunFacts) -> str:
         ranks=shown,
         collectives=facts.collectives[:MAX_COLLECTIVES],
         step_chart=Markup(charts.step_time(facts.series, facts.findings)) if len(facts.series) > 1 else None,
-        phase_chart=Markup(charts.phases(timed[:MAX_RANKS])) if timed else None,
+        phase_chart=Markup(charts.phases(notable_ranks(timed, MAX_BARS))) if timed else None,
     )
