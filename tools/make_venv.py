@@ -68,11 +68,14 @@ def main() -> int:
 
 
 def fingerprint() -> str:
-    """What the environment was made of and where; another checkout or an edited pyproject.toml means making it again."""
-    h = hashlib.sha256()
-    for name in ("pyproject.toml", "constraints.txt"):
-        h.update((ROOT / name).read_bytes())
-    return f"{h.hexdigest()} {TORCH} {ROOT}\n"
+    """What the environment was made of and where: another checkout or another dependency means making it again, the
+    settings of a linter do not."""
+    import tomllib  # not in the Pythons that `main` refuses
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    what = [project.get("build-system"), project.get("project"), project.get("tool", {}).get("setuptools")]
+    made_of = repr(what) + (ROOT / "constraints.txt").read_text()
+    return f"{hashlib.sha256(made_of.encode()).hexdigest()} {TORCH} {ROOT}\n"
 
 
 def find_torch(python: str) -> tuple[str, str] | None:

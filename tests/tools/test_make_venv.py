@@ -20,8 +20,8 @@ def make_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_text(name)
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["torch"]\n')
+    (tmp_path / "constraints.txt").write_text("ruff==1\n")
     venv = tmp_path / ".venv"
     for attribute, path in {
         "ROOT": tmp_path, "VENV": venv, "PYTHON": venv / "bin" / "python", "STAMP": venv / ".installed",
@@ -68,7 +68,11 @@ def test_nothing_is_done_when_all_is_up_to_date(make_venv: ModuleType, monkeypat
     make_venv.STAMP.write_text(make_venv.fingerprint())
     monkeypatch.setattr(subprocess, "run", refuse)
     assert make_venv.main() == 0
-    (make_venv.ROOT / "pyproject.toml").write_text("another dependency")
+    with (make_venv.ROOT / "pyproject.toml").open("a") as f:
+        f.write("[tool.ruff]\nline-length = 99\n")
+    assert make_venv.main() == 0, "the environment does not depend on the linter's settings"
+    with (make_venv.ROOT / "constraints.txt").open("a") as f:
+        f.write("numpy==2\n")
     with pytest.raises(AssertionError, match="started a process"):
         make_venv.main()
     assert not make_venv.STAMP.exists(), "a half-made environment must not look finished"
