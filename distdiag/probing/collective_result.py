@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LATE_SHARE = 0.8  # of the iterations the same rank must be last to be called late
 LATE_US = 100.0  # and by this much; below it is the order in which ranks leave the operation before
 _CLEAN_ENOUGH = 11
+_FEW = 8  # iterations; with fewer the range is given as the interval, and nobody is called late
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
 
@@ -92,10 +93,13 @@ def make_row(
     skew = last_arrival - entered.min(axis=0)
     last = np.bincount(entered.argmax(axis=0), minlength=job.world_size) / times.size
     skew_us = float(np.median(skew))
-    late = int(last.argmax()) if last.max() >= LATE_SHARE and skew_us >= LATE_US else None
+    often = times.size >= _FEW and last.max() >= LATE_SHARE
+    late = int(last.argmax()) if often and skew_us >= LATE_US else None
     replicates = bootstrap_medians(times)
     p50 = float(np.median(times))
     low, high = (float(v) for v in np.percentile(replicates, [2.5, 97.5]))
+    if times.size < _FEW:
+        low, high = float(times.min()), float(times.max())  # no resampling makes an interval of so few
     moves_bytes = op in FACTORS and job.world_size > 1
     foreign = [n.foreign_cpus for n in stamped.noise if n.foreign_cpus is not None]
     blocks = stamped.block[keep]
@@ -218,6 +222,10 @@ def explanation(op: str, result: Result) -> list[str]:
         )
         if op == "all_reduce":
             lines.append(bucket_advice(f["half_bandwidth_bytes"]))
+    if few := [size_text(r.bytes) for r in result.rows if r.iterations < _FEW]:
+        lines.append(
+            f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; more --budget, more of them"
+        )
     if any(r.noisy for r in result.rows):
         lines.append("* measured beside other work on this host, for want of quiet blocks")
     return lines

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
+import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from distdiag.errors import DistdiagError, ExitCode
@@ -15,6 +18,7 @@ from distdiag.probing.result import Result, Verdict, worst
 if TYPE_CHECKING:
     from distdiag.probing.environment import RankPlace
 
+_RANK_ZERO_FIRST_S = 1.5  # a launcher ends all ranks when the first one leaves with an error
 _TEARDOWN_S = 0.7  # of the budget: process groups, results, the end of Python
 _ARRIVAL_LIMIT_S = 60.0  # other nodes' launchers may be slower than ours
 _CODES = {Verdict.PASS: ExitCode.OK, Verdict.FAIL: ExitCode.FAILED, Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE}
@@ -28,16 +32,13 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")
-    rank = 0
+    place = None
     try:
         if name is None and (not arguments or arguments[0] == "list"):
             return _list(as_json)
-        options = parse(arguments, name, prog=f"distdiag probe {name}" if name else "distdiag probe")
         place = environment.detect()
-        if place is not None:
-            rank = place.rank
-        return _run(options, place)
-    except SystemExit as e:  # --help
+        return _run(parse(arguments, name, prog=f"distdiag probe {name}" if name else "distdiag probe"), place)
+    except SystemExit as e:  # --help; a signal that ended the ranks
         return int(e.code or 0)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -46,13 +47,23 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except DistdiagError as e:
-        if as_json and rank == 0:
-            from distdiag.probing.rendering import error_json
-
-            print(error_json(e))
-        if rank == 0 or e.kind == "timeout":
-            print(f"distdiag: error: {e.message}\nhint: {e.hint}", file=sys.stderr)
+        _report(e, as_json, place)
+        if place is not None:
+            _leave_rank(e.code)
         return int(e.code)
+
+
+def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
+    """The error once: rank 0 speaks for all, and another rank where rank 0 may be the one that is missing."""
+    first = place is None or place.rank == 0
+    if as_json and first:
+        from distdiag.probing.rendering import error_json
+
+        print(error_json(e), flush=True)
+    if first or e.kind == "timeout":
+        print(f"distdiag: error: {e.message}\nhint: {e.hint}", file=sys.stderr, flush=True)
+    if not first:
+        time.sleep(_RANK_ZERO_FIRST_S)
 
 
 def _follows(arguments: list[str], option: str, value: str) -> bool:
@@ -149,10 +160,23 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
 
 
 def _gpu_count() -> int:
-    """GPUs that torch can use here, without touching CUDA: ranks are forked from this process."""
+    """GPUs that torch can use here, without touching CUDA: ranks are forked from this process.
+
+    torch asks NVML, and where NVML is missing CUDA itself, after which a fork could not use it: then another process
+    asks.
+    """
     import torch
 
-    return torch.cuda.device_count() if torch.version.cuda else 0
+    if not torch.version.cuda:
+        return 0
+    by_nvml = getattr(torch.cuda, "_device_count_nvml", lambda: -1)()
+    if by_nvml >= 0:
+        return int(by_nvml)
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        return 0
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(ask, capture_output=True, text=True, timeout=120, check=False).stdout.strip()
+    return int(answer) if answer.isdigit() else 0
 
 
 def _leave_rank(code: ExitCode) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import gc
 import json
 import logging
 import os
@@ -93,6 +94,9 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
         arguments = {r: (r, nproc, port, os.getpid(), deadline_s, options, outcomes) for r in range(nproc)}
         context = None
         try:
+            # Ranks must not collect what this process made: some of it has threads here that a fork does not have.
+            gc.collect()
+            gc.freeze()
             context = start_processes(
                 "distdiag-probe", _rank_main, arguments, env, DefaultLogsSpecs(log_dir=logs), start_method=method
             )
@@ -106,6 +110,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + int(received)) from None
         finally:
+            gc.unfreeze()
             if context is not None:
                 _kill(context)
             listener.close()

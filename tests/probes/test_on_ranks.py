@@ -35,7 +35,7 @@ COLLECTIVES = [
 
 
 def test_all_runs_every_probe_on_two_ranks(on_ranks: OnRanks):
-    results = on_ranks("all", "--max-bytes", "64K", "--factor", "64", seconds=25.0)
+    results = on_ranks("all", "--max-bytes", "64K", "--factor", "64", seconds=15.0)
 
     by_name = {r.probe: r for r in results}
     assert list(by_name) == list(catalog.PROBES)
@@ -68,7 +68,7 @@ def test_step_compares_the_strategies(on_ranks: OnRanks, tmp_path, monkeypatch: 
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    (r,) = on_ranks("step", "--model", "tiny_net:make", "--batch-size", "16", seconds=20.0)
+    (r,) = on_ranks("step", "--model", "tiny_net:make", "--batch-size", "16", seconds=12.0)
 
     rows = {row.strategy: row for row in r.rows}
     assert list(rows) == ["single", "single-threads", "dataparallel", "ddp", "fsdp"]
@@ -105,10 +105,10 @@ def test_dataloader_on_the_users_dataset(on_ranks: OnRanks, tmp_path, monkeypatc
 
 def test_a_delayed_rank_is_named_with_its_delay(on_ranks: OnRanks):
     for _attempt in range(4):  # a neighbour on this host delays ranks too: judged on the quietest of a few
-        (r,) = on_ranks("allreduce", "--inject", "delay:rank=1,ms=5", "--max-bytes", "16K", seconds=2.0)
-        assert all(row.late_rank == 1 for row in r.rows)
-        if all(abs(row.skew_us - 5000) <= 1000 for row in r.rows):
+        (r,) = on_ranks("allreduce", "--inject", "delay:rank=1,ms=5", "--max-bytes", "16K", seconds=2.5)
+        if all(row.late_rank == 1 and abs(row.skew_us - 5000) <= 1000 for row in r.rows):
             break
+    assert [row.late_rank for row in r.rows] == [1] * len(r.rows)
     assert [row.skew_us for row in r.rows] == pytest.approx([5000] * len(r.rows), abs=1000)
     assert all(row.wire_us < row.skew_us for row in r.rows)
     assert any(reason.startswith(("rank 1 arrives 4", "rank 1 arrives 5")) for reason in r.reasons)
@@ -161,6 +161,7 @@ def align_clocks(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_clocks_of_two_hosts_are_aligned_by_round_trips(tmp_path):
     torch.multiprocessing.start_processes(align_clocks, (str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[attr-defined]
     mine, other, error = map(int, (tmp_path / "offsets").read_text().split())

@@ -93,6 +93,7 @@ def train(rank: int, folder: str, run_dir: str, share: float, seconds: float) ->
 
 
 @pytest.mark.job
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("share", [0.3, 0.01])
 def test_it_measures_between_steps_within_its_share_and_records(share: float, tmp_path: Path, run_dir: Path):
     seconds = 3.0 if share > 0.1 else 1.0
