@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import time
 import uuid
 import zlib
@@ -19,6 +20,10 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.jobs import REPOSITORY, TEST_MARK, kill_marked, marked
+
+# A runner in the background of a shell ignores Ctrl-C, and every process below it would, too; the tests of it must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GRACE_S = 5.0  # a monitor writes its last rows after the last rank is gone
 

@@ -86,6 +86,8 @@ def _count(s: Snapshot, source: Callable[[str], str | None]) -> list[Finding]:
         return []  # its length is no promise
     for x in loaders.values():
         assert x.site is not None
+        if x.promised:
+            continue
         text = source(x.site.file)
         if text is None or may_end_early(text, x.site.line):
             return []

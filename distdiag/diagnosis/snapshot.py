@@ -78,6 +78,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
     workers: int = 0
+    promised: bool = False  # the job itself said how many batches it takes: no guess from its source is needed
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 

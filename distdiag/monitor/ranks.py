@@ -550,6 +550,7 @@ class RankView:
                     exhausted=bool(s.exhausted),
                     in_training=bool(s.in_training),
                     workers=s.workers,
+                    promised=bool(s.promised),
                     first_fingerprints=tuple(s.first[: s.n_first]),
                     previous_fingerprints=tuple(s.previous[: s.n_previous]),
                 )

@@ -76,6 +76,7 @@ class Loaders:
         slot = self._begin(key, self.r.site(frame))
         if slot is not None:
             slot.length = length if length is not None else _length(iterable)
+            slot.promised = int(length is not None)
             slot.dataset = self.page.text(type(iterable).__name__)
 
     def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:

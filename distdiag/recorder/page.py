@@ -172,6 +172,7 @@ class LoaderSlot(Structure):
         ("n_previous", c_uint32),
         ("previous", c_uint64 * 6),
         ("wait_ns", c_uint64),
+        ("promised", c_uint32),  # the job itself said how many batches it will take
     ]
 
 

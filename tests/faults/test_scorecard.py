@@ -119,8 +119,8 @@ def test_quantiles_are_values_that_occurred() -> None:
     [
         (["--only", "nonesuch"], "no job named 'nonesuch'"),
         (["--subset", "nonesuch"], "no job of this collection is in the subset"),
-        (["--jobs", "nowhere"], "no fault collection at nowhere/manifest.json"),
-        (["--keep", "."], ". is not empty"),
+        (["--jobs", "nowhere"], "nowhere/manifest.json"),
+        (["--keep", "."], "is not empty"),
         (["--repeat", "0"], "0 is not in the range"),
     ],
 )

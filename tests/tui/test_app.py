@@ -16,7 +16,7 @@ from distdiag.store.writer import Writer
 from distdiag.tui import keys
 from distdiag.tui.app import DistdiagApp
 from distdiag.tui.canvas import Canvas
-from distdiag.tui.lines import hit_at
+from distdiag.tui.lines import STYLES, hit_at
 from distdiag.tui.order import ORDERS
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
@@ -336,3 +336,47 @@ def test_first_screen_imports_neither_torch_nor_pandas() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def _contrast(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
+    """Contrast ratio of two colours, 1 to 21 (WCAG 2.1, relative luminance)."""
+
+    def luminance(c: tuple[int, int, int]) -> float:
+        parts = [v / 255 for v in c]
+        r, g, bl = (v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * bl
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "nord", "gruvbox", "catppuccin-latte"])
+def test_every_style_can_be_read_on_dark_and_light_grounds(runs: MakeRun, theme: str) -> None:
+    """Plain and flagged text at 4.5, dimmed text at 3; under the cursor, too."""
+
+    async def work() -> None:
+        async with showing(runs(RUNNING), theme=theme) as d:
+            assert d.app.theme == theme
+            for name in ("", *STYLES):
+                for names in (name, f"{name} cursor".strip()):
+                    style = d.app.canvas._style(names)
+                    assert style.color is not None and style.bgcolor is not None
+                    ratio = _contrast(style.color.get_truecolor(), style.bgcolor.get_truecolor())
+                    needed = 3.0 if name in ("muted", "head", "other") or "cursor" in names else 4.5
+                    if theme not in ("textual-dark", "textual-light"):
+                        needed = 2.0  # other people's palettes: told apart, at least
+                    assert ratio >= needed, (names, ratio)
+
+    asyncio.run(work())
+
+
+def test_a_light_terminal_gets_a_light_theme(runs: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def theme() -> str:
+        async with showing(runs(RUNNING)) as d:
+            return d.app.theme
+
+    assert asyncio.run(theme()) == "textual-dark"
+    monkeypatch.setenv("COLORFGBG", "0;15")
+    assert asyncio.run(theme()) == "textual-light"
+    monkeypatch.setenv("TEXTUAL_THEME", "ansi-dark")
+    assert asyncio.run(theme()) == "ansi-dark"
