@@ -15,6 +15,7 @@ from distdiag.probing import catalog
 from distdiag.probing.options import Options
 from distdiag.probing.probe import Table
 from distdiag.probing.result import SCHEMA, Result, Row, Verdict, worst
+from distdiag.probing.verdict import NOISE
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
 
@@ -125,14 +126,22 @@ def as_summary(results: list[Result], options: Options) -> str:
     """One verdict, one line per probe."""
     verdict = worst([r.verdict for r in results])
     counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in results)))
-    lines = [f"{_colour(verdict.value, _COLOURS[verdict])}  {len(results)} probes: {counts}", ""]
+    lines = [f"{_colour(verdict.value, _COLOURS[verdict])}  {len(results)} probes: {counts}"]
+    noisy = [r.host_noise for r in results if r.host_noise and r.host_noise.noisy]
+    if noisy:
+        most = max(n.foreign_cpus or 0.0 for n in noisy)
+        lines.append(
+            f"      others used up to {most:.1f} of {noisy[0].cpus} CPUs during {len(noisy)} of them: measure again when it is quiet"
+        )
+    lines.append("")
     for r in results:
         possible = not r.reasons or not r.reasons[0].startswith("not possible here")
         word = r.verdict.value if possible else "–"
         says = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
         lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {says}")
         if r.verdict is not Verdict.PASS:
-            lines += [f"{'':29s}     {reason}" for reason in r.reasons]
+            # The noise is said once, above.
+            lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
     text = "\n".join(lines)
     return text.replace("–", "-").encode("ascii", "replace").decode() if options.ascii else text
 

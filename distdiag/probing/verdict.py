@@ -14,6 +14,7 @@ from distdiag.probing.sizes import size_text, time_text
 LATE_FAILS_US = 1_000.0  # a rank this late, persistently, costs a training step more than most collectives do
 _LOW_SHARE = 0.10  # of plain TCP between the same ranks: below, something is wrong, not merely slow
 _LARGE_BYTES = 4 * 2**20
+NOISE = "others used"  # how the reason begins that the host was busy
 
 
 def judge_collective(result: Result, floor_gbps: float | None, skipped_bytes: list[int]) -> None:
@@ -56,7 +57,7 @@ def host_noise(result: Result) -> bool:
     blocks = f" ({noise.noisy_blocks} of {noise.blocks} blocks)" if noise.blocks > 1 else ""
     result.judge(
         Verdict.INCONCLUSIVE,
-        f"others used {foreign} of {noise.cpus} CPUs while this was measured{blocks}: the times are those of a busy "
+        f"{NOISE} {foreign} of {noise.cpus} CPUs while this was measured{blocks}: the times are those of a busy "
         "host; measure again when it is quiet",
     )
     return True

@@ -130,15 +130,15 @@ class Watchdog(threading.Thread):
         self._connect = connect
         self._publish_error = publish_error
         self._store: Any = None
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
 
     def run(self) -> None:
         published_at = -1.0
-        while not self._stop.wait(_POLL_S):
+        while not self._ended.wait(_POLL_S):
             progress = self._progress
             stands_s = time.monotonic() - progress.since_s
             if stands_s > progress.limit_s / 2 and published_at != progress.since_s:
