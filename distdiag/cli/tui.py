@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -159,7 +160,8 @@ def _once(path: Path, ui: Ui, shape: tuple[int, int] | None, as_json: bool) -> i
 
 
 def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bool) -> int:
-    if not sys.stdin.isatty() or not sys.stdout.isatty():
+    served = bool(os.environ.get("TEXTUAL_DRIVER"))  # by --web: its terminal is the browser
+    if not served and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise DistdiagError(
             "the live view needs a terminal", "`distdiag tui --once` prints one screen, also into a pipe"
         )

@@ -29,20 +29,22 @@ class Canvas(Widget, can_focus=True):
         background: $background;
         color: $foreground;
     }
-    Canvas > .canvas--muted { color: $text-muted; }
+    Canvas > .canvas--muted { color: $foreground 72%; }
     Canvas > .canvas--bold { text-style: bold; }
     Canvas > .canvas--error { color: $text-error; text-style: bold; }
     Canvas > .canvas--warning { color: $text-warning; }
+    Canvas:light > .canvas--warning { color: #7a4400; }
     Canvas > .canvas--title { color: $text-primary; text-style: bold; }
-    Canvas > .canvas--head { color: $text-muted; text-style: underline; }
-    Canvas > .canvas--key { color: $text-accent; text-style: bold; }
-    Canvas > .canvas--cursor { background: $primary 35%; text-style: bold; }
+    Canvas > .canvas--head { color: $foreground 72%; text-style: underline; }
+    Canvas > .canvas--key { color: $text-primary; text-style: bold; }
+    Canvas > .canvas--cursor { background: $primary 20%; text-style: bold; }
     Canvas > .canvas--accent { color: $text-secondary; }
     Canvas > .canvas--data { color: $text-warning; }
+    Canvas:light > .canvas--data { color: #7a4400; }
     Canvas > .canvas--forward { color: $text-secondary; }
     Canvas > .canvas--backward { color: $text-primary; }
-    Canvas > .canvas--optimizer { color: $text-accent; }
-    Canvas > .canvas--other { color: $text-muted; }
+    Canvas > .canvas--optimizer { color: $foreground; }
+    Canvas > .canvas--other { color: $foreground 72%; }
     """
 
     class Clicked(Message):
@@ -83,18 +85,24 @@ class Canvas(Widget, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
-        base = self.rich_style
+        base = self._style("")
         if y >= len(self._lines):
             return Strip.blank(width, base)
-        segments = [Segment(text, base + self._style(style)) for text, style, _ in self._lines[y]]
+        segments = [Segment(text, self._style(style)) for text, style, _ in self._lines[y]]
         return Strip(segments).adjust_cell_length(width, base)
 
     def _style(self, names: str) -> Style:
+        """Styles of several meanings, joined: colours of the text, and the cursor's of the ground."""
         found = self._styles.get(names)
         if found is None:
-            found = Style.null()
+            found = self.rich_style
             for name in names.split():
-                found += self.get_component_rich_style(f"canvas--{name}", partial=True)
+                # the full style, not the partial one: only there a share of a colour is mixed with the ground
+                style = self.get_component_rich_style(f"canvas--{name}")
+                ground = style.bgcolor if name == "cursor" else found.bgcolor
+                text = found.color if name in ("cursor", "bold") else style.color
+                marks = Style(bold=style.bold or None, underline=style.underline or None)
+                found = found + marks + Style(color=text, bgcolor=ground)
             self._styles[names] = found
         return found
 

@@ -82,7 +82,7 @@ def rule(width: int, title: str = "") -> Line:
     if not title:
         return line(("─" * width, "muted"))
     title = clip(title, max(0, width - 2))
-    return line((" ─", "muted"), (title, "head"), ("─" * max(0, width - 2 - cells(title)), "muted"))
+    return line((" ─", "muted"), (title, "muted"), ("─" * max(0, width - 2 - cells(title)), "muted"))
 
 
 def cut_line(n: int) -> Line:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distdiag.errors import DistdiagError
+from distdiag.errors import DistdiagError, ExitCode
 from distdiag.tui.text import clean
 
 HOST = "127.0.0.1"
@@ -35,21 +35,23 @@ def app_command(arguments: list[str]) -> str:
     return shlex.join([sys.executable, "-m", "distdiag", *kept])
 
 
-def free_port(port: int) -> int:
-    """`port` if it is free on the loopback interface, or any free one for 0.
+def listener(port: int) -> socket.socket:
+    """A socket that listens on `port` of the loopback interface, or on any free one for 0.
 
     Raises:
-        DistdiagError: it is taken.
+        DistdiagError: the port is taken.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+    s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((HOST, port))
-        except OSError as e:
-            raise DistdiagError(
-                f"port {port} on {HOST} cannot be used: {e.strerror}", "leave --port out: any free one is taken"
-            ) from e
-        return s.getsockname()[1]
+        s.bind((HOST, port))
+        s.listen(64)
+    except OSError as e:
+        s.close()
+        raise DistdiagError(
+            f"port {port} on {HOST} cannot be used: {e.strerror}", "leave --port out: any free one is taken"
+        ) from e
+    return s
 
 
 def _token_guard(token: str, port: int) -> Any:
@@ -60,23 +62,26 @@ def _token_guard(token: str, port: int) -> Any:
     """
     from aiohttp import web
 
-    hosts = {f"{HOST}:{port}", f"localhost:{port}"}
-    origins = {f"http://{h}" for h in hosts}
+    here = f"http://{HOST}:{port}"
+    # the page of textual-serve asks for a web font: nothing but this server is to learn that it was opened
+    policy = f"default-src {here} data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src {here} ws://{HOST}:{port}"
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.query.get("token") or request.cookies.get(COOKIE) or ""
         origin = request.headers.get("Origin")
-        if request.headers.get("Host") not in hosts or (origin is not None and origin not in origins):
+        if request.headers.get("Host") != f"{HOST}:{port}" or origin not in (None, here):
             raise web.HTTPForbidden(text="distdiag: not from this host\n")
         if not hmac.compare_digest(given.encode(), token.encode()):
             raise web.HTTPForbidden(
                 text="distdiag: open the address that `distdiag tui --web` printed, token included\n"
             )
         response = await handler(request)
-        if "token" in request.query and not response.prepared:
-            response.set_cookie(COOKIE, token, httponly=True, samesite="Strict")
+        if not response.prepared:  # a websocket has answered already
+            response.headers["Content-Security-Policy"] = policy
             response.headers["Referrer-Policy"] = "no-referrer"
+            if "token" in request.query:
+                response.set_cookie(COOKIE, token, httponly=True, samesite="Strict")
         return response
 
     return guard
@@ -85,6 +90,9 @@ def _token_guard(token: str, port: int) -> Any:
 def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = None) -> int:
     """Serve until Ctrl-C; prints the address with its token on stdout.
 
+    Returns:
+        130: there is no other way to end it.
+
     Raises:
         DistdiagError: textual-serve is not installed; the port is taken.
     """
@@ -92,7 +100,10 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
         from textual_serve.server import Server
     except ImportError as e:
         raise DistdiagError(f"--web needs {e.name}", "pip install 'distdiag[web]'") from e
-    port = free_port(port)
+    from aiohttp import web
+
+    listening = listener(port)
+    port = listening.getsockname()[1]
     secret = token or secrets.token_urlsafe(24)
 
     class Guarded(Server):
@@ -102,12 +113,11 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
             return app
 
         async def on_startup(self, app: Any) -> None:
+            # the socket listens already: whoever reads the address can connect to it
             print(f"http://{HOST}:{port}/?token={secret}", flush=True)
             print(f"distdiag: serving {clean(str(run_dir))} to this machine only; Ctrl-C ends it", file=sys.stderr)
             print(f"hint: from elsewhere: ssh -L {port}:{HOST}:{port} HOST, then open that address", file=sys.stderr)
 
-        def initialize_logging(self) -> None:
-            """No log lines on the person's terminal."""
-
-    Guarded(app_command(arguments), host=HOST, port=port, title="distdiag").serve()
-    return 0
+    server = Guarded(app_command(arguments), host=HOST, port=port, title="distdiag")
+    web.run_app(server._make_app(), sock=listening, print=None, access_log=None)
+    return int(ExitCode.INTERRUPTED)

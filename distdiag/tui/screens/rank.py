@@ -252,7 +252,7 @@ def _stack(data: RankData, row: RankRow, snap: Snapshot, width: int, height: int
         return [
             fitted(
                 line(
-                    (" stack  ", "head"), place(row.file, row.line, row.function, width - 20), (f"   {hint}", "muted")
+                    (" stack  ", "muted"), place(row.file, row.line, row.function, width - 20), (f"   {hint}", "muted")
                 ),
                 width,
             )

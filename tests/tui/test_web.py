@@ -1,0 +1,225 @@
+"""The app in a browser: loopback only, nothing without the token, and it is the same app."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import http.client
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from distdiag.tui.web import COOKIE, app_command
+from tests.tui.conftest import MakeRun
+from tests.tui.synthetic import Scenario
+
+aiohttp = pytest.importorskip("aiohttp", reason="the extra 'web' is not installed")
+pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
+
+
+@pytest.fixture
+def server(runs: MakeRun) -> Iterator[str]:
+    """Address of a running `distdiag tui --web`, token included."""
+    run = runs(Scenario(state="deadlocked", ranks=8), "always")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distdiag", "tui", str(run), "--web"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL, text=True, start_new_session=True, env={**os.environ, "PYTHONUTF8": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address, process.stderr.read()
+        yield address
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _get(address: str, path: str, **headers: str) -> http.client.HTTPResponse:
+    parts = urlsplit(address)
+    connection = http.client.HTTPConnection("127.0.0.1", parts.port or 0, timeout=30)
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response
+
+
+def test_nothing_is_answered_without_the_token(server: str) -> None:
+    parts = urlsplit(server)
+    assert parts.hostname == "127.0.0.1" and re.fullmatch(r"token=[\w-]{20,}", parts.query)
+    token = parts.query.removeprefix("token=")
+    for path in ("/", "/?token=", "/?token=wrong", "/ws", "/static/js/textual.js", "/download/x"):
+        assert _get(server, path).status == 403, path
+    good = _get(server, f"/?{parts.query}")
+    cookie = good.getheader("Set-Cookie") or ""
+    assert good.status == 200 and COOKIE in cookie and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert f"connect-src http://127.0.0.1:{parts.port} " in (good.getheader("Content-Security-Policy") or "")
+    assert good.getheader("Referrer-Policy") == "no-referrer"
+    with_cookie = {"Cookie": f"{COOKIE}={token}"}
+    assert _get(server, "/", **with_cookie).status == 200
+    assert _get(server, "/", Cookie=f"{COOKIE}=wrong").status == 403
+    # a foreign name that resolves to this machine, and a foreign page that tries our websocket
+    assert _get(server, f"/?{parts.query}", Host=f"evil.example:{parts.port}").status == 403
+    assert _get(server, "/ws", Origin="http://evil.example", **with_cookie).status == 403
+
+
+def test_only_this_machine_can_connect(server: str) -> None:
+    port = urlsplit(server).port
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    addresses = {f[1].split(":")[0] for f in listening if int(f[1].split(":")[1], 16) == port and f[3] == "0A"}
+    assert addresses == {"0100007F"}  # 127.0.0.1, as the kernel writes it
+    tcp6 = Path("/proc/net/tcp6")
+    assert not tcp6.exists() or f":{port:04X} " not in tcp6.read_text()
+
+
+def test_the_websocket_carries_the_app(server: str) -> None:
+    """Bytes of the terminal, through the same socket a browser uses: the deadlock's screen, then another one on a key."""
+    parts = urlsplit(server)
+    token = parts.query.removeprefix("token=")
+
+    async def work() -> None:
+        origin = f"http://127.0.0.1:{parts.port}"
+        async with aiohttp.ClientSession(cookies={COOKIE: token}) as session:
+            address = f"ws://127.0.0.1:{parts.port}/ws?width=100&height=30"
+            async with session.ws_connect(address, headers={"Origin": origin}) as ws:
+                seen = b""
+
+                async def until(word: bytes) -> None:
+                    nonlocal seen
+                    async with asyncio.timeout(60):
+                        while word not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen):
+                            message = await ws.receive()
+                            if message.type == aiohttp.WSMsgType.BINARY:
+                                seen += message.data
+                            assert message.type not in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR), seen[-2000:]
+
+                await until(b"DEADLOCK")
+                await until(b"train.py:118 in next_batch")
+                await ws.send_json(["stdin", "7"])
+                await until(b"where does every rank stand in the code?")
+
+    asyncio.run(work())
+
+
+def _colours(png: bytes) -> tuple[int, int, int]:
+    """Different colours of a picture, and how many of its points are reddish and bluish."""
+    import io
+
+    image = pytest.importorskip("PIL.Image", reason="no Pillow to look at the screenshot")
+    with image.open(io.BytesIO(png)) as opened:
+        shades = [(n, c) for n, c in opened.convert("RGB").getcolors(1 << 24)]
+    red = sum(n for n, (r, g, b) in shades if r > 150 and r > g + 40 and r > b + 20)
+    blue = sum(n for n, (r, g, b) in shades if b > 150 and b > r + 60)
+    return len(shades), red, blue
+
+
+def test_in_a_browser(server: str, tmp_path: Path) -> None:
+    """A headless Chromium shows it and passes keys on: by its own protocol, in real time."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    profile = tmp_path / "profile"
+    process = subprocess.Popen(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={profile}", "--window-size=1100,700", server],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+    async def work() -> None:
+        end = time.monotonic() + 120
+        while not (profile / "DevToolsActivePort").exists() or not (profile / "DevToolsActivePort").read_text():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+        port = (profile / "DevToolsActivePort").read_text().split()[0]
+        async with aiohttp.ClientSession() as session:
+            pages: list[dict[str, str]] = []
+            while not pages:
+                assert time.monotonic() < end
+                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                    pages = [
+                        p
+                        for p in await answer.json(content_type=None)
+                        if p["type"] == "page" and p["url"].startswith("http://127")
+                    ]
+                await asyncio.sleep(0.1)
+            async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as ws:
+                number = 0
+
+                async def call(method: str, **parameters: object) -> dict[str, Any]:
+                    nonlocal number
+                    number += 1
+                    await ws.send_json({"id": number, "method": method, "params": parameters})
+                    while (answer := await ws.receive_json(timeout=60)).get("id") != number:
+                        pass
+                    return answer["result"]
+
+                async def picture(good: Callable[[tuple[int, int, int]], bool]) -> bytes:
+                    while True:
+                        png = base64.b64decode((await call("Page.captureScreenshot", format="png"))["data"])
+                        (tmp_path / "screen.png").write_bytes(png)  # of a failed test: the last one
+                        if good(_colours(png)):
+                            return png
+                        assert time.monotonic() < end, _colours(png)
+                        await asyncio.sleep(0.2)
+
+                # CRIT in its colour, the keys of the key bar in theirs
+                home = await picture(lambda c: c[0] > 30 and c[1] > 200 and c[2] > 200)
+                await call("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
+                await call("Input.insertText", text="?")
+                before = _colours(home)[1]
+                await picture(lambda c: c[2] > 200 and c[1] < before / 2)  # the help has hardly any red
+                outside = await call(
+                    "Runtime.evaluate", expression="performance.getEntriesByType('resource').map(e => e.name).join(' ')"
+                )
+                foreign = [u for u in outside["result"]["value"].split() if not u.startswith("http://127.0.0.1")]
+                assert all("fonts.googleapis.com" in u for u in foreign), (
+                    foreign
+                )  # asked for by the page, blocked by the policy
+
+    try:
+        asyncio.run(work())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_the_served_command_is_the_one_typed() -> None:
+    assert app_command(["tui", "my run", "--web", "--port", "80", "--hz", "4"]).endswith(
+        " -m distdiag tui 'my run' --hz 4"
+    )
+    assert app_command(["tui", "--port=8", "--web"]).endswith(" -m distdiag tui")
+
+
+def test_a_taken_port_is_an_error_with_a_hint(runs: MakeRun) -> None:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        run = runs(Scenario(ranks=8))
+        done = subprocess.run(
+            [sys.executable, "-m", "distdiag", "tui", str(run), "--web", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2 and str(port) in done.stderr and "hint: leave --port out" in done.stderr
