@@ -87,7 +87,7 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
 
     if hooks_only:
         net: torch.nn.Module = torch.nn.Linear(1, 1)
-        data = TensorDataset(torch.zeros(4, 1))
+        data = TensorDataset(torch.zeros(4 * 256, 1))
         batch = 4
     else:
         net = torch.nn.Sequential(
@@ -95,7 +95,7 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
             torch.nn.Conv2d(48, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
             torch.nn.Flatten(), torch.nn.Linear(64 * 64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10),
         )  # fmt: skip
-        data = TensorDataset(torch.randn(48 * 4, 3, 32, 32))
+        data = TensorDataset(torch.randn(48 * 32, 3, 32, 32))
         batch = 48
     model = DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)

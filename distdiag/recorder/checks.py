@@ -94,7 +94,8 @@ class Checks:
         self._models = models
         self._reduced, self.col.reduced_elements = self.col.reduced_elements, 0
         step = self.h.step + 1
-        self._gradients(optimizer, step)
+        if not any(m.hook is not None for m in models.values()):  # else the local gradient was looked at already
+            self._gradients(optimizer, step)
         for m in models.values():
             if m.slot.forwards and (m.slot.unused_checks < 4 or step - m.last_check >= m.check_every):
                 m.last_check = step
@@ -130,8 +131,11 @@ class Checks:
         g = p.grad
         if g is None or self._nonfinite >= NONFINITE_REPORTS or g.device.type != "cpu" or g.is_sparse:
             return
-        flat = g.detach().reshape(-1) if g.is_contiguous() else g.detach()[:1].reshape(-1)
-        total = float(flat[:: max(1, flat.numel() // 64)].sum())
+        n = g.numel()
+        if n <= 4096:
+            total = float(g.sum())
+        else:
+            total = float((g.view(-1) if g.is_contiguous() else g[0].reshape(-1))[:: n // 64].sum())
         if not math.isfinite(total):
             self._nonfinite += 1
             self.sample(SampleKind.NONFINITE_LOCAL_GRADIENT, self.h.step + 1, total, name=self._name_of(p), site=site)
