@@ -37,7 +37,7 @@ def measure_ceilings(job: Job) -> dict[str, float | None]:
     `pcie_gbps`, `nvlink_gbps`: of rank 0's GPU, from NVML.
     """
     if job.ceilings is None:
-        job.barrier("before the ceilings")
+        job.barrier("meeting before the ceilings are measured")
         seconds = min(_MOST_S, max(0.0, job.left_s()) / 30)
         found: dict[str, float | None] = {"memcpy_gbps": memcpy_gbps(seconds=seconds)} if job.rank == 0 else {}
         if job.world_size > 1:
@@ -49,7 +49,7 @@ def measure_ceilings(job: Job) -> dict[str, float | None]:
 
             found |= link_ceilings(job.device.index or 0)
         job.ceilings = found
-        job.barrier("after the ceilings")
+        job.barrier("meeting after the ceilings were measured")
     return job.ceilings
 
 

@@ -29,6 +29,7 @@ LATE_SHARE = 0.8  # of the iterations the same rank must be last to be called la
 LATE_US = 100.0  # and by this much; below it is the order in which ranks leave the operation before
 _CLEAN_ENOUGH = 11
 _FEW = 8  # iterations; with fewer the range is given as the interval, and nobody is called late
+_TELLING_BYTES = 4 * 2**20  # largest size from which something about buckets can be said
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
 
@@ -220,7 +221,10 @@ def explanation(op: str, result: Result) -> list[str]:
             f"{f['bandwidth_gbps']:.3g} GB/s [{slow:.3g}, {fast:.3g}]; half of it at {size_text(f['half_bandwidth_bytes'])}"
             f"; the fit is off by up to {f['worst_error']:.0%}"
         )
-        if op == "all_reduce":
+        largest = max(r.bytes for r in result.rows)
+        # Not from sizes that all lie on the latency's side, and not from times that a late rank made.
+        telling = largest >= _TELLING_BYTES and largest >= 2 * f["half_bandwidth_bytes"]
+        if op == "all_reduce" and telling and not any(r.late_rank is not None for r in result.rows):
             lines.append(bucket_advice(f["half_bandwidth_bytes"]))
     if few := [size_text(r.bytes) for r in result.rows if r.iterations < _FEW]:
         lines.append(

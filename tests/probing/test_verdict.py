@@ -141,6 +141,24 @@ def test_known_tails_are_named_with_their_remedy(extra_ms: float, hz: int, says:
     assert (cause is None) if says is None else (cause is not None and says in cause and ":" in cause)
 
 
+@pytest.mark.parametrize(
+    ("changes", "half", "given"),
+    [({}, 300e3, True), ({"late_rank": 1}, 300e3, False), ({"size": 2**18}, 300e3, False), ({}, 60e6, False)],
+)
+def test_advice_on_buckets_only_where_the_sizes_tell(
+    make_row: Any, make_result: Any, changes: dict[str, Any], half: float, given: bool
+):
+    size = changes.pop("size", 2**26)
+    result = make_result([make_row(1024, 300.0), make_row(size, 40_000.0, **changes)])
+    result.fit = {
+        "latency_us": 200.0, "latency_ci95": (190, 210), "bandwidth_gbps": 1.5, "bandwidth_ci95": (1.4, 1.6),
+        "half_bandwidth_bytes": half, "worst_error": 0.1,
+    }  # fmt: skip
+    lines = collective_result.explanation("all_reduce", result)
+    assert any("bucket_cap_mb" in line for line in lines) is given
+    assert any(line.startswith("fit: ") for line in lines) and any("memcpy 20.00" in line for line in lines)
+
+
 def test_what_the_fit_means_for_the_buckets():
     assert "reaches 99%" in bucket_advice(300_000) and "bucket_cap_mb=3 or more" in bucket_advice(300_000)
     assert "raise bucket_cap_mb to" in bucket_advice(20 * 2**20)
