@@ -143,7 +143,8 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
             downloader=None,
         )
         with tarfile.open(archive) as tar:
-            if hasattr(tarfile, "data_filter"):  # Python 3.11.4; its checksum is known, this is a second lock on the door
+            # from Python 3.11.4 on; its checksum is known, this is a second lock on the door
+            if hasattr(tarfile, "data_filter"):
                 tar.extraction_filter = tarfile.data_filter
             tar.extractall(made)
         target = cache / PYTHON_FOLDER
