@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     launch: Literal["torchrun", "python"] = "torchrun"  # python: the script spawns its ranks itself
     file: str | None = None  # default jobs/NAME.py
     subsets: tuple[str, ...] = ()
-    deadline_s: float | None = None  # from launch; default by `faulty`
+    deadline_s: float | None = None  # from launch; default below
 
     @property
     def path(self) -> str:
@@ -86,7 +86,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limit_s(self) -> float:
         """Seconds from launch after which an expected finding counts as missed, or a healthy job as stuck."""
-        return self.deadline_s or (150.0 if self.faulty else 300.0)
+        return self.deadline_s or 300.0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
