@@ -66,15 +66,15 @@ def tried_by(backend: str) -> Interface:
     return Interface(name, address, f"the host name {host} resolves to it")
 
 
-def advice(interfaces: dict[int, Interface], hosts: dict[int, str], backend: str) -> str:
-    """One line of remedy for ranks that did not find each other.
+def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
+    """One line of remedy for ranks that did not find each other over gloo.
 
     Args:
         interfaces: By rank, of the ranks that are known.
-        hosts: Host name by rank.
+        nodes: The same text for all ranks of one node.
     """
-    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    several = len(set(hosts.values())) > 1
+    variable = "GLOO_SOCKET_IFNAME"
+    several = len(set(nodes.values())) > 1
     for rank, interface in interfaces.items():
         if interface.address.startswith("127.") and several:
             return (

@@ -161,13 +161,14 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
         yield job
         return
     job = Job(place, options, None, device)
-    mine = interface.tried_by(job.backend)
+    mine = interface.tried_by("gloo")  # control traffic is gloo's, also where NCCL is measured
+    where = mine.text if job.backend == "gloo" else f"{mine.text}; NCCL's would be {interface.tried_by('nccl').text}"
     try:
         job.store = _open_store(place, arrival_limit_s, mine)
         arrivals = _wait_for_all(job, arrival_limit_s, mine)
         _init_groups(job, arrivals)
         job.watchdog = Watchdog(
-            job.progress, job.rank, job.world_size, mine.text, lambda: _connect(place, options.timeout_s), _leave_report
+            job.progress, job.rank, job.world_size, where, lambda: _connect(place, options.timeout_s), _leave_report
         )
         job.watchdog.start()
         _align(job)
@@ -245,6 +246,8 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, A
     assert job.store is not None
     me = {
         "host": socket.gethostname(),
+        # Containers and namespaces of one machine are several nodes under one name.
+        "node": os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname(),
         "pid": os.getpid(),
         "interface": [mine.name, mine.address, mine.reason],
         "clock": clock.clock_identity(),
@@ -264,7 +267,7 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, A
         raise DistdiagError(
             f"rank{'s' if len(missing) > 1 else ''} {words} of {job.world_size} never arrived at {where} within "
             f"{limit_s:g} s; interface tried: {mine.text}",
-            interface.advice(offered, {r: seen[r]["host"] for r in here}, job.backend),
+            interface.advice(offered, {r: seen[r]["node"] for r in here}),
             ExitCode.TIMEOUT,
             "timeout",
         ) from None
@@ -284,11 +287,11 @@ def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
         )
     except RuntimeError as e:
         offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
-        hosts = {r: a["host"] for r, a in enumerate(arrivals)}
+        nodes = {r: a["node"] for r, a in enumerate(arrivals)}
         tried = "; ".join(f"rank {r}: {i.text}" for r, i in list(offered.items())[:4])
         raise DistdiagError(
             f"all {job.world_size} ranks arrived, but could not connect to each other: {_first_line(e)}",
-            f"{interface.advice(offered, hosts, job.backend)}; interfaces tried: {tried}",
+            f"{interface.advice(offered, nodes)}; interfaces tried: {tried}",
             ExitCode.TIMEOUT,
             "timeout",
         ) from None
