@@ -8,6 +8,7 @@ import typing
 import zlib
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -227,3 +228,25 @@ def unpack(blob: bytes) -> list[RankRow]:
         msgspec.DecodeError, zlib.error: the blob was written by something else.
     """
     return unpack_table(blob).rows()
+
+
+class Frame:
+    """The screen's data at one moment.
+
+    Attributes:
+        t_s: Seconds since the run began.
+        state: A `findings.State`.
+        state_text: What follows the state's word in the header.
+        table: Every rank, by column.
+    """
+
+    def __init__(self, t_s: float, state: str, state_text: str, table: RankTable) -> None:
+        self.t_s = t_s
+        self.state = state
+        self.state_text = state_text
+        self.table = table
+
+    @cached_property
+    def ranks(self) -> list[RankRow]:
+        """Every rank as a row; for thousands of ranks use `table`."""
+        return self.table.rows()

@@ -1,6 +1,6 @@
 """Reading run.db, live or afterwards: read-only connections, short waits, and a clear word for what cannot be read.
 
-Imports no pandas; `Run.frames_*` are light rows for the screens, `distdiag.store.tables` has the pandas frames.
+Rows are light Structs; only the methods that end in `_frame` import pandas.
 """
 
 from __future__ import annotations
@@ -12,59 +12,37 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from distdiag.diagnosis.findings import Finding, Report
-from distdiag.errors import DistdiagError, ExitCode
-from distdiag.store import rundir
-from distdiag.store.frames import RankRow, RankTable, unpack_table
+from distdiag.store import SCHEMA_VERSION, rundir
+from distdiag.store.frames import Frame, RankRow, unpack_table
+from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, inode, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
+    Event,
     GpuRow,
     GroupRow,
     HostRow,
     LoaderRow,
+    ProbeResult,
     ProcessRow,
     ScalarRow,
     StepRow,
+    StepTotal,
     unfold_ranks,
 )
-from distdiag.store.writer import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
 
-BUSY_TIMEOUT_S = 0.3
 SILENT_S = 5.0  # without a heartbeat, the monitor counts as gone (it beats once a second)
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _finding = msgspec.json.Decoder(Finding)
-
-
-class ReadStatus(StrEnum):
-    """Why a run cannot be read."""
-
-    MISSING = "missing"  # the monitor has not created run.db yet
-    LOCKED = "locked"  # another process holds it; try again
-    CORRUPT = "corrupt"
-    OLDER = "older"  # written by an older distdiag whose schema this one cannot read
-    NEWER = "newer"
-    DELETED = "deleted"  # the run directory went away while it was being read
-    ELSEWHERE = "elsewhere"  # kept on another host's local disk while the run lasts
-    UNREADABLE = "unreadable"  # permissions, I/O errors
-
-
-class RunUnreadable(DistdiagError):
-    """A run that is there but cannot be read; `status` says why, for a screen that waits and tries again."""
-
-    def __init__(self, status: ReadStatus, message: str, hint: str) -> None:
-        code = ExitCode.NO_DATA if status in (ReadStatus.MISSING, ReadStatus.DELETED) else ExitCode.USAGE
-        super().__init__(message, hint, code, f"run_{status}")
-        self.status = status
 
 
 class Monitor(StrEnum):
@@ -75,57 +53,6 @@ class Monitor(StrEnum):
     GONE = "gone"  # no heartbeat although the run was not closed
 
 
-class Frame:
-    """The screen's data at one moment.
-
-    Attributes:
-        t_s: Seconds since the run began.
-        state: A `findings.State`.
-        state_text: What follows the state's word in the header.
-        table: Every rank, by column.
-    """
-
-    def __init__(self, t_s: float, state: str, state_text: str, table: RankTable) -> None:
-        self.t_s = t_s
-        self.state = state
-        self.state_text = state_text
-        self.table = table
-
-    @cached_property
-    def ranks(self) -> list[RankRow]:
-        """Every rank as a row; for thousands of ranks use `table`."""
-        return self.table.rows()
-
-
-class Event(msgspec.Struct, frozen=True):
-    """Something the monitor or the job said about itself."""
-
-    t_s: float | None
-    source: str
-    level: str
-    text: str
-
-
-class ProbeResult(msgspec.Struct, frozen=True):
-    """One probe measured beside this run; `json` is its whole result."""
-
-    t_s: float
-    name: str
-    verdict: str
-    json: str
-
-
-class StepTotal(msgspec.Struct, frozen=True):
-    """One step over all ranks: the job's step time is the longest, the loss the mean."""
-
-    step: int
-    t_end_s: float | None
-    step_ms: float | None
-    samples: int | None
-    loss: float | None
-    ranks: int
-
-
 class Run:
     """An open run; every method reads the newest contents. Not for use by two threads at once."""
 
@@ -134,8 +61,7 @@ class Run:
         self.database = database
         self.note = note  # what a person should know about how it was opened
         self._con = con
-        self._inode = _inode(database)
-        self._columns: dict[str, list[str]] = {}
+        self._inode = inode(database)
 
     def close(self) -> None:
         self._con.close()
@@ -155,7 +81,7 @@ class Run:
         try:
             return self._con.execute(sql, args).fetchall()
         except sqlite3.Error as e:
-            raise _unreadable(e, self.path, self.database) from e
+            raise unreadable(e, self.path, self.database) from e
 
     def check(self) -> None:
         """See that the database is still the file that was opened.
@@ -163,7 +89,7 @@ class Run:
         Raises:
             RunUnreadable: it was deleted or replaced under the reader.
         """
-        now = _inode(self.database)
+        now = inode(self.database)
         if now is None:
             raise RunUnreadable(
                 ReadStatus.DELETED, f"{self.path} was deleted while it was open", "`distdiag tui RUN` opens another run"
@@ -270,7 +196,7 @@ class Run:
             return Frame(t_s, state or "", text or "", unpack_table(blob))
         except (msgspec.DecodeError, zlib.error, TypeError) as e:
             raise RunUnreadable(
-                ReadStatus.CORRUPT, f"{self.database}: the frame at {t_s:.1f} s is damaged", _CORRUPT_HINT
+                ReadStatus.CORRUPT, f"{self.database}: the frame at {t_s:.1f} s is damaged", CORRUPT_HINT
             ) from e
 
     # -- rows ---------------------------------------------------------------------------------------------------
@@ -473,11 +399,6 @@ def _seek(columns: str, ranks: int) -> str:
     )
 
 
-# -- opening ----------------------------------------------------------------------------------------------------
-
-_CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ beside it are separate files"
-
-
 def open_run(path: Path | str) -> Run:
     """Open a run directory for reading.
 
@@ -487,16 +408,16 @@ def open_run(path: Path | str) -> Run:
     path = Path(path)
     if path.name == rundir.DATABASE:
         path = path.parent
-    database = _locate(path)
+    database = locate(path)
     try:
-        con, note = _connect(database)
+        con, note = connect(database)
         try:
             version = con.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
         except BaseException:
             con.close()
             raise
     except sqlite3.Error as e:
-        raise _unreadable(e, path, database) from e
+        raise unreadable(e, path, database) from e
     if version is None:
         con.close()
         raise RunUnreadable(
@@ -517,106 +438,12 @@ def open_run(path: Path | str) -> Run:
     return Run(path, database, con, note)
 
 
-def _locate(path: Path) -> Path:
-    """The database of a run directory: in it, or where its pointer says."""
-    database = path / rundir.DATABASE
-    if database.exists():
-        return database
-    try:
-        where = msgspec.json.decode((path / rundir.POINTER).read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError):
-        if not path.is_dir():
-            raise RunUnreadable(
-                ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
-            ) from None
-        raise RunUnreadable(
-            ReadStatus.MISSING,
-            f"{path} has no {rundir.DATABASE} yet",
-            "the job is starting; was it started with `-m distdiag.run`, or does it call distdiag.attach()?",
-        ) from None
-    local = Path(where.get("path", ""))
-    if where.get("host") == socket.gethostname() and local.exists():
-        return local
-    raise RunUnreadable(
-        ReadStatus.ELSEWHERE,
-        f"the database of {path} is on {where.get('host')} ({local}) until the run ends",
-        f"`ssh {where.get('host')} distdiag tui {path.absolute()}`",
-    )
-
-
-def _connect(database: Path) -> tuple[sqlite3.Connection, str | None]:
-    quoted = database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-
-    def connect(options: str) -> sqlite3.Connection:
-        con = sqlite3.connect(
-            f"file:{quoted}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            con.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except BaseException:
-            con.close()
-            raise
-        return con
-
-    try:
-        return connect("mode=ro"), None
-    except sqlite3.OperationalError as e:
-        # a WAL database needs its -shm file, which a read-only disk does not let us make
-        wal = database.with_name(database.name + "-wal")
-        if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
-            raise
-        note = "read without its newest rows: the directory is read-only" if _size(wal) else None
-        return connect("mode=ro&immutable=1"), note
-
-
-def _unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadable:
-    text = str(error)
-    if not database.exists():
-        return RunUnreadable(
-            ReadStatus.DELETED, f"{path} was deleted while it was open", "`distdiag tui RUN` opens another run"
-        )
-    if "locked" in text or "busy" in text:
-        return RunUnreadable(
-            ReadStatus.LOCKED,
-            f"{database} is locked by another process",
-            f"try again; `fuser {database}` names who holds it",
-        )
-    if "no such table" in text or "no such column" in text:
-        if not _size(database):
-            return RunUnreadable(
-                ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
-            )
-        return RunUnreadable(
-            ReadStatus.OLDER,
-            f"{database} is not a run of this version ({text})",
-            "was it written by an older distdiag?",
-        )
-    if "malformed" in text or "not a database" in text or "corrupt" in text or "disk image" in text:
-        return RunUnreadable(ReadStatus.CORRUPT, f"{database} is damaged: {text}", _CORRUPT_HINT)
-    return RunUnreadable(ReadStatus.UNREADABLE, f"cannot read {database}: {text}", "check its permissions and the disk")
-
-
 def number(text: str | None) -> float | None:
     """A meta value as a number; None where it is missing or not one."""
     try:
         return None if text is None else float(text)
     except ValueError:
         return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _inode(path: Path) -> tuple[int, int] | None:
-    try:
-        st = path.stat()
-    except OSError:
-        return None
-    return st.st_dev, st.st_ino
 
 
 def _process_gone(meta: dict[str, str | None]) -> bool:

@@ -1,4 +1,6 @@
-"""Rows that the monitor hands to the writer: one frozen Struct per table, fields named and ordered as its columns.
+"""Rows of the tables, as the monitor hands them to the writer and the reader hands them out: one frozen Struct each.
+
+Fields are named and ordered as the columns.
 
 None is "not measured" and becomes NULL. Times are seconds since the run began.
 """
@@ -146,6 +148,35 @@ class LoaderRow(msgspec.Struct, frozen=True, kw_only=True):
     workers: int | None = None
     fingerprint: int | None = None  # of the first batches of this epoch; equal on two ranks = same data
     previous_fingerprint: int | None = None
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something the monitor or the job said about itself."""
+
+    t_s: float | None
+    source: str
+    level: str
+    text: str
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """One probe measured beside this run; `json` is its whole result."""
+
+    t_s: float
+    name: str
+    verdict: str
+    json: str
+
+
+class StepTotal(msgspec.Struct, frozen=True):
+    """One step over all ranks: the job's step time is the longest, the loss the mean."""
+
+    step: int
+    t_end_s: float | None
+    step_ms: float | None
+    samples: int | None
+    loss: float | None
+    ranks: int
 
 
 def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.findings import Finding
-from distdiag.store import filesystem, rundir
+from distdiag.store import SCHEMA_VERSION, filesystem, rundir
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
 from distdiag.store.keep import Keeper
 from distdiag.store.rows import (
@@ -35,7 +35,6 @@ from distdiag.store.rows import (
     fold_ranks,
 )
 
-SCHEMA_VERSION = 1
 SCHEMA = Path(__file__).with_name("schema.sql")
 KEEP_BYTES = 2 * 2**30
 RETRY_S = 1.0  # after a failed write

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -17,23 +14,24 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from distdiag.store.reader import Monitor
-from distdiag.tui import filters, once
+from distdiag.tui import filters
 from distdiag.tui.canvas import Canvas
 from distdiag.tui.commands import RankCommands, system_commands
+from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.order import ORDERS
 from distdiag.tui.screens import pages
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.source import Source
-from distdiag.tui.text import clean, clip, clock, quote
+from distdiag.tui.text import clean, clip, clock
 from distdiag.tui.ui import METRICS, Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16
 LATE_S = 0.08  # a screen whose data have not come by then is drawn without them
 
 
-class DistdiagApp(App[None]):
+class DistdiagApp(Files):
     """A view of one run, read-only."""
 
     TITLE = "distdiag"
@@ -418,55 +416,6 @@ class DistdiagApp(App[None]):
                 if chain >= 2 or again:
                     return self.open_rank(rank)
                 break
-        self.redraw()
-
-    # -- files --------------------------------------------------------------------------------------------------
-
-    def _free_name(self, suffix: str) -> Path:
-        stem = f"distdiag-{self.snap.run.resolve().name}-{time.strftime('%H%M%S')}"
-        path, n = Path(f"{stem}.{suffix}"), 2
-        while path.exists():
-            path, n = Path(f"{stem}-{n}.{suffix}"), n + 1
-        return path
-
-    def _write(self, path: Path, data: bytes) -> None:
-        try:
-            path.write_bytes(data)
-            self.say(f"written: {path}")
-        except OSError as e:
-            self.say(f"cannot write {path}: {e.strerror}")
-
-    def action_export(self) -> None:
-        self._write(self._free_name("json"), once.as_json(self.snap) + b"\n")
-
-    def action_picture(self) -> None:
-        title = f"distdiag tui {quote(self.snap.run)}"
-        self._write(self._free_name("svg"), self.export_screenshot(title=title).encode())
-
-    async def action_refresh_stacks(self) -> None:
-        """Run `distdiag dump`: the one thing here that asks the ranks for something, and only when told to."""
-        if self.ui.busy or self.snap.monitor is not Monitor.LIVE:
-            return self.say("stacks can be taken while the job runs")
-        self.ui.busy = "taking the stacks of all ranks …"
-        self.redraw()
-        self.run_worker(self._dump(), exclusive=True)
-
-    async def _dump(self) -> None:
-        said = ""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "distdiag", "dump", str(self.snap.run),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            _, errors = await process.communicate()
-            if process.returncode:
-                lines = errors.decode(errors="replace").strip().splitlines()
-                said = lines[0] if lines else f"distdiag dump ended with code {process.returncode}"
-        except OSError as e:
-            said = f"cannot start distdiag dump: {e.strerror}"
-        self.ui.busy = ""
-        self.ui.message = said
-        self.source.again()
         self.redraw()
 
     # -- palette ------------------------------------------------------------------------------------------------

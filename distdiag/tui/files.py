@@ -1,0 +1,79 @@
+"""What the app writes when told to: a snapshot, a picture, and the stacks that `distdiag dump` takes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual.app import App
+
+from distdiag.store.reader import Monitor
+from distdiag.tui import once
+from distdiag.tui.text import quote
+
+if TYPE_CHECKING:
+    from distdiag.tui.snapshot import Snapshot
+    from distdiag.tui.source import Source
+    from distdiag.tui.ui import Ui
+
+
+class Files(App[None]):
+    """The part of the app that writes files and starts processes; everything else of it only reads."""
+
+    if TYPE_CHECKING:
+        snap: Snapshot
+        ui: Ui
+        source: Source
+
+        def say(self, text: str) -> None: ...
+        def redraw(self, late: bool = False) -> None: ...
+
+    def _free_name(self, suffix: str) -> Path:
+        stem = f"distdiag-{self.snap.run.resolve().name}-{time.strftime('%H%M%S')}"
+        path, n = Path(f"{stem}.{suffix}"), 2
+        while path.exists():
+            path, n = Path(f"{stem}-{n}.{suffix}"), n + 1
+        return path
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            path.write_bytes(data)
+            self.say(f"written: {path}")
+        except OSError as e:
+            self.say(f"cannot write {path}: {e.strerror}")
+
+    def action_export(self) -> None:
+        self._write(self._free_name("json"), once.as_json(self.snap) + b"\n")
+
+    def action_picture(self) -> None:
+        title = f"distdiag tui {quote(self.snap.run)}"
+        self._write(self._free_name("svg"), self.export_screenshot(title=title).encode())
+
+    async def action_refresh_stacks(self) -> None:
+        """Run `distdiag dump`: the one thing here that asks the ranks for something, and only when told to."""
+        if self.ui.busy or self.snap.monitor is not Monitor.LIVE:
+            return self.say("stacks can be taken while the job runs")
+        self.ui.busy = "taking the stacks of all ranks …"
+        self.redraw()
+        self.run_worker(self._dump(), exclusive=True)
+
+    async def _dump(self) -> None:
+        said = ""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "distdiag", "dump", str(self.snap.run),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            _, errors = await process.communicate()
+            if process.returncode:
+                lines = errors.decode(errors="replace").strip().splitlines()
+                said = lines[0] if lines else f"distdiag dump ended with code {process.returncode}"
+        except OSError as e:
+            said = f"cannot start distdiag dump: {e.strerror}"
+        self.ui.busy = ""
+        self.ui.message = said
+        self.source.again()
+        self.redraw()
