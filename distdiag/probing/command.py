@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
         name: The probe, where the caller is its script.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: its warnings are not our output
     as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")
     place = None
     try:

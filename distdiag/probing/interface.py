@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 
 _SIOCGIFADDR = 0x8915
+NO_ADDRESS = "no address"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def tried_by(backend: str) -> Interface:
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if wanted := os.environ.get(variable):
         name = wanted.split(",")[0].lstrip("^=")
-        return Interface(name, by_name.get(name, "no address"), f"{variable}={wanted}")
+        return Interface(name, by_name.get(name, NO_ADDRESS), f"{variable}={wanted}")
     if backend == "nccl":
         for name, address in by_name.items():
             if name != "lo" and not name.startswith(("docker", "virbr")):
@@ -76,6 +77,8 @@ def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
     variable = "GLOO_SOCKET_IFNAME"
     several = len(set(nodes.values())) > 1
     for rank, interface in interfaces.items():
+        if interface.address == NO_ADDRESS:
+            return f"rank {rank} has no interface {interface.name} with an address ({interface.reason}): `ip addr` lists those there are"
         if interface.address.startswith("127.") and several:
             return (
                 f"rank {rank} offers {interface.address}, which no other node can reach: "
@@ -89,6 +92,15 @@ def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
             f"reached from there: export {variable}=<interface> and MASTER_ADDR=<address>"
         )
     return f"start the missing ranks, or look at their output; check that the interface is the right one ({variable})"
+
+
+def network_identity() -> str:
+    """Equal on two processes exactly when they share their interfaces, the loopback too."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f.read().strip() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname()
 
 
 def line_rate_gbps(name: str) -> float | None:

@@ -10,8 +10,10 @@ import datetime
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,11 +168,18 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
     try:
         job.store = _open_store(place, arrival_limit_s, mine)
         arrivals = _wait_for_all(job, arrival_limit_s, mine)
-        _init_groups(job, arrivals)
+        _refuse_unreachable(arrivals)
         job.watchdog = Watchdog(
-            job.progress, job.rank, job.world_size, where, lambda: _connect(place, options.timeout_s), _leave_report
+            job.progress,
+            job.rank,
+            job.world_size,
+            where,
+            lambda: _connect(place, options.timeout_s),
+            partial(_leave_report, place, options),
         )
         job.watchdog.start()
+        with job.progress.step("connecting to each other"):
+            _init_groups(job, arrivals)
         _align(job)
         yield job
     except RuntimeError as e:  # gloo and NCCL errors are RuntimeErrors
@@ -251,6 +260,7 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, A
         "pid": os.getpid(),
         "interface": [mine.name, mine.address, mine.reason],
         "clock": clock.clock_identity(),
+        "network": interface.network_identity(),
         "host_key": clock.clock_identity() + socket.gethostname(),
     }
     job.store.set(f"arrived/{job.rank}", json.dumps(me))
@@ -272,6 +282,28 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, A
             "timeout",
         ) from None
     return [json.loads(job.store.get(key)) for key in keys]
+
+
+def _refuse_unreachable(arrivals: list[dict[str, Any]]) -> None:
+    """Say at once what gloo would try for half a minute: an address of one network offered to another.
+
+    Raises:
+        DistdiagError: ranks of several networks, one of which offers a loopback address; an interface without address.
+    """
+    offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
+    nodes = {r: a["node"] for r, a in enumerate(arrivals)}
+    several = len({a["network"] for a in arrivals}) > 1
+    lost = [
+        r for r, i in offered.items() if i.address == interface.NO_ADDRESS or (several and i.address.startswith("127."))
+    ]
+    if lost:
+        tried = "; ".join(f"rank {r}: {offered[r].text}" for r in lost[:4])
+        raise DistdiagError(
+            f"all {len(arrivals)} ranks arrived, but cannot connect to each other; interfaces tried: {tried}",
+            interface.advice(offered, nodes),
+            ExitCode.TIMEOUT,
+            "timeout",
+        )
 
 
 def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
@@ -310,9 +342,16 @@ def _align(job: Job) -> None:
     job.clock_offsets_ns, job.clock_error_ns = clock.align(job, job.clock_identities)
 
 
-def _leave_report(store: Any, error: DistdiagError) -> None:
-    """Where the launcher finds it after the process was ended."""
-    store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
+def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:
+    """The last words of a process that is ended: our own launcher finds them in the store, another's user on the screen."""
+    if place.launcher == "distdiag":
+        store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
+        return
+    if place.rank == 0 and options.output_format == "json":
+        from distdiag.probing.rendering import error_json
+
+        print(error_json(error), flush=True)
+    print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
 
 
 def _explain(e: RuntimeError, job: Job) -> DistdiagError:

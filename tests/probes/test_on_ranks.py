@@ -136,8 +136,9 @@ def test_an_interface_that_is_not_there_is_named(on_ranks: OnRanks, monkeypatch:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(DistdiagError) as e:
         on_ranks("barrier", "--timeout", "3")
-    assert "all 2 ranks arrived, but could not connect" in e.value.message
-    assert "nosuch0 no address (GLOO_SOCKET_IFNAME=nosuch0)" in e.value.hint
+    assert "all 2 ranks arrived, but cannot connect to each other" in e.value.message
+    assert "nosuch0 no address (GLOO_SOCKET_IFNAME=nosuch0)" in e.value.message
+    assert "rank 0 has no interface nosuch0" in e.value.hint
 
 
 def align_clocks(rank: int, folder: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distdiag.errors import DistdiagError
+from distdiag.probing import job
 from distdiag.probing.collective import require_contiguous
 from distdiag.probing.interface import Interface, addresses, advice, line_rate_gbps, tried_by
 
@@ -53,6 +54,29 @@ def test_the_remedy_names_rank_interface_and_variable(
     interfaces: dict[int, Interface], hosts: dict[int, str], says: str
 ):
     assert says in advice(interfaces, hosts)
+
+
+def arrival(interface: Interface, network: str) -> dict[str, object]:
+    return {"interface": [interface.name, interface.address, interface.reason], "network": network, "node": network}
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "says"),
+    [
+        ([arrival(LO, "a"), arrival(LO, "b")], "rank 0 offers 127.0.0.1, which no other node can reach"),
+        ([arrival(ETH, "a"), arrival(LO, "b")], "rank 1 offers 127.0.0.1"),
+        ([arrival(Interface("ib9", "no address", "GLOO_SOCKET_IFNAME=ib9"), "a")] * 2, "no interface ib9"),
+    ],
+)
+def test_what_cannot_connect_is_said_before_it_is_tried(arrivals: list[dict[str, object]], says: str):
+    with pytest.raises(DistdiagError) as e:
+        job._refuse_unreachable(arrivals)
+    assert "cannot connect to each other" in e.value.message and says in e.value.hint and e.value.code == 5
+
+
+def test_what_may_connect_is_left_to_try():
+    job._refuse_unreachable([arrival(LO, "a"), arrival(LO, "a")])  # one host
+    job._refuse_unreachable([arrival(ETH, "a"), arrival(DOCKER, "b")])  # who knows
 
 
 def test_a_strided_tensor_is_refused():
