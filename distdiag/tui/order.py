@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from distdiag.tui.snapshot import Snapshot
@@ -69,14 +69,6 @@ def ordered(snap: Snapshot, ui: Ui) -> list[int]:
     return known + [i for i in rows if values[i] != values[i]]  # what was not measured stands last either way
 
 
-def ranks_of(snap: Snapshot, rows: Sequence[int]) -> list[int]:
-    """Rank numbers of rows of the frame."""
-    if snap.frame is None:
-        return []
-    ranks = snap.frame.table.numbers("rank")
-    return [int(ranks[i]) for i in rows]
-
-
 class Cached:
     """Keeps the last order: recomputed when the data or the choice changed, but not within two seconds of the person
     moving the cursor, so that rows do not jump away under it."""
@@ -88,6 +80,7 @@ class Cached:
         self._key: tuple[object, ...] = ()
         self._choice: tuple[object, ...] = ()
         self._rows: list[int] = []
+        self._ranks: list[int] | None = None
         self._moved_at = -math.inf
 
     def moved(self) -> None:
@@ -106,4 +99,13 @@ class Cached:
             if held and self._key and self._key[1] == n and not ui.filter.tests:
                 return self._rows
         self._rows, self._key, self._choice = ordered(snap, ui), key, choice
+        self._ranks = None
         return self._rows
+
+    def ranks(self, snap: Snapshot, ui: Ui) -> list[int]:
+        """The rank numbers of `rows`, in that order."""
+        rows = self.rows(snap, ui)
+        if self._ranks is None:
+            ranks = snap.summary.layout.ranks
+            self._ranks = [ranks[i] for i in rows]
+        return self._ranks

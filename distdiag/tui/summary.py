@@ -56,6 +56,7 @@ class Layout:
     """Where the ranks are: the same in every frame of a run, and expensive for thousands of them."""
 
     key: tuple[bytes, ...] = ()
+    ranks: list[int] = field(default_factory=list)  # rank number of each row
     hosts: dict[int, str] = field(default_factory=dict)  # node -> host name
     nodes: list[int] = field(default_factory=list)  # all nodes, rising
     locals: list[int] = field(default_factory=list)  # all local ranks, rising
@@ -72,7 +73,8 @@ def layout_of(table: RankTable, before: Layout) -> Layout:
     nodes, locals_ = sorted(set(node)), sorted(set(local))
     column, row = {n: i for i, n in enumerate(nodes)}, {x: i for i, x in enumerate(locals_)}
     hosts = {n: h or "" for n, h in zip(node, table.words("host"), strict=True)}
-    return Layout(key, hosts, nodes, locals_, [(column[n], row[x]) for n, x in zip(node, local, strict=True)])
+    ranks = [int(r) for r in table.numbers("rank")]
+    return Layout(key, ranks, hosts, nodes, locals_, [(column[n], row[x]) for n, x in zip(node, local, strict=True)])
 
 
 def summarise(table: RankTable, before: Summary | None = None) -> Summary:

@@ -14,7 +14,7 @@ from distdiag.store.rows import LoaderRow
 from distdiag.tui import severity
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule, width_of
-from distdiag.tui.order import Cached, ranks_of
+from distdiag.tui.order import Cached
 from distdiag.tui.panels import summary_line
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.table import Cell, Column, choose, header, row
@@ -157,7 +157,7 @@ class DataPage:
         """`(rank, loader)`; a rank without a loader has one row."""
         data = snap.panel if isinstance(snap.panel, DataData) else DataData()
         out: list[Hashable] = []
-        for rank in ranks_of(snap, self.order.rows(snap, ui)):
+        for rank in self.order.ranks(snap, ui):
             out += [(rank, x.loader) for x in data.loaders.get(rank, ())] or [(rank, -1)]
         return out
 

@@ -10,7 +10,7 @@ from typing import Any
 from distdiag.store.reader import Frame, Run
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Part, Screenful, fitted, line, marked, rule
-from distdiag.tui.order import Cached, ranks_of
+from distdiag.tui.order import Cached
 from distdiag.tui.panels import summary_line
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.text import clean, median_low, milliseconds, quantile
@@ -125,7 +125,7 @@ class HeatPage:
         return Request("heat", ui.paused_at_s, None, tuple(items[top : top + room]), self._window(width), ui.metric)
 
     def items(self, snap: Snapshot, ui: Ui) -> list[int]:
-        return ranks_of(snap, self.order.rows(snap, ui))
+        return self.order.ranks(snap, ui)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, HeatData) else HeatData(ui.metric, values={})

@@ -13,7 +13,7 @@ from distdiag.store.rows import GpuRow, HostRow, ProcessRow
 from distdiag.tui import severity
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
-from distdiag.tui.order import Cached, ranks_of
+from distdiag.tui.order import Cached
 from distdiag.tui.panels import summary_line
 from distdiag.tui.screens.ranks_columns import host_width, short_host
 from distdiag.tui.snapshot import Request, Snapshot
@@ -239,7 +239,7 @@ class MemoryPage:
         self.order = Cached(time.monotonic)
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        ranks = ranks_of(snap, self.order.rows(snap, ui))
+        ranks = self.order.ranks(snap, ui)
         room = max(1, height - 6)
         top, _ = ui.window("memory", self.items(snap, ui), room)
         return Request("memory", ui.paused_at_s, None, tuple(ranks[top : top + room]))
@@ -247,7 +247,7 @@ class MemoryPage:
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         data = snap.panel if isinstance(snap.panel, MemoryData) else MemoryData()
         spare = [("gpu", g.node, g.gpu) for g in data.gpus if g.rank is None]
-        return [*ranks_of(snap, self.order.rows(snap, ui)), *spare]
+        return [*self.order.ranks(snap, ui), *spare]
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, MemoryData) else MemoryData()

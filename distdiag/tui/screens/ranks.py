@@ -10,7 +10,7 @@ from distdiag.store.reader import Frame, Run
 from distdiag.tui import severity
 from distdiag.tui.header import head
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
-from distdiag.tui.order import BY_KEY, Cached, ranks_of
+from distdiag.tui.order import BY_KEY, Cached
 from distdiag.tui.panels import footer_panel
 from distdiag.tui.rankmap import map_lines
 from distdiag.tui.screens import comm
@@ -45,7 +45,7 @@ class RanksPage:
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         if ui.group:
             return [g.node for g in groups(snap, ui)]
-        return ranks_of(snap, self.order.rows(snap, ui))
+        return self.order.ranks(snap, ui)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         lines, job = head(snap, ui, width)
@@ -59,7 +59,7 @@ class RanksPage:
         if ui.group:
             body, shown, cursor = group_lines(snap, ui, width, max(1, room))
         else:
-            body, shown, cursor = _table(snap, ui, job, rows, width, max(1, room))
+            body, shown, cursor = _table(snap, ui, job, rows, self.order.ranks(snap, ui), width, max(1, room))
         at = None if cursor is None else len(lines) + cursor
         lines += body
         left = height - len(lines) - len(panel)
@@ -115,7 +115,7 @@ def _nothing_yet(snap: Snapshot, ui: Ui, job: JobState, lines: list[Line], width
 
 
 def _table(
-    snap: Snapshot, ui: Ui, job: JobState, rows: list[int], width: int, room: int
+    snap: Snapshot, ui: Ui, job: JobState, rows: list[int], items: list[int], width: int, room: int
 ) -> tuple[list[Line], int, int | None]:
     """Head, rows and the line that says how many are not on the screen; shown rows; line of the cursor."""
     assert snap.frame is not None
@@ -128,7 +128,6 @@ def _table(
         return [*out, line((f"   {why}", "muted"))], 1, None
     fits = len(rows) <= room - 1
     space = room - 1 if fits else max(1, room - 2)
-    items = ranks_of(snap, rows)
     top, index = ui.window("ranks", items, space)
     if ui.follow and ui.interactive:
         top, index = 0, 0
