@@ -53,7 +53,8 @@ def test_ranks_are_known_by_number_and_killed(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
         import os, sys, time
-        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+        sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n")
+        sys.stdout.flush()
         time.sleep(600)
         """)
     )

@@ -168,6 +168,11 @@ def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bo
     from distdiag.tui.app import DistdiagApp
     from distdiag.tui.text import quote
 
+    if not served:
+        # Exported by some shells and CI systems, and stale after the first resize; Python would believe them more than
+        # the terminal itself, and the view would be drawn for a size that is not there.
+        os.environ.pop("COLUMNS", None)
+        os.environ.pop("LINES", None)
     app = DistdiagApp(path, ui, hz=hz, theme=theme, follow_attempts=follow_attempts)
     if theme is not None and theme not in app.available_themes:
         raise DistdiagError(f"--theme {theme}: no such theme", f"one of {', '.join(sorted(app.available_themes))}")

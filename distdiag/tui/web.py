@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import secrets
 import shlex
@@ -15,6 +17,7 @@ from distdiag.tui.text import clean
 
 HOST = "127.0.0.1"
 COOKIE = "distdiag_token"
+_LEAVE_S = 3.0  # given to an app to leave when the server ends, before it is killed
 
 
 def app_command(arguments: list[str]) -> str:
@@ -97,7 +100,7 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
         DistdiagError: textual-serve is not installed; the port is taken.
     """
     try:
-        from textual_serve.server import Server
+        from textual_serve import server as textual_server
     except ImportError as e:
         raise DistdiagError(f"--web needs {e.name}", "pip install 'distdiag[web]'") from e
     from aiohttp import web
@@ -106,7 +109,14 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
     port = listening.getsockname()[1]
     secret = token or secrets.token_urlsafe(24)
 
-    class Guarded(Server):
+    apps: list[Any] = []  # one per browser that came
+
+    class App(textual_server.AppService):
+        async def start(self, width: int, height: int) -> None:
+            apps.append(self)
+            await super().start(width, height)
+
+    class Guarded(textual_server.Server):
         async def _make_app(self) -> Any:
             app = await super()._make_app()
             app.middlewares.append(_token_guard(secret, port))
@@ -118,6 +128,25 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
             print(f"distdiag: serving {clean(str(run_dir))} to this machine only; Ctrl-C ends it", file=sys.stderr)
             print(f"hint: from elsewhere: ssh -L {port}:{HOST}:{port} HOST, then open that address", file=sys.stderr)
 
+        async def on_shutdown(self, app: Any) -> None:
+            await asyncio.gather(*(_ended(a) for a in apps))
+
+    textual_server.AppService = App  # the server has no other place to say which class it starts
     server = Guarded(app_command(arguments), host=HOST, port=port, title="distdiag")
     web.run_app(server._make_app(), sock=listening, print=None, access_log=None)
     return int(ExitCode.INTERRUPTED)
+
+
+async def _ended(app: Any) -> None:
+    """Have one browser's app leave, and wait for its process: the loop must not close before its pipes have."""
+    process = app._process
+    if process is None:
+        return
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(app.stop(), _LEAVE_S)
+    try:
+        await asyncio.wait_for(process.wait(), _LEAVE_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

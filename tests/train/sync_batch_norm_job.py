@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,11 +86,8 @@ def main() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in ours.parameters())
 
     dist.barrier()
-    print(f"rank {rank} equal")
+    sys.stdout.write(f"rank {rank} equal\n")  # one write, also where Python does not buffer: the ranks share the file
     dist.destroy_process_group()
-    import os
-    import sys
-
     sys.stdout.flush()
     os._exit(0)  # gloo may abort while the interpreter is finalised
 

@@ -50,7 +50,8 @@ def test_keys_in_a_terminal(runs: MakeRun) -> None:
 
 
 def test_a_small_terminal_and_ctrl_c(runs: MakeRun) -> None:
-    with terminal(_tui(runs(Scenario(ranks=8), "always")), size=(40, 12)) as t:
+    stale = {"COLUMNS": "80", "LINES": "24"}  # as some shells export them: the terminal itself is believed
+    with terminal(_tui(runs(Scenario(ranks=8), "always")), size=(40, 12), env=stale) as t:
         t.until("distdiag needs 60x16")
         t.type("C-c")
         assert t.ended() == 130 and "Traceback" not in t.screen()

@@ -43,7 +43,8 @@ def server(runs: MakeRun) -> Iterator[str]:
         yield address
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        assert "Traceback" not in process.stderr.read()
+        said = process.stderr.read()
+        assert "Traceback" not in said, said
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
