@@ -25,7 +25,10 @@ _STDLIB = tuple(
     {os.path.realpath(p) + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
     | {p + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
 )
-_kinds: dict[CodeType, int] = {}
+# By id, for a code object's hash is that of its contents and takes longer than all the rest; the object is kept, so that
+# no other can come by its id.
+_kinds: dict[int, tuple[int, CodeType]] = {}
+_KINDS_MOST = 16_384  # code made anew at every step must not pile up
 _files: dict[str, str] = {}
 
 
@@ -44,10 +47,12 @@ def kind_of_file(file: str) -> int:
 
 
 def _kind(code: CodeType) -> int:
-    k = _kinds.get(code)
-    if k is None:
-        k = _kinds[code] = kind_of_file(code.co_filename)
-    return k
+    known = _kinds.get(id(code))
+    if known is None:
+        if len(_kinds) >= _KINDS_MOST:
+            _kinds.clear()
+        known = _kinds[id(code)] = (kind_of_file(code.co_filename), code)
+    return known[0]
 
 
 def absolute(file: str) -> str:

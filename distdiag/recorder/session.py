@@ -62,10 +62,10 @@ class Session:
         if not missing:
             from torch._C import _distributed_c10d as c10d
 
-            from distdiag.recorder import collectives, phases
+            from distdiag.recorder import collectives, hooks
 
             col = collectives.install(r)
-            self.phases = phases.install(r, col)
+            self.phases = hooks.install(r, col)
             self.pulse.collectives = col
             if not hasattr(c10d, "_dump_fr_trace_json"):
                 missing.append("flight recorder (JSON)")

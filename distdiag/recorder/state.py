@@ -33,7 +33,8 @@ class Recorder:
         self.h = writer.h
         self.main_thread = threading.main_thread().ident
         self.quiet = False
-        self._sites: dict[tuple[CodeType, int], int] = {}
+        # by id of the code and its instruction: a line number has to be decoded, and the code's own hash is slow
+        self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.phase = int(Phase.INIT)
         self.facts: dict[str, Any] = {}
 
@@ -41,13 +42,15 @@ class Recorder:
         """Heap offset of the place where `frame` stands; 0 for None."""
         if frame is None:
             return 0
-        code, line = frame.f_code, frame.f_lineno or 0
-        off = self._sites.get((code, line))
-        if off is None:
-            off = self.page.site(absolute(code.co_filename), line, code.co_name)
-            if len(self._sites) < 4096:
-                self._sites[(code, line)] = off
-        return off
+        code = frame.f_code
+        key = (id(code), frame.f_lasti)
+        known = self._sites.get(key)
+        if known is None:
+            off = self.page.site(absolute(code.co_filename), frame.f_lineno or 0, code.co_name)
+            if len(self._sites) >= 16_384:
+                self._sites.clear()
+            known = self._sites[key] = (off, code)  # the code is kept, so that no other can come by its id
+        return known[0]
 
     def user_site(self, frame: FrameType | None) -> int:
         return self.site(user_frame(frame))

@@ -1,0 +1,191 @@
+"""The hooks: where torch's DataLoader, DDP, autograd and optimizers tell the phases that something begins or ends."""
+
+from __future__ import annotations
+
+import sys
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data import dataloader as loader_module
+
+from distdiag.recorder import state
+from distdiag.recorder.collectives import Collectives, note_caught
+from distdiag.recorder.frames import user_frame
+from distdiag.recorder.page import Phase
+from distdiag.recorder.phases import DATA, Phases, constructed, constructing, forward_begins, forward_ends
+from distdiag.recorder.state import guarded, now_ns
+
+
+def install(r: state.Recorder, col: Collectives) -> Phases:
+    """Hook torch's classes; called once per process."""
+    ph = Phases(r, col)
+    _wrap_ddp(ph)
+    _wrap_backward(ph)
+    _wrap_loader(ph)
+    _wrap_join(ph)
+    if torch.version.cuda is not None:
+        _wrap_copies(ph)
+    register_optimizer_step_pre_hook(lambda o, _a, _k: ph.optimizer_begins(o))
+    register_optimizer_step_post_hook(lambda o, _a, _k: ph.optimizer_ends(o))
+    return ph
+
+
+def _wrap_ddp(ph: Phases) -> None:
+    original_init, original_forward = DDP.__init__, DDP.forward
+
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        slot = constructing(ph, module, kwargs, ph.r.user_site(sys._getframe(1)))
+        try:
+            original_init(self, module, *args, **kwargs)
+        except BaseException as e:
+            note_caught(ph.r, e)
+            raise
+        finally:
+            ph.col.unblock()
+        if slot is not None:
+            constructed(ph, self, slot)
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        began = forward_begins(ph, self, inputs)
+        error: BaseException | None = None
+        try:
+            return original_forward(self, *inputs, **kwargs)
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            if began is not None:
+                forward_ends(ph, began, error)
+
+    __init__.__doc__, forward.__doc__ = original_init.__doc__, original_forward.__doc__
+    __init__.__wrapped__, forward.__wrapped__ = original_init, original_forward  # type: ignore[attr-defined]
+    DDP.__init__, DDP.forward = __init__, forward  # type: ignore[method-assign]
+
+    original_sync = getattr(DDP, "_sync_buffers", None)
+    if original_sync is not None:
+
+        def _sync_buffers(self: Any) -> Any:
+            m = ph.models.get(id(self))
+            main = get_ident() == ph.main_thread
+            if m is not None and main:
+                ph.col.block_ddp(m.pg, ph.r.user_site(sys._getframe(1)))
+            try:
+                return original_sync(self)
+            finally:
+                if m is not None and main:
+                    ph.col.wait_ns += ph.col.unblock()
+
+        DDP._sync_buffers = _sync_buffers  # type: ignore[method-assign]
+    reducer = c10d.Reducer
+    original_prepare = reducer.prepare_for_backward
+
+    def prepare_for_backward(self: Any, tensors: Any) -> None:
+        t = now_ns()
+        original_prepare(self, tensors)
+        if tensors:  # only find_unused_parameters hands over tensors to search from
+            _searched(ph, now_ns() - t)
+
+    reducer.prepare_for_backward = prepare_for_backward  # type: ignore[method-assign]
+
+
+@guarded
+def _searched(ph: Phases, ns: int) -> None:
+    for m in ph.models.values():
+        if m.slot.find_unused == 1:
+            m.slot.search_ns += ns
+            m.slot.searches += 1
+
+
+def _wrap_backward(ph: Phases) -> None:
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        began = ph.backward_begins(tensors)
+        error: BaseException | None = None
+        try:
+            return original(tensors, *args, **kwargs)
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            if began:
+                ph.backward_ends(began, error)
+
+    backward.__doc__ = original.__doc__
+    backward.__wrapped__ = original  # type: ignore[attr-defined]
+    torch.autograd.backward = backward
+
+
+def _wrap_loader(ph: Phases) -> None:
+    original_iter = DataLoader.__iter__
+    base = loader_module._BaseDataLoaderIter
+    original_next = base.__next__
+
+    def __iter__(self: Any) -> Any:
+        it = original_iter(self)
+        ph.loaders.starts(self, it, user_frame(sys._getframe(1)))
+        return it
+
+    def __next__(self: Any) -> Any:
+        main = get_ident() == ph.main_thread
+        t = ph.enter(DATA) if main else 0
+        try:
+            batch = original_next(self)
+        except StopIteration:
+            if main:
+                ph.loaders.ends(self)
+                ph.data_ns += ph.leave() - t
+            raise
+        if main:
+            _given(ph, self, batch, t)
+        return batch
+
+    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+    base.__next__ = __next__  # type: ignore[method-assign]
+
+
+@guarded
+def _given(ph: Phases, iterator: Any, batch: Any, started_ns: int) -> None:
+    ph.loaders.gives(iterator, batch)
+    ph.data_wait(started_ns, batch)
+
+
+def _wrap_copies(ph: Phases) -> None:
+    """Copies from the host to a CUDA device, timed on the device; only in builds that know CUDA."""
+
+    def wrap(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
+            clock = ph.device
+            if clock is None or self.device.type != "cpu" or get_ident() != ph.main_thread:
+                return original(self, *args, **kwargs)
+            clock.begin(Phase.H2D)
+            out = original(self, *args, **kwargs)
+            clock.end(Phase.H2D) if out.device.type == "cuda" else clock.drop(Phase.H2D)
+            return out
+
+        copy.__doc__ = original.__doc__
+        setattr(torch.Tensor, name, copy)
+
+    wrap("to")
+    wrap("cuda")
+
+
+def _wrap_join(ph: Phases) -> None:
+    """torch's Join makes uneven inputs legal; that it was used is kept for the rest of the job."""
+    from torch.distributed.algorithms.join import Join
+
+    original = Join.__enter__
+
+    def __enter__(self: Any) -> Any:
+        ph.h.in_join = 1
+        return original(self)
+
+    Join.__enter__ = __enter__  # type: ignore[method-assign]
