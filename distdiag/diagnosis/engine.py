@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from distdiag.diagnosis import batches, collectives, endings, parameters, resources, silent, speed, stalls
+from distdiag.diagnosis import batches, collectives, endings, gpus, parameters, resources, silent, speed, stalls
 from distdiag.diagnosis.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.graph import WaitGraph, build
 from distdiag.diagnosis.snapshot import Life, Snapshot
@@ -93,6 +93,7 @@ class Diagnosis:
                 *self._try(parameters.rules, s),
                 *self._try(batches.rules, s, self.source),
                 *self._try(resources.rules, s),
+                *self._try(gpus.rules, s),
                 *self._try(silent.rules, s),
             ]
             if not fatal and not any(

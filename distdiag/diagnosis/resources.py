@@ -1,4 +1,4 @@
-"""Memory and GPUs: what grows, what differs, what is throttled, what is broken."""
+"""Memory of hosts and devices: what grows, what differs between ranks, what is nearly full."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list, size_text
 from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.wording import at, seconds, where
+from distdiag.diagnosis.wording import at, where
 
 MIB = 1 << 20
 GROWTH_BYTES, GROWTH_SHARE, GROWTH_S, GROWTH_SAMPLES = 192 * MIB, 0.25, 12.0, 12
@@ -17,8 +17,8 @@ HOST_IMBALANCE_BYTES = 256 * MIB
 
 
 def rules(s: Snapshot) -> list[Finding]:
-    """Findings about memory and GPUs."""
-    return [*_growth(s), *_host_imbalance(s), *_device(s), *_gpus(s)]
+    """Findings about memory."""
+    return [*_growth(s), *_host_imbalance(s), *_device(s)]
 
 
 def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
@@ -126,7 +126,7 @@ def _device(s: Snapshot) -> list[Finding]:
                 kind="memory",
                 cause="headroom",
                 certainty=Certainty.PROVED,
-                severity=Severity.WARNING,
+                severity=Severity.INFO,  # many a healthy job is tuned to fill its cards
                 culprits=tight,
                 message=f"device memory of {rank_list(tight)} is above {HEADROOM:.0%} of the card",
                 cost="the next larger batch or fragment ends in an out-of-memory error",
@@ -155,36 +155,3 @@ def _device(s: Snapshot) -> list[Finding]:
 
 def _model_parallel(s: Snapshot) -> bool:
     return any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
-
-
-def _gpus(s: Snapshot) -> list[Finding]:
-    out = []
-    for g in s.gpus:
-        who = (g.rank,) if g.rank is not None else ()
-        name = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
-        if g.ecc_uncorrected:
-            out.append(_gpu("ecc", who, Severity.ERROR, f"{name}: {g.ecc_uncorrected} uncorrected memory errors",
-                            "wrong results, or the next crash", "drain the node and have the card replaced"))  # fmt: skip
-        if g.throttled_share is not None and g.throttled_share > 0.5 and g.throttle:
-            out.append(_gpu("throttled", who, Severity.WARNING, f"{name}: throttled ({g.throttle}) in "
-                            f"{g.throttled_share:.0%} of the last minute", "lower clocks on the rank all wait for",
-                            "check cooling and power of that node"))  # fmt: skip
-        if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
-            out.append(_gpu("pcie_degraded", who, Severity.WARNING,
-                            f"{name}: PCIe x{g.pcie_width} of x{g.pcie_width_max}", "slower copies to and from the host",
-                            "reseat the card, or check the riser; `distdiag probe gpu` measures the copies"))  # fmt: skip
-    stuck = [r for r in s.ranks.values() if r.activity_since_s is not None and s.t_s - r.activity_since_s > 60]
-    if stuck and s.gpus and len(stuck) == len(s.ranks):
-        busy = [g for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > 95]
-        if busy and len(busy) >= len(s.ranks):
-            out.append(_gpu("busy_without_progress", tuple(g.rank for g in busy if g.rank is not None), Severity.WARNING,
-                            f"GPUs show over 95 % use, but no rank made a step for {seconds(60)}: kernels spin in a collective",
-                            "the job makes no progress", "`distdiag dump` shows where every rank stands"))  # fmt: skip
-    return out
-
-
-def _gpu(cause: str, ranks: tuple[int, ...], severity: Severity, what: str, cost: str, do: str) -> Finding:
-    return Finding(
-        kind="gpu", cause=cause, certainty=Certainty.PROVED, severity=severity, culprits=ranks,
-        message=what, cost=cost, advice=do,
-    )  # fmt: skip

@@ -212,6 +212,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     skew_ms: float
     late_rank: int
     waited_ms: float = 0.0  # the longest that another rank's host waited in it: what the lateness cost
+    shared_ms: float = 0.0  # what every rank's host waited in it, even the last to come: communication, not lateness
 
 
 class Met(msgspec.Struct, frozen=True):
@@ -230,8 +231,11 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     gpu: int
     rank: int | None = None
     utilization_pct: float | None = None
+    most_used_pct: float | None = None  # the highest utilisation of the last minute; None before a minute is known
     throttle: str | None = None
     ecc_uncorrected: int | None = None
+    ecc_before: int | None = None  # how many of them there were when the run began
+    xids: tuple[int, ...] = ()  # errors the driver has reported during the run, oldest first
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
     pcie_width: int | None = None

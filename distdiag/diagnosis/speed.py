@@ -17,6 +17,8 @@ from distdiag.diagnosis.wording import at, percent, where, where_stack
 WINDOW, MIN_STEPS, WARM_UP = 50, 30, 5
 RECURRENCE = 0.75  # of the window's steps in which it is the slowest
 MIN_MS = 3.0
+COMM_SHARE = 0.3
+MIN_SPAN_MS = 1000.0  # that collectives of loops without steps must cover
 # (its slowest phase against the others' by this factor, then this share of the step must be lost to it). A core that is
 # slower than its neighbour, or shared with another job, stretches all computing by some tens of per cent and is no fault of
 # the job; work or waiting that only one rank has is many times what the others have.
@@ -32,7 +34,7 @@ def rules(s: Snapshot) -> list[Finding]:
     """Findings about speed."""
     window = _window(s)
     if window is None:
-        return _by_arrivals(s)
+        return _by_arrivals(s) or _shared_waits(s)
     out = _straggler(s, window)
     if not out:
         out = _rotating(s, window)
@@ -223,19 +225,32 @@ def _shares(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
                 advice=f"raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
             )
         )
-    if wait >= 0.3:
-        out.append(
-            Finding(
-                kind="comm_bound",
-                certainty=Certainty.SUSPECTED,
-                severity=Severity.INFO,
-                victims=tuple(sorted(window)),
-                message=f"exposed communication: at least {percent(wait)} of step time on every rank, with no rank late",
-                cost=f"{percent(wait)} of step time",
-                advice="`distdiag probe allreduce` says what this machine can do; accumulate gradients, or larger buckets",
-            )
-        )
+    if wait >= COMM_SHARE:
+        out.append(_comm_bound(sorted(window), wait, "step time"))
     return out
+
+
+def _comm_bound(ranks: list[int], share: float, of: str) -> Finding:
+    return Finding(
+        kind="comm_bound",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.INFO,
+        victims=tuple(ranks),
+        message=f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late",
+        cost=f"{percent(share)} of {of}",
+        advice="`distdiag probe allreduce` says what this machine can do; synchronise less often, or in larger pieces",
+    )
+
+
+def _shared_waits(s: Snapshot) -> list[Finding]:
+    """Loops without an optimizer: the share of time that every rank's host waits in the collectives of all ranks."""
+    whole = {name for name, g in s.groups.items() if len(g.ranks) == s.world_size}
+    recent = [a for a in s.arrivals if a.group in whole]
+    if len(recent) < MIN_STEPS or s.world_size < 2:
+        return []
+    span_ms = (recent[-1].t_s - recent[0].t_s) * 1e3
+    share = sum(a.shared_ms for a in recent[:-1]) / span_ms if span_ms > MIN_SPAN_MS else 0.0
+    return [_comm_bound(sorted(s.ranks), min(share, 1.0), "the time")] if share >= COMM_SHARE else []
 
 
 def _by_arrivals(s: Snapshot) -> list[Finding]:

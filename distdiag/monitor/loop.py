@@ -15,7 +15,7 @@ import msgspec
 import distdiag
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.snapshot import GpuState, Group, Life, Site, Snapshot
+from distdiag.diagnosis.snapshot import Group, Life, Site, Snapshot
 from distdiag.monitor import evidence, processes
 from distdiag.monitor.gpus import Gpus
 from distdiag.monitor.hosts import Hosts
@@ -25,7 +25,7 @@ from distdiag.monitor.speak import Voice
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.recorder.page import Blocked, LifeWord, PageError, PageReader
 from distdiag.store import rundir, stacks
-from distdiag.store.rows import GpuRow, GroupRow
+from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
 TICK_S = 0.25
@@ -34,7 +34,12 @@ SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked fo
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
 SILENT_S = 1.5  # a pulse that missed six beats
+CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
 RECORDS_KEPT_S = 8.0  # how long a flight record of a rank that stands still is good
+ADVICE = {
+    "disk_full": "free the disk",
+    "clock_skew": "compare times of this run by their differences, not by the clock",
+}
 
 
 class Monitor:
@@ -59,8 +64,6 @@ class Monitor:
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
         self._asked: dict[int, float] = {}
         self._frame_at = self._host_at = self._loaders_at = -10.0
-        self._gpu_rows: list[GpuRow] = []
-        self._throttled: dict[int, list[bool]] = {}
         self._host_cpu: list[float] = []
         self._groups_written: set[str] = set()
         self._meta_written = False
@@ -288,7 +291,7 @@ class Monitor:
             groups=groups,
             arrivals=tuple(self.collectives.arrivals),
             met=tuple(self.collectives.met),
-            gpus=tuple(self._gpu_state(g) for g in self._gpu_rows),
+            gpus=self.gpus.states(),
             host_cpu_pct=sum(self._host_cpu) / len(self._host_cpu) if self._host_cpu else None,
             usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
         )
@@ -306,22 +309,6 @@ class Monitor:
         by_pid = {v.page.header.pid: k for k, v in self.views.items() if v.page is not None}
         found = tuple(sorted(by_pid[p] for p in holders if p in by_pid))
         return msgspec.structs.replace(r, activity="lock", holds_up=found) if found else r
-
-    def _gpu_state(self, g: GpuRow) -> GpuState:
-        history = self._throttled.get(g.gpu, [])
-        return GpuState(
-            node=g.node,
-            gpu=g.gpu,
-            rank=g.rank,
-            utilization_pct=g.utilization_pct,
-            throttle=g.throttle,
-            ecc_uncorrected=g.ecc_uncorrected,
-            pcie_generation=g.pcie_generation,
-            pcie_generation_max=g.pcie_generation_max,
-            pcie_width=g.pcie_width,
-            pcie_width_max=g.pcie_width_max,
-            throttled_share=sum(history) / len(history) if len(history) >= 20 else None,
-        )
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -405,12 +392,7 @@ class Monitor:
             users = {
                 v.page.header.gpu: q for q, v in self.views.items() if v.page is not None and v.page.header.gpu >= 0
             }
-            self._gpu_rows = self.gpus.rows(s.t_s, users)
-            w.gpus(self._gpu_rows)
-            for g in self._gpu_rows:
-                if g.throttle is not None:
-                    hot = any(word in g.throttle for word in ("thermal", "hardware", "brake"))
-                    self._throttled[g.gpu] = [*self._throttled.get(g.gpu, [])[-59:], hot]
+            w.gpus(self.gpus.rows(s.t_s, users))
 
     def _write_facts(self, s: Snapshot) -> None:
         """What is written once, or when it changes: versions, groups, failures of ours."""
@@ -457,13 +439,19 @@ class Monitor:
                 self._recorder(
                     s, "unsupported_torch", q, f"this torch lacks: {missing}; what needs it is not seen", "info"
                 )
+        jump_s = time.time() - self.started_unix_s - s.t_s
+        if abs(jump_s) > CLOCK_JUMP_S:
+            self._recorder(
+                s, "clock_skew", -1, f"this host's wall clock was set {'forward' if jump_s > 0 else 'back'} by "
+                f"{abs(jump_s):.0f} s during the run: dates may disagree with logs by that; durations do not", "info",
+            )  # fmt: skip
         for text in self.diagnosis.failures:
             self._recorder(s, "failed", -1, f"a rule of the diagnosis failed: {text}", "info")
         if self.writer.failed_writes and self.writer.last_error:
             self._recorder(s, "disk_full", -1, f"the run could not be written: {self.writer.last_error}", "warning")
 
     def _recorder(self, s: Snapshot, cause: str, rank: int, text: str, severity: str) -> None:
-        key = f"{cause}/{rank}/{text if rank < 0 else ''}"
+        key = f"{cause}/{rank}/{text if cause in ('failed', 'disk_full') and rank < 0 else ''}"
         if key in self._recorder_said:
             return
         self._recorder_said.add(key)
@@ -479,7 +467,7 @@ class Monitor:
                 detected_s=s.t_s,
                 message=text,
                 cost="none for the job; distdiag sees less",
-                advice="free the disk" if cause == "disk_full" else "report it with the run's directory",
+                advice=ADVICE.get(cause, "report it with the run's directory"),
             )
         )
 

@@ -124,7 +124,10 @@ class Collectives:
                 )
             )
             waited = max((w for q, (_, w) in by_rank.items() if q != late), default=0.0)
-            self.arrivals.append(Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late, waited * 1e3))
+            shared = min(w for _, w in by_rank.values())
+            self.arrivals.append(
+                Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late, waited * 1e3, shared * 1e3)
+            )
         return out
 
 

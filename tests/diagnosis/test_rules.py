@@ -14,6 +14,7 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.findings import Finding
 from distdiag.diagnosis.graph import build
 from distdiag.diagnosis.snapshot import (
+    Arrival,
     Call,
     Group,
     Life,
@@ -335,6 +336,20 @@ def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None
     assert stragglers(job(rank(0, steps=steps(wait_ms=3.0)), rank(1, steps=tuple(once)))) == []
     slower = [rank(0, steps=steps(wait_ms=6.0)), rank(1, steps=steps(6.0, "forward", seed=1))]
     assert stragglers(job(*slower, host_cpu_pct=100.0)) == []
+
+
+def arrivals(shared_ms: float, period_ms: float = 50.0, n: int = 60) -> tuple[Arrival, ...]:
+    return tuple(
+        Arrival("default_pg", k, "all_reduce", k * period_ms / 1e3, 1.0, k % 2, shared_ms + 1, shared_ms)
+        for k in range(1, n + 1)
+    )
+
+
+def test_loops_without_an_optimizer_are_bound_by_what_all_ranks_wait() -> None:
+    f = only(speed.rules(job(rank(0), rank(1), arrivals=arrivals(30.0))))
+    assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
+    assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
+    assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
 
 
 # -- the rest ----------------------------------------------------------------------------------------------
