@@ -41,6 +41,7 @@ from distdiag.recorder.page import (
     Phase,
     SiteSlot,
     fold_ranks,
+    word,
 )
 from distdiag.recorder.state import guarded, now_ns
 
@@ -75,6 +76,10 @@ METHODS: dict[str, tuple[str, int]] = {
 _P2P = {"send", "recv", "recv_anysource"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _BLOCKING = {"monitored_barrier"}
+
+_BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
+_BLOCKED_SITE, _BLOCKED_SINCE = word("blocked_site"), word("blocked_since_ns")
+_DDP = int(Blocked.DDP)
 
 _local = threading.local()
 
@@ -322,26 +327,26 @@ class Collectives:
         """Count a place that makes C++ issue collectives (DDP's forward and backward) like a call site."""
         self._count_site(site, self._op(op))
 
-    def _block(self, kind: Blocked, at: int, site: int) -> None:
-        h = self.h
-        h.blocked_at = at
-        h.blocked_site = site
-        h.blocked_since_ns = now_ns()
-        h.blocked = kind
+    def _block(self, kind: int, at: int, site: int) -> None:
+        u32, u64 = self.page.u32, self.page.u64
+        u64[_BLOCKED_AT] = at
+        u32[_BLOCKED_SITE] = site
+        u64[_BLOCKED_SINCE] = now_ns()
+        u32[_BLOCKED] = kind
 
     def block_ddp(self, pg: Any, site: int) -> None:
         """The main thread enters C++ code of DDP that may wait for others."""
         g = self.group(pg)
         if g is not None:
-            self._block(Blocked.DDP, g.slot_index, site)
+            self._block(_DDP, g.slot_index, site)
 
     def unblock(self) -> int:
         """The main thread has come back; nanoseconds since it entered."""
-        h = self.h
-        if h.blocked == Blocked.NO:
+        u32 = self.page.u32
+        if not u32[_BLOCKED]:
             return 0
-        h.blocked = Blocked.NO
-        return now_ns() - h.blocked_since_ns
+        u32[_BLOCKED] = 0
+        return now_ns() - self.page.u64[_BLOCKED_SINCE]
 
     @guarded
     def issued(self, rec: CallRecord, g: _Group, work: Any, method: str) -> None:

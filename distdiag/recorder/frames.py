@@ -46,7 +46,7 @@ def kind_of_file(file: str) -> int:
     return LIBRARY if path.startswith(_STDLIB) else USER
 
 
-def _kind(code: CodeType) -> int:
+def kind_of(code: CodeType) -> int:
     known = _kinds.get(id(code))
     if known is None:
         if len(_kinds) >= _KINDS_MOST:
@@ -67,8 +67,10 @@ def user_frame(start: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's own at or above `start`, else of an installed package."""
     f = start
     package: FrameType | None = None
+    kinds = _kinds
     while f is not None:
-        k = _kind(f.f_code)
+        known = kinds.get(id(f.f_code))
+        k = known[0] if known is not None else kind_of(f.f_code)
         if k == USER:
             return f
         if k == PACKAGE and package is None:
@@ -83,7 +85,7 @@ def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
     packages: list[FrameType] = []
     f = start
     while f is not None and len(out) < depth:
-        k = _kind(f.f_code)
+        k = kind_of(f.f_code)
         if k == USER:
             out.append(f)
         elif k == PACKAGE and len(packages) < depth:

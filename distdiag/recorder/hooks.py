@@ -143,17 +143,11 @@ def _wrap_loader(ph: Phases) -> None:
                 ph.data_ns += ph.leave() - t
             raise
         if main:
-            _given(ph, self, batch, t)
+            ph.given(self, batch, t)
         return batch
 
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
     base.__next__ = __next__  # type: ignore[method-assign]
-
-
-@guarded
-def _given(ph: Phases, iterator: Any, batch: Any, started_ns: int) -> None:
-    ph.loaders.gives(iterator, batch)
-    ph.data_wait(started_ns, batch)
 
 
 def _wrap_copies(ph: Phases) -> None:

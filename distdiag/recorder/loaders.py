@@ -28,7 +28,8 @@ class Loaders:
         self.r, self.h, self.page = r, r.h, r.page
         self._slots: dict[int, LoaderSlot] = {}
         self._by_iterator: dict[int, LoaderSlot] = {}
-        self._last: LoaderSlot | None = None
+        self._last: LoaderSlot | None = None  # the one whose batch came last
+        self._trained: LoaderSlot | None = None  # the one marked as training last
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -96,18 +97,16 @@ class Loaders:
         self._by_iterator[id(iterator)] = slot
         return slot
 
-    @guarded
     def gives(self, iterator: Any, batch: Any) -> None:
         slot = self._by_iterator.get(id(iterator))
         if slot is None:
             return
-        slot.batches += 1
+        slot.batches = n = slot.batches + 1
         slot.active_ns = now_ns()
         self._last = slot
-        n = slot.n_first
-        if n < FINGERPRINTS:
-            slot.first[n] = fingerprint(batch)
-            slot.n_first = n + 1
+        if n <= FINGERPRINTS:
+            slot.first[n - 1] = fingerprint(batch)
+            slot.n_first = n
 
     @guarded
     def ends(self, iterator: Any) -> None:
@@ -118,12 +117,15 @@ class Loaders:
 
     def trains(self) -> None:
         """A backward pass followed the last batch."""
-        if self._last is not None:
+        if self._last is not self._trained and self._last is not None:
             self._last.in_training = 1
+            self._trained = self._last
 
     def batch_length(self, batch: Any) -> int:
         """Samples in a batch: the first dimension of its first tensor; 0 where there is none."""
-        t = first_tensor(batch, lambda t: t.dim() > 0)
+        t = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
+        if not isinstance(t, torch.Tensor) or not t.dim():
+            t = first_tensor(batch, lambda t: t.dim() > 0)
         return int(t.shape[0]) if t is not None else 0
 
 

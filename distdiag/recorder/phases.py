@@ -86,7 +86,10 @@ class Phases:
 
     # -- data -----------------------------------------------------------------------------------------
 
-    def data_wait(self, started_ns: int, batch: Any) -> None:
+    @guarded
+    def given(self, iterator: Any, batch: Any, started_ns: int) -> None:
+        """A loader handed out a batch that was asked for at `started_ns`."""
+        self.loaders.gives(iterator, batch)
         self.data_ns += self.leave() - started_ns
         n = self.loaders.batch_length(batch)
         if n:
@@ -139,8 +142,8 @@ class Phases:
         if ready <= self.step_start_ns:
             ready = 0
         step = u64[_STEP] + 1
-        record = partial(
-            self._write, step, self.h.epoch, self.step_start_ns, t, self.data_ns, self.forward_ns, self.backward_ns,
+        record = (
+            step, self.h.epoch, self.step_start_ns, t, self.data_ns, self.forward_ns, self.backward_ns,
             self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, self.loss,
         )  # fmt: skip
         u64[_STEP] = step
@@ -153,9 +156,9 @@ class Phases:
         if self.u32[_LIFE] == _STARTING:
             self.u32[_LIFE] = _RUNNING
         if self.device is None:
-            record(None)
+            self._write(*record, None)
         else:
-            self.device.close(record)
+            self.device.close(partial(self._write, *record))
 
     def _write(
         self, step: int, epoch: int, start_ns: int, end_ns: int, data_ns: int, forward_ns: int, backward_ns: int,
@@ -301,7 +304,8 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
             if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
                 ph.batch = ph.loaders.batch_length(inputs)
                 ph.samples += ph.batch
-            ph.checks.poll()
+            if ph.checks.later:
+                ph.checks.poll()
     if training:
         if ph.device is None and _CUDA and torch.cuda.is_initialized():
             ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
@@ -340,6 +344,5 @@ def batches(ph: Phases, iterable: Any, length: int | None) -> Iterator[Any]:
             ph.loaders.ends(key)
             ph.leave()
             return
-        ph.loaders.gives(key, batch)
-        ph.data_wait(t, batch)
+        ph.given(key, batch, t)
         yield batch

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from distdiag.recorder.frames import absolute, user_frame
+from distdiag.recorder.frames import USER, absolute, kind_of, user_frame
 from distdiag.recorder.page import PageWriter, Phase
 
 P = ParamSpec("P")
@@ -53,6 +53,11 @@ class Recorder:
         return known[0]
 
     def user_site(self, frame: FrameType | None) -> int:
+        """Heap offset of the innermost place of the user's own at or above `frame`."""
+        if frame is not None:  # mostly it is the user's, or called by it
+            known = self._sites.get((id(frame.f_code), frame.f_lasti))
+            if known is not None and kind_of(frame.f_code) == USER:
+                return known[0]
         return self.site(user_frame(frame))
 
     def failed(self, error: BaseException) -> None:
