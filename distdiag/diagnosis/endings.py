@@ -27,7 +27,8 @@ _IN_TORCH = re.compile(
     r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
     re.IGNORECASE,
 )
-UNUSED = re.compile(r"finished reduction in the prior iteration")
+# torch's own words, and those that Lightning puts in their place
+UNUSED = re.compile(r"finished reduction in the prior iteration|parameters that were not used in producing the loss")
 MODEL = re.compile(
     r"expects same model across all ranks|params? .*inconsistent|verify_params|appears not to match", re.I
 )

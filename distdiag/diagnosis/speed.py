@@ -124,7 +124,7 @@ def _straggler(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
             step=r.step,
             message=f"rank {q}: {'its own code between steps' if phase == 'other' else phase} +{excesses[phase]:.0f} ms "
             f"per step against the others, slowest in {count} of the last {n} steps{at(place)}",
-            cost=f"{rank_list([k for k in ranks if k != q])} wait {gain:.0f} ms per step: "
+            cost=f"{rank_list([k for k in ranks if k != q])} wait{'s' if len(ranks) == 2 else ''} {gain:.0f} ms per step: "
             f"{percent(gain / step_ms)} of step time",
             advice={
                 "data": f"check storage and CPU load for rank {q}'s loader; more workers or prefetching",

@@ -133,7 +133,7 @@ def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: 
         first_seen_s=s.t_s - waited,
         message=f"rank {r.rank} has not entered {op_text(call)}"
         + (f", {size_text(call.bytes)}" if call.bytes else "")
-        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}; {rank_list(victims)} wait since {seconds(waited)}{usual}",
+        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}; {rank_list(victims)} {'has' if len(victims) == 1 else 'have'} waited {seconds(waited)}{usual}",
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice=_DO.get(
             word, "look at that line; `distdiag dump` saves all stacks; it is withdrawn if the rank goes on"

@@ -34,7 +34,8 @@ class Voice:
             return
         self._said.add(f.key)
         lines = finding_lines(f, ascii=self.ascii)
-        self._write("\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
+        # on a line of its own, also where a progress bar has left the cursor at the end of its own
+        self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
     def summary(self, diagnosis: Diagnosis) -> None:
         """One line on how it ended, one per finding worth it, and the command that opens the rest."""
@@ -58,4 +59,4 @@ class Voice:
         else:
             lines.append("nothing found")
         lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
-        self._write("".join(f"[distdiag] {line}\n" for line in lines))
+        self._write("\n" + "".join(f"[distdiag] {line}\n" for line in lines))
