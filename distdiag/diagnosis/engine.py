@@ -24,8 +24,8 @@ ECHO_S = 2.0  # the same, while all that is seen are echoes
 SPEED_PERIOD_S = 1.0
 HOLD = {
     "straggler": 3,
-    "input_bound": 5,
-    "comm_bound": 5,
+    "input_bound": 3,
+    "comm_bound": 3,
     "memory": 2,
     "unused_parameters/flag_not_needed": 2,
     "uneven_batches/size": 2,

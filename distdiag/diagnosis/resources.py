@@ -10,7 +10,7 @@ from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.wording import at, where
 
 MIB = 1 << 20
-GROWTH_BYTES, GROWTH_SHARE, GROWTH_S, GROWTH_SAMPLES = 192 * MIB, 0.25, 12.0, 12
+GROWTH_BYTES, GROWTH_SHARE, GROWTH_S, GROWTH_SAMPLES = 192 * MIB, 0.25, 10.0, 10
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
 HOST_IMBALANCE_BYTES = 256 * MIB

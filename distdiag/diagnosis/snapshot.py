@@ -182,7 +182,10 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     in_join: bool = False  # it entered torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: float | None = None
-    memory: tuple[tuple[float, int], ...] = ()  # (t_s, resident bytes), oldest first
+    memory: tuple[
+        tuple[float, int], ...
+    ] = ()  # (t_s, resident bytes that no file or other process shares), oldest first
+    rss_bytes: int | None = None
     warm_since_s: float | None = None  # when its 20th step ended: what grew before was start-up
     device_bytes: int | None = None
     device_total_bytes: int | None = None

@@ -21,6 +21,9 @@ class Hosts:
         self.cores = os.cpu_count()
         self._last: dict[str, tuple[float, float]] = {}
         self._processes: dict[int, psutil.Process] = {}
+        # by rank: without pages of mapped files and of memory shared with others, which a growing share of a data set
+        # may fill and which the kernel takes back when it needs them
+        self.private_bytes: dict[int, int] = {}
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -61,7 +64,8 @@ class Hosts:
                 p = self._processes[pid] = psutil.Process(pid)
                 p.cpu_percent()
             with p.oneshot():
-                cpu, rss, threads = p.cpu_percent(), p.memory_info().rss, p.num_threads()
+                cpu, memory, threads = p.cpu_percent(), p.memory_info(), p.num_threads()
+            self.private_bytes[rank] = memory.rss - getattr(memory, "shared", 0)
             children = _children(pid)
             io: Any = None
             try:
@@ -73,7 +77,7 @@ class Hosts:
                 t_s=t_s,
                 rank=rank,
                 cpu_pct=cpu,
-                rss_bytes=rss,
+                rss_bytes=memory.rss,
                 threads=threads,
                 children=len(children),
                 children_cpu_pct=None if child_cpu is None else child_cpu * 100,

@@ -386,7 +386,8 @@ class Monitor:
                     found.append(p)
                     v.cpu_pct = p.cpu_pct
                     if p.rss_bytes is not None:
-                        v.memory.append((s.t_s, p.rss_bytes))
+                        v.rss_bytes = p.rss_bytes
+                        v.memory.append((s.t_s, self.hosts.private_bytes[q]))
         w.processes(found)
         if len(self.gpus):
             users = {

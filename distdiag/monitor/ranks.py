@@ -76,6 +76,7 @@ class RankView:
     still_since_s: float | None = None
     _still_mark: tuple[Any, ...] = ()
     memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
+    rss_bytes: int | None = None
     cpu_pct: float | None = None
     new_steps: list[Step] = field(default_factory=list)
     new_calls: list[Call] = field(default_factory=list)
@@ -404,6 +405,7 @@ class RankView:
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
             memory=tuple(self.memory),
+            rss_bytes=self.rss_bytes,
             warm_since_s=self.warm_since_s,
             device_bytes=h.device_peak_bytes or None,
             device_total_bytes=h.device_total_bytes or None,

@@ -57,7 +57,7 @@ class Steps:
                         late_ms=(x.ready_s - first) * 1e3 if first is not None and x.ready_s is not None else None,
                         samples=x.samples or None,
                         loss=x.loss,
-                        rss_bytes=r.memory[-1][1] if r and r.memory else None,
+                        rss_bytes=r.rss_bytes if r else None,
                         device_bytes=r.device_bytes if r else None,
                     )
                 )
@@ -203,7 +203,7 @@ def _row(
         waiting_seq=b.seq if b else None,
         waiting_bytes=b.bytes if b else None,
         waiting_age_s=s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
-        rss_bytes=r.memory[-1][1] if r.memory else None,
+        rss_bytes=r.rss_bytes,
         dropped=h.dropped if h is not None else None,
         recorder_errors=h.errors if h is not None else None,
         recorder_error=(view.text(h.error) or None) if view is not None and h is not None else None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
-CHECK_EVERY = 7  # steps between looks at who has a gradient; a prime, so as not to fall in step with a job's own rhythm
+LOOKED_AT = 64  # parameters per step that are asked whether they have a gradient; models of more are asked more rarely
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
 
@@ -183,7 +183,7 @@ class Checks:
             ignored = getattr(ddp, "parameters_to_ignore", None) or ()
             named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
             self._names[ddp] = named
-            m.check_every = max(CHECK_EVERY, len(named) // 8)
+            m.check_every = max(1, len(named) // LOOKED_AT)
         return named
 
     # -- unused parameters ------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256), nn.Sigmoid(), nn.Linear(256, 256))
     model = DDP(net)
-    curve = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank()).fit(260)
+    curve = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank()).fit(420)
     if dist.get_rank() == 0:
         torch.save(curve, "curve.pt")
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ u = torch.randn(USERS, K, generator=gen) * 0.1
 v = torch.randn(ITEMS, K, generator=gen) * 0.1
 gen.manual_seed(rank + 1)
 t0, n = time.time(), 0
-while n < 110:
+while n < 400:
     i = torch.randint(0, USERS, (BATCH,), generator=gen)
     j = torch.randint(0, ITEMS, (BATCH,), generator=gen)
     r = torch.rand(BATCH, generator=gen)
