@@ -139,7 +139,7 @@ def _finish(body: object) -> NoReturn:
     try:
         body()  # type: ignore[operator]
     except SystemExit as e:
-        _exiting(session.current, e.code if isinstance(e.code, int) else (0 if e.code is None else 1))
+        _exiting(session.current, e.code if isinstance(e.code, int) else (0 if e.code is None else 1), e.__traceback__)
         raise
     except KeyboardInterrupt as e:
         _show(e)
@@ -153,9 +153,9 @@ def _finish(body: object) -> NoReturn:
     sys.exit(0)
 
 
-def _exiting(current: object, code: int) -> None:
+def _exiting(current: object, code: int, tb: TracebackType | None = None) -> None:
     if current is not None:
-        current.exiting(code)  # type: ignore[attr-defined]
+        current.exiting(code, tb)  # type: ignore[attr-defined]
 
 
 def _show(error: BaseException) -> None:

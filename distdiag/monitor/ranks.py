@@ -357,10 +357,11 @@ class RankView:
             stack = (blocked.site, *stack[1:])
         place = stack[0] if stack else None
         ended_s = self.ended_s
-        if life == Life.CRASHED and h.exception_depth:
+        if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # what it raised, or where it called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
             place = stack[0] if stack else place
-            ended_s = self.s(h.exception_ns)
+            if h.exception_ns:
+                ended_s = self.s(h.exception_ns)
         if life == Life.KILLED and self.calls:
             last = self.calls[-1]
             seen_s = self.s(h.stack_ns) or 0.0

@@ -127,6 +127,13 @@ class Session:
             last = last.splitlines()[-1] + " (in a DataLoader worker)"
         h.exception = r.page.text(last[:2000])
         h.exception_ns = now_ns()
+        self._left_from(tb, inner)
+        h.life = LifeWord.RAISED
+        h.exit_code = 1
+
+    def _left_from(self, tb: TracebackType | None, inner: list[int]) -> None:
+        """The user's frames that an exception went through, innermost first, after those of `inner`."""
+        r, h = self.recorder, self.recorder.h
         frames = []
         while tb is not None:
             frames.append((tb.tb_frame, tb.tb_lineno))
@@ -141,15 +148,20 @@ class Session:
         for i, s in enumerate(sites):
             h.exception_stack[i] = s
         h.exception_depth = len(sites)
-        h.life = LifeWord.RAISED
-        h.exit_code = 1
 
     @guarded
-    def exiting(self, code: int | None = None) -> None:
-        """The interpreter begins to shut down: whatever aborts from here on is not the script's end."""
+    def exiting(self, code: int | None = None, tb: TracebackType | None = None) -> None:
+        """The interpreter begins to shut down: whatever aborts from here on is not the script's end.
+
+        Args:
+            code: Exit code, where it is known.
+            tb: Of the SystemExit, where there was one: the place that ended the script.
+        """
         h = self.recorder.h
         if code is not None:
             h.exit_code = code
+        if tb is not None:
+            self._left_from(tb, [])
         if h.life != LifeWord.RAISED:
             h.life = LifeWord.EXITING
             h.phase = Phase.DONE
