@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,24 @@ import msgspec
 import distdiag
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.snapshot import Group, Life, Site, Snapshot
-from distdiag.monitor import evidence, processes
+from distdiag.diagnosis.snapshot import Group, Snapshot
+from distdiag.monitor import processes
+from distdiag.monitor.gather import SUSPECT_S, Gatherer
 from distdiag.monitor.gpus import Gpus
 from distdiag.monitor.hosts import Hosts
+from distdiag.monitor.own_faults import OwnFaults
 from distdiag.monitor.ranks import RankView
 from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
 from distdiag.monitor.speak import Voice
-from distdiag.recorder.frames import USER, kind_of_file
-from distdiag.recorder.page import Blocked, LifeWord, PageError, PageReader
-from distdiag.store import rundir, stacks
+from distdiag.recorder.page import LifeWord, PageError, PageReader
+from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
 TICK_S = 0.25
 FRAME_S = 0.5
-SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
-SILENT_S = 1.5  # a pulse that missed six beats
-CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
-RECORDS_KEPT_S = 8.0  # how long a flight record of a rank that stands still is good
-ADVICE = {
-    "disk_full": "free the disk",
-    "clock_skew": "compare times of this run by their differences, not by the clock",
-}
 
 
 class Monitor:
@@ -59,17 +51,14 @@ class Monitor:
         self.hosts = Hosts(node)
         self.gpus = Gpus(node)
         self.steps, self.collectives = Steps(), Collectives()
-        self.records: dict[int, tuple[tuple[Any, ...], evidence.FlightRecord]] = {}
-        self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
-        self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
-        self._asked: dict[int, float] = {}
+        self.gatherer = Gatherer(run_dir, pages)
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._host_cpu: list[float] = []
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
-        self._recorder_said: set[str] = set()
+        self.own = OwnFaults()
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -108,7 +97,8 @@ class Monitor:
             self._follow_process(v)
         if not self.views:
             return now_s > FIRST_PAGE_S
-        self._gather()
+        stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
+        self.gatherer.gather(now_s, self.views, stopped)
         snapshot = self._snapshot(now_s)
         over = self._over(snapshot)
         changed = self.diagnosis.update(snapshot, final=over)
@@ -170,89 +160,10 @@ class Monitor:
                 v.refresh(self.now_s)  # its last words, written after our last look
                 v.ending = end
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
-                self._fatal_stack(v)
+                self.gatherer.of_death(v, self.now_s)
         self._idle[v.rank] = (None, None) if v.ending is not None else self.cpu.idle(pid)
         if v.ending is None:
             v.sample_place(self._idle[v.rank][0])
-
-    # -- evidence ---------------------------------------------------------------------------------------------
-
-    def _gather(self) -> None:
-        """Ask ranks that stand still for their flight recorder, where somebody waits; never on a timer."""
-        now_s = self.now_s
-        for q, (mark, _) in list(self.records.items()):
-            if q not in self.views or self.views[q]._still_mark != mark:
-                del self.records[q]
-        waiting = [
-            v
-            for v in self.views.values()
-            if v.ending is None
-            and v.page is not None
-            and v.page.header.blocked not in (Blocked.NO, Blocked.STORE)
-            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
-        ]
-        if not waiting:
-            self._asked.clear()
-            return
-        wanted = [
-            v
-            for v in self.views.values()
-            if v.ending is None
-            and v.rank not in self.records
-            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
-            and self._idle[v.rank][1] != "T"
-            and now_s - self._asked.get(v.rank, -1e9) > 1.0
-            and v.page is not None
-            and v.page.header.witness
-        ]
-        futures = {}
-        for v in wanted:
-            assert v.page is not None
-            self._asked[v.rank] = now_s
-            path = v.text(v.page.header.witness)
-            futures[v.rank] = (v._still_mark, self.pool.submit(evidence.flight_record, path, now_s, 1.0))
-        self._gather_stacks(now_s)
-        for q, (mark, future) in futures.items():
-            record = future.result()
-            if record is not None:
-                self.records[q] = (mark, record)
-
-    def _gather_stacks(self, now_s: float) -> None:
-        """Of ranks whose pulse is silent: they hold the GIL, and only their witness can say where."""
-        for v in self.views.values():
-            if v.ending is not None or v.page is None or self._idle[v.rank][1] == "T":
-                continue
-            silent_s = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0)
-            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
-                self._stack_of_silent(v)
-
-    def _stack_of_silent(self, v: RankView) -> None:
-        """The main thread's user frames by signal: the GIL is held, and Python itself cannot answer."""
-        assert v.page is not None
-        h = v.page.header
-        if not h.trace_signal:
-            return
-        try:
-            threads = evidence.stacks_by_signal(h.pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.3)
-        except OSError:
-            return
-        self._keep_stack(v, evidence.main_stack(threads))
-
-    def _keep_stack(self, v: RankView, frames: list[tuple[str, int, str]]) -> None:
-        mine = tuple(Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER)
-        if mine:
-            self.stuck_stacks[v.rank] = (self.now_s, mine)
-
-    def _fatal_stack(self, v: RankView) -> None:
-        """Where a rank was when a signal killed it, in its own handler's words."""
-        try:
-            threads = evidence.parse_stacks((self.pages / f"r{v.rank}.fatal").read_text(errors="replace"))
-        except OSError:
-            return
-        current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
-        # a thread that Python does not know has no heading of its own
-        v.died_in_background = bool(threads) and not current
-        self._keep_stack(v, current or evidence.main_stack(threads))
 
     # -- the snapshot -------------------------------------------------------------------------------------------
 
@@ -261,14 +172,8 @@ class Monitor:
         groups: dict[str, Group] = {}
         world = 1
         for q, v in sorted(self.views.items()):
-            record = self.records.get(q)
-            idle, os_state = self._idle[q]
-            state = v.state(now_s, idle, os_state, record[1] if record else None)
-            stuck = self.stuck_stacks.get(q)
-            fatal = state.life == Life.KILLED and state.signal not in (None, 9, 15)
-            if stuck is not None and (fatal or (state.activity == "gil_held" and now_s - stuck[0] < 30)):
-                state = msgspec.structs.replace(state, place=stuck[1][0], user_stack=stuck[1])
-            ranks[q] = state
+            state = v.state(now_s, *self._idle[q], self.gatherer.record(q))
+            ranks[q] = self.gatherer.with_stack(state, now_s)
             assert v.page is not None
             world = max(world, v.page.header.world_size)
             for g in v.groups():
@@ -350,24 +255,14 @@ class Monitor:
             self.voice.finding(f)
 
     def _with_evidence(self, s: Snapshot, f: Finding) -> Finding:
-        """Keep the flight records and stacks that stand behind a finding about waiting."""
+        """A finding about waiting, with the paths of what stands behind it."""
         if f.kind not in ("deadlock", "mismatch", "stall", "timeout"):
             return f
-        kept = [p for q, (_, record) in sorted(self.records.items()) if record.raw
-                and (p := evidence.save(self.run_dir, q, record))]  # fmt: skip
-        found = {}
-        for q, r in s.ranks.items():
-            stack = tuple(f"{x.function} {x.file}:{x.line}" for x in reversed(r.user_stack))
-            b = r.blocked
-            op = f"{b.op or 'collective'} #{b.seq} {b.group}" if b is not None else None
-            found[str(q)] = stacks.RankStack(stack=stack, op=op, note=None if stack else r.life)
-        try:
-            path = stacks.write(self.run_dir, stacks.Stacks(t_s=s.t_s, ranks=found))
-            kept.append(str(path.relative_to(self.run_dir)))
-        except OSError as e:
-            self.writer.event(s.t_s, "monitor", "warning", f"evidence could not be kept: {e.strerror}")
-        record = self.diagnosis.records.get(f.key)
+        kept, failed = self.gatherer.keep(s)
+        if failed:
+            self.writer.event(s.t_s, "monitor", "warning", failed)
         f = msgspec.structs.replace(f, evidence=tuple(kept))
+        record = self.diagnosis.records.get(f.key)
         if record is not None:
             record.finding = f
         return f
@@ -418,59 +313,10 @@ class Monitor:
                 self.run_dir,
                 {"started_unix_s": self.started_unix_s, "world_size": s.world_size, "node": self.node, **extra},
             )
-        self._write_recorder(s)
+        for f in self.own.faults(s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s):
+            w.finding(f)
 
     _facts: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed in place
-
-    def _write_recorder(self, s: Snapshot) -> None:
-        """What distdiag itself could not see is a finding, too."""
-        for q, v in self.views.items():
-            assert v.page is not None
-            h = v.page.header
-            if h.errors:
-                self._recorder(
-                    s, "failed", q, f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}", "info"
-                )
-            if h.dropped:
-                self._recorder(
-                    s, "dropped", q, f"rank {q} dropped {h.dropped} records; its numbers are incomplete", "info"
-                )
-            missing = v.facts.get("unsupported")
-            if missing:
-                self._recorder(
-                    s, "unsupported_torch", q, f"this torch lacks: {missing}; what needs it is not seen", "info"
-                )
-        jump_s = time.time() - self.started_unix_s - s.t_s
-        if abs(jump_s) > CLOCK_JUMP_S:
-            self._recorder(
-                s, "clock_skew", -1, f"this host's wall clock was set {'forward' if jump_s > 0 else 'back'} by "
-                f"{abs(jump_s):.0f} s during the run: dates may disagree with logs by that; durations do not", "info",
-            )  # fmt: skip
-        for text in self.diagnosis.failures:
-            self._recorder(s, "failed", -1, f"a rule of the diagnosis failed: {text}", "info")
-        if self.writer.failed_writes and self.writer.last_error:
-            self._recorder(s, "disk_full", -1, f"the run could not be written: {self.writer.last_error}", "warning")
-
-    def _recorder(self, s: Snapshot, cause: str, rank: int, text: str, severity: str) -> None:
-        key = f"{cause}/{rank}/{text if cause in ('failed', 'disk_full') and rank < 0 else ''}"
-        if key in self._recorder_said:
-            return
-        self._recorder_said.add(key)
-        ranks = (rank,) if rank >= 0 else ()
-        self.writer.finding(
-            Finding(
-                kind="recorder",
-                cause=cause,
-                severity=severity,
-                certainty="proved",
-                culprits=ranks,
-                first_seen_s=s.t_s,
-                detected_s=s.t_s,
-                message=text,
-                cost="none for the job; distdiag sees less",
-                advice=ADVICE.get(cause, "report it with the run's directory"),
-            )
-        )
 
     def close(self) -> None:
         """Last rows, the summary, and the pages' memory given back."""
@@ -478,7 +324,7 @@ class Monitor:
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.gatherer.close()
         finished = bool(self.views) and any(
             v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
         )

@@ -11,7 +11,6 @@ point-to-point; those are learned from the counter's step at each of them and ta
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections import OrderedDict
@@ -23,11 +22,11 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.recorder import state
 from distdiag.recorder.frames import user_frame
+from distdiag.recorder.groups import Group, Groups
 from distdiag.recorder.page import (
     ASYNC,
     CALLS,
     FAILED_CALL,
-    GROUPS,
     NO_GROUP,
     OTHER_THREAD,
     P2P,
@@ -36,9 +35,7 @@ from distdiag.recorder.page import (
     SITES,
     Blocked,
     CallRecord,
-    GroupSlot,
     LifeWord,
-    Phase,
     SiteSlot,
     fold_ranks,
     word,
@@ -84,27 +81,11 @@ _DDP = int(Blocked.DDP)
 _local = threading.local()
 
 
-class _Group:
-    """What is known of one process group in this process."""
-
-    __slots__ = ("last_fr", "members", "offset", "pg", "slot", "slot_index", "to_global")
-
-    def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
-        self.pg, self.slot, self.slot_index = pg, slot, slot_index
-        self.members = members
-        self.to_global = dict(enumerate(members))
-        self.offset = 0  # of the backend's counter over the number of collectives
-
-
-class Collectives:
+class Collectives(Groups):
     """Records collectives into the page of one recorder."""
 
     def __init__(self, recorder: state.Recorder) -> None:
-        self.r = recorder
-        self.h = recorder.h
-        self.page = recorder.page
-        self.groups: dict[int, _Group] = {}  # by id of the ProcessGroup object
-        self.generation = 0
+        super().__init__(recorder)
         self.in_flight: OrderedDict[int, CallRecord] = OrderedDict()
         self._site_slots: dict[tuple[int, int], SiteSlot] = {}
         self._ops: dict[str, int] = {}
@@ -112,95 +93,12 @@ class Collectives:
         self._peers: dict[tuple[int, int, int, int], Any] = {}
         self.wait_ns = 0  # of the main thread, since the phases took it last
         self.last_ready_ns = 0
-        self._in_monitored_barrier = False
         self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
-        self._lock = threading.Lock()
-
-    # -- groups ---------------------------------------------------------------------------------
-
-    def group(self, pg: Any) -> _Group | None:
-        """The slot of a process group, registered when first seen."""
-        g = self.groups.get(id(pg))
-        if g is None or g.pg is not pg:
-            g = self._register(pg)
-        return g
-
-    def _register(self, pg: Any) -> _Group | None:
-        with self._lock:
-            n = self.h.n_groups
-            if n >= GROUPS:
-                self.h.dropped += 1
-                return None
-            world = dist._world
-            ranks = world.pg_group_ranks.get(pg)
-            members = sorted(ranks, key=lambda r: ranks[r]) if ranks else list(range(pg.size()))
-            name = world.pg_names.get(pg) or pg.group_name
-            slot = self.page.page.groups[n]
-            slot.name = self.page.text(str(name))
-            slot.description = self.page.text(str(getattr(pg, "group_desc", "") or ""))
-            try:
-                backend = str(dist.get_backend(pg))
-            except (ValueError, RuntimeError, KeyError, AssertionError):
-                backend = ""
-            slot.backend = self.page.text(backend)
-            slot.ranks = self.page.text(fold_ranks(list(members)))
-            slot.generation = max(self.generation, 1)
-            slot.completed = -1
-            slot.flight_recorder_id = -1
-            g = _Group(pg, slot, n, list(members))
-            self._calibrate(g)
-            self.groups[id(pg)] = g
-            self.h.n_groups = n + 1
-            return g
-
-    def _calibrate(self, g: _Group) -> None:
-        """Where the backend's counter and the flight recorder's differ already (we came late), take the difference."""
-        count = g.pg._get_sequence_number_for_group()
-        if count <= 0:
-            return
-        status = flight_recorder_status()
-        known = [int(s["last_enqueued_collective"]) for s in status.values()]
-        if known and count not in known:
-            below = [k for k in known if 0 <= k < count]
-            if len(known) == 1 and below:
-                g.offset = count - below[0]
-
-    @guarded
-    def refresh_groups(self) -> None:
-        """From the pulse: newest issued and completed collective of every group."""
-        status = flight_recorder_status()
-        for g in list(self.groups.values()):
-            if g.slot.destroyed:
-                continue
-            try:
-                issued = g.pg._get_sequence_number_for_group() - g.offset
-            except RuntimeError:  # the group was shut down between two beats
-                continue
-            fr = self._recorder_entry(g, status, issued)
-            if fr is not None:
-                # the flight recorder counts collectives only; gloo's own counter is ahead inside a point-to-point call
-                g.slot.enqueued = int(fr["last_enqueued_collective"])
-                g.slot.completed = int(fr["last_completed_collective"])
-            elif not self._in_monitored_barrier:
-                g.slot.enqueued = issued
-                g.slot.completed = -1
-
-    def _recorder_entry(self, g: _Group, status: dict[str, Any], issued: int) -> dict[str, Any] | None:
-        """The flight recorder's counters of a group: by order of creation, and only where its own count agrees."""
-        if g.slot.flight_recorder_id >= 0:
-            return status.get(str(g.slot.flight_recorder_id))
-        by_count = [k for k, s in status.items() if int(s["last_enqueued_collective"]) == issued]
-        order = str(g.slot_index)
-        if issued > 0 and order in by_count:
-            g.slot.flight_recorder_id = g.slot_index
-        elif issued > 0 and len(by_count) == 1:
-            g.slot.flight_recorder_id = int(by_count[0])
-        return status.get(str(g.slot.flight_recorder_id))
 
     # -- one call -------------------------------------------------------------------------------
 
     @guarded
-    def begin(self, pg: Any, method: str, args: tuple, kwargs: dict) -> tuple[CallRecord, _Group] | None:
+    def begin(self, pg: Any, method: str, args: tuple, kwargs: dict) -> tuple[CallRecord, Group] | None:
         """Write what is about to be called, before it is called: an abort in the next microsecond leaves it behind."""
         g = self.group(pg)
         if g is None:
@@ -255,7 +153,7 @@ class Collectives:
         h.n_calls = number
         self._count_site(site, rec.op)
         if method in _BLOCKING:
-            self._in_monitored_barrier = True
+            self.in_monitored_barrier = True
         if method in _BLOCKING and not rec.flags & OTHER_THREAD:
             self._block(Blocked.WAIT, number, site)
         return rec, g
@@ -349,14 +247,14 @@ class Collectives:
         return now_ns() - self.page.u64[_BLOCKED_SINCE]
 
     @guarded
-    def issued(self, rec: CallRecord, g: _Group, work: Any, method: str) -> None:
+    def issued(self, rec: CallRecord, g: Group, work: Any, method: str) -> None:
         """The call came back; the work may still be in flight."""
         if method in _P2P:
             # gloo counts point-to-point in the same counter, NCCL does not: what the counter shows beyond the
             # collectives that were issued is the offset
             g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
         elif method in _BLOCKING:
-            self._in_monitored_barrier = False
+            self.in_monitored_barrier = False
             g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
             rec.left_ns = now_ns()
             if not rec.flags & OTHER_THREAD:
@@ -369,7 +267,7 @@ class Collectives:
 
     @guarded
     def failed(self, rec: CallRecord, error: BaseException) -> None:
-        self._in_monitored_barrier = False
+        self.in_monitored_barrier = False
         rec.flags |= FAILED_CALL
         rec.left_ns = now_ns()
         if self.h.blocked == Blocked.WAIT:
@@ -456,21 +354,6 @@ class Collectives:
             g.slot.destroyed = 1
 
 
-def flight_recorder_status() -> dict[str, Any]:
-    """Newest enqueued / completed collective by the flight recorder's own group number; {} where there is none."""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is None:
-            continue
-        try:
-            status = json.loads(dump(False, False)).get("pg_status", {})
-        except (RuntimeError, ValueError):
-            continue
-        if status:
-            return status
-    return {}
-
-
 @guarded
 def note_caught(r: state.Recorder, error: BaseException) -> None:
     """Remember an exception that leaves torch: the script may catch it, and then nobody else would know."""
@@ -502,7 +385,6 @@ def install(r: state.Recorder) -> Collectives:
                 col.wait_ends(began[0], began[1], error)
 
     work_class.wait = wait  # type: ignore[method-assign]
-    _wrap_groups(col)
     return col
 
 
@@ -527,74 +409,3 @@ def _wrap(col: Collectives, method: str, original: Any) -> Any:
     call.__name__ = method
     call.__doc__ = original.__doc__
     return call
-
-
-def _wrap_groups(col: Collectives) -> None:
-    """Entering and leaving process groups, at the functions that every caller reaches by module attribute."""
-    import functools
-
-    import torch.distributed as public
-
-    def replace(name: str, make: Any) -> None:
-        original = getattr(dist, name)
-        wrapped = functools.wraps(original)(make(original))
-        for module in (dist, public):
-            if getattr(module, name, None) is original:
-                setattr(module, name, wrapped)
-
-    def init(original: Any) -> Any:
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            col.generation += 1
-            col.h.initialised = col.generation
-            col.group_call("init_process_group", col.generation, [])
-            try:
-                out = original(*args, **kwargs)
-            except BaseException as e:
-                note_caught(col.r, e)
-                raise
-            finally:
-                col.group_call_ends()
-            _initialised(col)
-            return out
-
-        return init_process_group
-
-    def new(original: Any) -> Any:
-        def _new_group_with_tag(*args: Any, **kwargs: Any) -> Any:
-            col.new_group(args, kwargs)
-            try:
-                out = original(*args, **kwargs)
-            finally:
-                col.group_call_ends()
-            _registered(col, out)
-            return out
-
-        return _new_group_with_tag
-
-    def destroy(original: Any) -> Any:
-        def destroy_process_group(group: Any = None) -> Any:
-            col.group_destroyed(group)
-            return original(group)
-
-        return destroy_process_group
-
-    replace("init_process_group", init)
-    replace("_new_group_with_tag", new)
-    replace("destroy_process_group", destroy)
-
-
-@guarded
-def _initialised(col: Collectives) -> None:
-    pg = dist.group.WORLD
-    if pg is not None:
-        col.group(pg)
-        col.h.world_size = pg.size()
-        col.h.life = LifeWord.RUNNING
-        if col.h.phase == Phase.INIT:
-            col.h.phase_since_ns = now_ns()
-
-
-@guarded
-def _registered(col: Collectives, pg: Any) -> None:
-    if isinstance(pg, c10d.ProcessGroup):
-        col.group(pg)

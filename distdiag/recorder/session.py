@@ -19,15 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from distdiag.recorder import place, state
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
-from distdiag.recorder.page import SCALARS, STACK, LifeWord, PageWriter, Phase, page_path
+from distdiag.recorder.handle import Handle
+from distdiag.recorder.page import STACK, LifeWord, PageWriter, Phase, page_path
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns
 
@@ -62,9 +61,10 @@ class Session:
         if not missing:
             from torch._C import _distributed_c10d as c10d
 
-            from distdiag.recorder import collectives, hooks
+            from distdiag.recorder import collectives, group_hooks, hooks
 
             col = collectives.install(r)
+            group_hooks.install(col)
             self.phases = hooks.install(r, col)
             self.pulse.collectives = col
             if not hasattr(c10d, "_dump_fr_trace_json"):
@@ -72,7 +72,7 @@ class Session:
             if not hasattr(c10d, "_WorkerServer"):
                 missing.append("worker server")
             if torch.distributed.is_initialized():
-                collectives._initialised(col)
+                group_hooks.initialised(col)
         if missing:
             facts["unsupported"] = ", ".join(missing)
         self.note(**facts)
@@ -297,96 +297,6 @@ def _in_child(session: Session) -> None:
     state.current = None
     session.server = None  # its threads stayed behind
     atexit.unregister(session.close)
-
-
-class Handle:
-    """What `attach()` returns; every method is optional and none raises into the job."""
-
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
-        self._previous: int | None = None
-
-    @property
-    def run_dir(self) -> Path | None:
-        """Directory of this run; None where nothing could be recorded."""
-        return self._session.run_dir if self._session else None
-
-    @guarded
-    def step(self, samples: int | None = None) -> None:
-        """End a step here: for loops without a `torch.optim` optimizer."""
-        if self._session and self._session.phases:
-            ph = self._session.phases
-            if samples is not None:
-                ph.samples = samples
-            ph.close_step(now_ns())
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """`with handle.phase("validate"):` names what the rank does: init, validate, checkpoint, data, …"""
-        return self._phase(name)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        before = self._enter(name)
-        try:
-            yield
-        finally:
-            self._leave(before)
-
-    @guarded
-    def _enter(self, name: str) -> Any:
-        ph = self._session.phases if self._session else None
-        if ph is None:
-            return None
-        before, ph.idle = ph.idle, ph.user_phase(name)
-        ph.enter(ph.idle)
-        return before
-
-    @guarded
-    def _leave(self, before: Any) -> None:
-        if before is not None and self._session and self._session.phases:
-            self._session.phases.idle = before
-            self._session.phases.enter(before)
-
-    @guarded
-    def epoch(self, epoch: int) -> None:
-        """Number of the epoch that begins."""
-        if self._session:
-            self._session.recorder.h.epoch = epoch
-
-    @guarded
-    def log(self, **scalars: float) -> None:
-        """Values worth a line: `handle.log(loss=1.2, accuracy=0.4)`."""
-        if not self._session:
-            return
-        r, h = self._session.recorder, self._session.recorder.h
-        for name, value in scalars.items():
-            rec = r.page.page.scalars[h.n_scalars % SCALARS]
-            rec.number = 0
-            rec.name, rec.step, rec.value, rec.t_ns = r.page.text(name), h.step, float(value), now_ns()
-            rec.number = h.n_scalars + 1
-            h.n_scalars += 1
-
-    @guarded
-    def meta(self, **facts: Any) -> None:
-        """Facts about the job that belong into its record: data set, model, planned steps (`max_steps=…`)."""
-        if self._session:
-            if isinstance(facts.get("max_steps"), int):
-                self._session.recorder.h.max_steps = facts["max_steps"]
-            self._session.note(**facts)
-
-    def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:
-        """Watch an iterator of batches that is no DataLoader: its waits, its length, its end."""
-        if self._session is None or self._session.phases is None:
-            return iterable
-        from distdiag.recorder.phases import batches
-
-        return batches(self._session.phases, iterable, length)
-
-    @guarded
-    def detach(self) -> None:
-        """This rank has done its training: what follows is not watched."""
-        if self._session:
-            self._session.close()
 
 
 def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:

@@ -1,0 +1,387 @@
+"""A rank's page, followed over time: what its rings and slots hold, as the types of a snapshot."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from distdiag.diagnosis.snapshot import Call, Loader, Model, Sample, Site, Step
+from distdiag.monitor.processes import Ending
+from distdiag.recorder.page import (
+    ASYNC,
+    CALLS,
+    FAILED_CALL,
+    NO_GROUP,
+    P2P,
+    ROOTED,
+    SAMPLES,
+    SCALARS,
+    STEPS,
+    Blocked,
+    CallRecord,
+    Header,
+    Page,
+    PageReader,
+    Phase,
+    SampleKind,
+    unfold_ranks,
+)
+from distdiag.store.rows import ScalarRow
+
+CALLS_KEPT, STEPS_KEPT = 128, 64
+PLACE_SAMPLES = 400
+WARM_STEPS = 20
+
+
+@dataclass(slots=True)
+class GroupSeen:
+    """A process group as one rank's page describes it."""
+
+    key: str
+    description: str
+    backend: str
+    ranks: tuple[int, ...]
+    name: str  # torch's own
+
+
+@dataclass
+class PageView:
+    """One rank's page and what has been read of it."""
+
+    reader: PageReader
+    start_ns: int  # monotonic time at which the run began
+    rank: int = 0
+    page: Page | None = None
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+    _open: dict[int, int] = field(default_factory=dict)
+    _calls_read: int = 0
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    _steps_read: int = 0
+    _samples_read: int = 0
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    _scalars_read: int = 0
+    ending: Ending | None = None
+    ended_s: float | None = None
+    place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
+    place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
+    group_calls: dict[str, int] = field(default_factory=dict)
+    group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    still_since_s: float | None = None
+    _still_mark: tuple[Any, ...] = ()
+    memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
+    rss_bytes: int | None = None
+    cpu_pct: float | None = None
+    new_steps: list[Step] = field(default_factory=list)
+    new_calls: list[Call] = field(default_factory=list)
+    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
+    _missed: int = 0
+    _json: dict[int, Any] = field(default_factory=dict)
+    longest_usual_s: float = 0.0
+    warm_since_s: float | None = None
+    died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
+
+    @classmethod
+    def open(cls, path: Path, start_ns: int) -> Self:
+        view = cls(PageReader(path), start_ns)
+        view.rank = view.reader.header().rank
+        return view
+
+    # -- times and places -------------------------------------------------------------------------
+
+    def s(self, ns: int) -> float | None:
+        return (ns - self.start_ns) / 1e9 if ns else None
+
+    def site(self, offset: int) -> Site | None:
+        found = self.reader.site(offset)
+        return Site(*found) if found else None
+
+    def text(self, offset: int) -> str:
+        return self.reader.text(offset)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def refresh(self, now_s: float) -> None:
+        """Read the page and take over what is new in its rings."""
+        self.page = page = self.reader.read()
+        h = page.header
+        self._read_calls(page, h)
+        self._read_steps(page, h)
+        while self._samples_read < h.n_samples:
+            self._samples_read = max(self._samples_read, h.n_samples - SAMPLES)
+            rec = page.samples[self._samples_read % SAMPLES]
+            self._samples_read += 1
+            kind = SampleKind(rec.kind).name.lower() if rec.kind in list(SampleKind) else "?"
+            self.samples.append(
+                Sample(kind, rec.step, rec.value, rec.key, self.text(rec.name), self.site(rec.site), self.s(rec.t_ns))
+            )
+        mark = (h.n_calls, h.n_steps, h.step, h.blocked, h.blocked_at, h.micro_steps, h.phase, h.phase_since_ns)
+        mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
+        mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
+        if mark != self._still_mark:
+            self._still_mark = mark
+            self.still_since_s = now_s
+
+    def _read_calls(self, page: Page, h: Header) -> None:
+        self.new_calls, self.closed_calls = [], []
+        if h.n_calls - self._calls_read > CALLS:
+            self._missed += h.n_calls - CALLS - self._calls_read
+            self._calls_read = h.n_calls - CALLS
+        for number, at in list(self._open.items()):
+            rec = page.calls[at]
+            if rec.number != number:
+                del self._open[number]
+            elif rec.left_ns:
+                del self._open[number]
+                self._replace(number, self._call(page, rec), rec.wait_ns / 1e9)
+        while self._calls_read < h.n_calls:
+            at = self._calls_read % CALLS
+            rec = page.calls[at]
+            self._calls_read += 1
+            if rec.number != self._calls_read:
+                continue
+            call = self._call(page, rec)
+            self.calls.append(call)
+            self.new_calls.append(call)
+            if rec.left_ns:
+                self.closed_calls.append((call, rec.wait_ns / 1e9))
+            else:
+                self._open[self._calls_read] = at
+                if len(self._open) > 512:
+                    self._open.pop(next(iter(self._open)))
+            if rec.group == NO_GROUP and self.text(rec.op) == "new_group":
+                self.group_calls[call.group] = 1
+                self.group_members[call.group] = unfold_ranks(self.text(rec.dtype))
+
+    def _replace(self, number: int, call: Call, waited_s: float) -> None:
+        behind = self._calls_read - number
+        if behind < len(self.calls):
+            i = len(self.calls) - 1 - behind
+            if self.calls[i].entered_s == call.entered_s:
+                self.calls[i] = call
+        self.closed_calls.append((call, waited_s))
+
+    def _call(self, page: Page, rec: CallRecord) -> Call:
+        op = self.text(rec.op)
+        p2p = bool(rec.flags & P2P)
+        group, seq, nth = "", rec.seq, None
+        if rec.group == NO_GROUP:
+            group = f"{op} {rec.seq}"
+            seq = 1
+        else:
+            group = self.group_key(page, rec.group)
+            if op == "monitored_barrier":
+                group, seq = f"{group} (monitored_barrier)", rec.nth
+            elif p2p:
+                seq, nth = None, rec.nth
+        return Call(
+            op=op,
+            group=group,
+            seq=seq,
+            dtype=(self.text(rec.dtype) or None) if rec.group != NO_GROUP else None,
+            shape=tuple(rec.shape[: rec.ndim]) if rec.ndim >= 0 else None,
+            bytes=rec.bytes if rec.bytes >= 0 else None,
+            root=rec.peer if rec.flags & ROOTED else None,
+            peer=rec.peer if p2p and rec.peer >= 0 else None,
+            tag=rec.tag,
+            nth=nth,
+            site=self.site(rec.site),
+            entered_s=self.s(rec.entered_ns),
+            completed_s=self.s(rec.left_ns) if rec.left_ns and not rec.flags & FAILED_CALL else None,
+            asynchronous=bool(rec.flags & ASYNC),
+        )
+
+    def group_key(self, page: Page, index: int) -> str:
+        """A group's name for people, the same on all ranks: default_pg, or its description where that tells, or its name."""
+        if index >= page.header.n_groups:
+            return "?"
+        slot = page.groups[index]
+        name, description = self.text(slot.name), self.text(slot.description)
+        again = f"#{slot.generation}" if slot.generation > 1 else ""
+        if description == "default_pg":
+            return "default_pg" + again
+        if description and description != "undefined":
+            return f"{description}:{name}{again}"
+        return f"group {name}{again}"
+
+    def _read_steps(self, page: Page, h: Header) -> None:
+        self.new_steps = []
+        if h.n_steps - self._steps_read > STEPS:
+            self._missed += h.n_steps - STEPS - self._steps_read
+            self._steps_read = h.n_steps - STEPS
+        while self._steps_read < h.n_steps:
+            r = page.steps[self._steps_read % STEPS]
+            self._steps_read += 1
+            if r.number != self._steps_read:
+                continue
+            step_ms = (r.end_ns - r.start_ns) / 1e6
+            parts = (r.data_ns / 1e6, r.forward_ns / 1e6, r.backward_ns / 1e6, r.optimizer_ns / 1e6)
+            step = Step(
+                step=r.step,
+                end_s=(r.end_ns - self.start_ns) / 1e9,
+                step_ms=step_ms,
+                data_ms=parts[0],
+                forward_ms=parts[1],
+                backward_ms=parts[2],
+                optimizer_ms=parts[3],
+                wait_ms=min(r.wait_ns / 1e6, step_ms),
+                other_ms=max(0.0, step_ms - sum(parts)),
+                ready_s=self.s(r.ready_ns),
+                batch=r.batch,
+                samples=r.samples,
+                loss=r.loss if r.loss_known else None,
+                h2d_ms=r.h2d_ns / 1e6 if r.h2d_ns else None,
+            )
+            self.steps.append(step)
+            if self.warm_since_s is None and step.step >= WARM_STEPS:
+                self.warm_since_s = step.end_s
+            self.new_steps.append(step)
+
+    def scalars(self) -> list[ScalarRow]:
+        """Values logged since the last call."""
+        page, out = self.page, []
+        if page is None:
+            return out
+        h = page.header
+        self._scalars_read = max(self._scalars_read, h.n_scalars - SCALARS)
+        while self._scalars_read < h.n_scalars:
+            rec = page.scalars[self._scalars_read % SCALARS]
+            self._scalars_read += 1
+            if rec.number == self._scalars_read:
+                name = self.text(rec.name)
+                out.append(ScalarRow(rank=h.rank, step=rec.step, name=name, value=rec.value, t_s=self.s(rec.t_ns)))
+        return out
+
+    def sample_place(self, idle: bool | None) -> None:
+        """Count where the main thread stands, unless it waits for others there."""
+        assert self.page is not None
+        h = self.page.header
+        waits = h.blocked not in (Blocked.NO, Blocked.DDP) or (h.blocked == Blocked.DDP and idle is not False)
+        if h.stack_version & 1 or not h.stack_depth or waits:
+            return
+        stack = tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
+        if not stack:
+            return
+        phase = Phase(h.phase).name.lower()
+        counts = self.place_counts.setdefault(phase, Counter())
+        counts[stack[0]] += 1
+        self.place_stacks[(phase, stack[0])] = stack
+        if counts.total() > PLACE_SAMPLES:  # forget slowly: the job changes
+            for k in list(counts):
+                counts[k] //= 2
+                if not counts[k]:
+                    del counts[k]
+                    self.place_stacks.pop((phase, k), None)
+
+    def parsed(self, offset: int) -> Any:
+        """A JSON text of the page's heap, parsed once."""
+        if not offset:
+            return None
+        if offset not in self._json:
+            try:
+                self._json[offset] = json.loads(self.text(offset))
+            except ValueError:
+                self._json[offset] = None
+        return self._json[offset]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return (self.parsed(self.page.header.facts) if self.page else None) or {}
+
+    def groups(self) -> list[GroupSeen]:
+        page = self.page
+        if page is None:
+            return []
+        out = []
+        for i in range(page.header.n_groups):
+            slot = page.groups[i]
+            out.append(
+                GroupSeen(
+                    self.group_key(page, i),
+                    self.text(slot.description),
+                    self.text(slot.backend),
+                    unfold_ranks(self.text(slot.ranks)),
+                    self.text(slot.name),
+                )
+            )
+        return out
+
+    def _p2p(self, page: Page) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for i in range(page.header.n_peers):
+            s = page.peers[i]
+            if s.peer == -3:
+                continue
+            peer = "any" if s.peer < 0 else str(s.peer)
+            out[f"{'send' if s.send else 'recv'}:{peer}:{s.tag}:{self.group_key(page, s.group)}"] = s.count
+        return out
+
+    def _sites(self, page: Page) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for i in range(page.header.n_sites):
+            slot = page.sites[i]
+            site = self.site(slot.site)
+            if site is not None:
+                key = f"{site.file}:{site.line}"
+                out[key] = out.get(key, 0) + slot.count
+        return out
+
+    def _loaders(self, page: Page) -> tuple[Loader, ...]:
+        def known(v: int) -> int | None:
+            return v if v >= 0 else None
+
+        out = []
+        for i in range(page.header.n_loaders):
+            s = page.loaders[i]
+            out.append(
+                Loader(
+                    site=self.site(s.site),
+                    length=known(s.length),
+                    batch_size=known(s.batch_size),
+                    dataset_length=known(s.dataset_length),
+                    drop_last=None if s.drop_last < 0 else bool(s.drop_last),
+                    distributed_sampler=bool(s.distributed_sampler),
+                    sampler_epoch=known(s.sampler_epoch),
+                    shuffle=None if s.shuffle < 0 else bool(s.shuffle),
+                    iterations_started=s.iterations,
+                    batches=s.batches,
+                    exhausted=bool(s.exhausted),
+                    in_training=bool(s.in_training),
+                    workers=s.workers,
+                    promised=bool(s.promised),
+                    first_fingerprints=tuple(s.first[: s.n_first]),
+                    previous_fingerprints=tuple(s.previous[: s.n_previous]),
+                )
+            )
+        return tuple(out)
+
+    def _models(self, page: Page) -> tuple[Model, ...]:
+        out = []
+        for i in range(page.header.n_models):
+            m = page.models[i]
+            unused = self.parsed(m.unused) or []
+            out.append(
+                Model(
+                    name=self.text(m.name),
+                    group=self.group_key(page, m.group) if m.group != NO_GROUP else None,
+                    site=self.site(m.site),
+                    parameters=m.parameters,
+                    elements=m.parameter_elements,
+                    frozen=m.frozen,
+                    shape_hash=m.shape_hash,
+                    find_unused=None if m.find_unused < 0 else bool(m.find_unused),
+                    static_graph=bool(m.static_graph),
+                    broadcast_buffers=bool(m.broadcast_buffers),
+                    forwards=m.forwards,
+                    synced_backwards=m.synced_backwards,
+                    unused_checks=m.unused_checks,
+                    unused_hits=m.unused_hits,
+                    unused=tuple((str(n), int(k)) for n, k in unused),
+                    unused_step=m.unused_step,
+                    unused_site=self.site(m.unused_site),
+                    search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
+                )
+            )
+        return tuple(out)
