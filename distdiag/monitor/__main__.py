@@ -37,8 +37,9 @@ def main(argv: list[str]) -> int:
 
     quiet = os.environ.get("DISTDIAG_QUIET") == "1"
     try:
-        base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
-        rundir.mark_latest(base)
+        if not options.node:  # the other nodes' runs lie inside that of node 0
+            base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
+            rundir.mark_latest(base)
         Monitor(options.run_dir, options.pages, options.node, quiet, options.keep).run()
     except Exception:
         # a failure of ours must not look like one of the job's: it is kept in the log, and readers see the monitor gone

@@ -19,6 +19,7 @@ from distdiag.monitor import processes
 from distdiag.monitor.gather import SUSPECT_S, Gatherer
 from distdiag.monitor.gpus import Gpus
 from distdiag.monitor.hosts import Hosts
+from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.own_faults import OwnFaults
 from distdiag.monitor.ranks import RankView
 from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
@@ -52,6 +53,7 @@ class Monitor:
         self.gpus = Gpus(node)
         self.steps, self.collectives = Steps(), Collectives()
         self.gatherer = Gatherer(run_dir, pages)
+        self.nodes = Nodes(run_dir, node)
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._host_cpu: list[float] = []
         self._groups_written: set[str] = set()
@@ -101,7 +103,12 @@ class Monitor:
         self.gatherer.gather(now_s, self.views, stopped)
         snapshot = self._snapshot(now_s)
         over = self._over(snapshot)
-        changed = self.diagnosis.update(snapshot, final=over)
+        news = True
+        if self.nodes.several(snapshot):
+            self.nodes.publish(snapshot, self.started_unix_s, closed=over)
+            if self.node == 0:
+                snapshot, news = self.nodes.merged(snapshot, self.started_unix_s)
+        changed = self.diagnosis.update(snapshot, final=over) if news or over else []
         for q, longest in self.diagnosis.recovered.items():
             if q in self.views:
                 self.views[q].longest_usual_s = longest
@@ -313,7 +320,9 @@ class Monitor:
                 self.run_dir,
                 {"started_unix_s": self.started_unix_s, "world_size": s.world_size, "node": self.node, **extra},
             )
-        for f in self.own.faults(s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s):
+        for f in self.own.faults(
+            s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed
+        ):
             w.finding(f)
 
     _facts: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed in place
@@ -329,7 +338,7 @@ class Monitor:
             v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
         )
         if finished:
-            self.voice.summary(self.diagnosis)
+            self.voice.summary(self.diagnosis, self.node)
         for v in self.views.values():
             v.page = None
             v.reader.close()

@@ -23,7 +23,13 @@ class OwnFaults:
         self._said: set[str] = set()
 
     def faults(
-        self, t_s: float, views: Mapping[int, RankView], failures: Iterable[str], writer: Writer, started_unix_s: float
+        self,
+        t_s: float,
+        views: Mapping[int, RankView],
+        failures: Iterable[str],
+        writer: Writer,
+        started_unix_s: float,
+        exchange: str | None = None,
     ) -> list[Finding]:
         """New findings of kind `recorder`.
 
@@ -33,6 +39,7 @@ class OwnFaults:
             failures: Texts of exceptions in rules of the diagnosis.
             writer: Of run.db; knows what it could not write.
             started_unix_s: When the run began, by the wall clock.
+            exchange: What is wrong with the exchange between nodes.
         """
         out: list[Finding | None] = []
         for q, v in views.items():
@@ -55,6 +62,10 @@ class OwnFaults:
                 "run: dates may disagree with logs by that; durations do not"
             )
             out.append(self._new("clock", t_s, "clock_skew", text))
+        if exchange:
+            out.append(
+                self._new("exchange", t_s, "nodes", f"{exchange}: ranks of other nodes are not judged with these")
+            )
         for failure in failures:
             out.append(self._new(failure, t_s, "failed", f"a rule of the diagnosis failed: {failure}"))
         if writer.failed_writes and writer.last_error:

@@ -37,8 +37,11 @@ class Voice:
         # on a line of its own, also where a progress bar has left the cursor at the end of its own
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
-    def summary(self, diagnosis: Diagnosis) -> None:
-        """One line on how it ended, one per finding worth it, and the command that opens the rest."""
+    def summary(self, diagnosis: Diagnosis, node: int = 0) -> None:
+        """One line on how it ended, one per finding worth it, and the command that opens the rest.
+
+        A node beside the first knows its own ranks only: it says where the verdict over all of them is.
+        """
         found = [f for f in diagnosis.findings if at_least(f.severity, Severity.WARNING)]
         where = self.run_dir
         try:
@@ -56,7 +59,10 @@ class Voice:
                     lines.append(f"  {f.severity} {f.kind}: {f.message}{gone}")
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
-        else:
+        elif not node:
             lines.append("nothing found")
+        if node:
+            lines = [f"node {node}: {line}" for line in lines]
+            where = where.parent
         lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
         self._write("\n" + "".join(f"[distdiag] {line}\n" for line in lines))

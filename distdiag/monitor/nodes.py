@@ -1,0 +1,159 @@
+"""The other nodes of a job: each monitor leaves what it knows beside the run, and that of node 0 puts it together.
+
+The exchange is a small file per node in `RUN/nodes`, replaced whole: nothing is sent through the job's own network or its
+TCPStore, and a file system that all nodes share (which a run directory lies on in a cluster) is all that is needed. Where
+there is none, every node still has a verdict of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Snapshot
+
+VERSION = 1
+PERIOD_S, STANDING_PERIOD_S = (
+    2.0,
+    0.5,
+)  # between two files of a node; the latter while a rank of it waits in a collective
+STALE_S = 12.0  # after which nothing is concluded from a node's file; network file systems show files seconds late
+CALLS_SENT, STANDING_S = 16, 0.4
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node's monitor knows of its own ranks; times in seconds since `started_unix_s`."""
+
+    version: int = VERSION
+    node: int
+    number: int  # of this file, rising
+    started_unix_s: float
+    written_unix_s: float
+    closed: bool = False  # its job is over: this is the last one
+    local_world_size: int
+    ranks: dict[int, RankState]
+    groups: dict[str, Group]
+
+
+class Nodes:
+    """This node's file, and those of the others.
+
+    Args:
+        run_dir: This node's run directory: RUN, or RUN/node_k.
+        node: Number of this node.
+    """
+
+    def __init__(self, run_dir: Path, node: int) -> None:
+        self.node = node
+        self.directory = (run_dir.parent if node else run_dir) / "nodes"
+        self.failed: str | None = None  # why the exchange does not work
+        self._number = 0
+        self._written_at = -1e9
+        self._seen: dict[int, NodeState] = {}
+        self._mtimes: dict[str, tuple[int, int]] = {}
+        self._judged: dict[int, int] = {}
+
+    def several(self, s: Snapshot) -> bool:
+        """Whether the job has ranks on other nodes."""
+        return s.expected is not None and s.expected < s.world_size
+
+    def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False) -> None:
+        """Leave this node's state for node 0, if it is time."""
+        standing = any(
+            r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > STANDING_S
+            for r in s.ranks.values()
+        )
+        ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
+        now = time.monotonic()
+        if now - self._written_at < (STANDING_PERIOD_S if standing or ended else PERIOD_S) and not closed:
+            return
+        self._written_at = now
+        self._number += 1
+        state = NodeState(
+            node=self.node,
+            number=self._number,
+            started_unix_s=started_unix_s,
+            written_unix_s=time.time(),
+            closed=closed,
+            local_world_size=s.expected or len(s.ranks),
+            ranks={q: msgspec.structs.replace(r, calls=r.calls[-CALLS_SENT:]) for q, r in s.ranks.items()},
+            groups=s.groups,
+        )
+        path = self.directory / f"{self.node}.state"
+        try:
+            self.directory.mkdir(exist_ok=True)
+            fresh = path.with_suffix(f".new{os.getpid()}")
+            fresh.write_bytes(msgspec.msgpack.encode(state))
+            fresh.replace(path)
+        except OSError as e:
+            self.failed = f"what node {self.node} knows could not be left in {self.directory}: {e.strerror}"
+
+    def read(self) -> None:
+        """Take over the files of other nodes that are new."""
+        try:
+            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state")]
+        except OSError:
+            return
+        for e in entries:
+            try:
+                stat = e.stat()
+                mark = (stat.st_mtime_ns, stat.st_ino)
+                if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
+                    continue
+                state = msgspec.msgpack.decode(Path(e.path).read_bytes(), type=NodeState)
+            except (OSError, msgspec.MsgspecError) as problem:
+                self.failed = f"{e.name} of another node cannot be read: {problem}"
+                continue
+            self._mtimes[e.name] = mark
+            if state.version == VERSION:
+                self._seen[state.node] = state
+
+    def merged(self, s: Snapshot, started_unix_s: float) -> tuple[Snapshot, bool]:
+        """(snapshot with the ranks of all nodes that are heard of, whether each has told news since the last such one).
+
+        A proof needs two looks between which nothing moved: only looks at new files count as two.
+        """
+        self.read()
+        now = time.time()
+        fresh = {k: x for k, x in self._seen.items() if x.closed or now - x.written_unix_s < STALE_S}
+        ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
+        for x in fresh.values():
+            later_s = x.started_unix_s - started_unix_s
+            ranks |= {q: shifted(r, later_s) for q, r in x.ranks.items() if q not in s.ranks}
+            for name, g in x.groups.items():
+                groups.setdefault(name, g)
+            expected += x.local_world_size
+        news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items())
+        if news:
+            self._judged = {k: x.number for k, x in fresh.items()}
+        whole = msgspec.structs.replace(
+            s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
+        )
+        return whole, news
+
+
+def shifted(r: RankState, by_s: float) -> RankState:
+    """The same state, its times counted from an origin `by_s` seconds earlier."""
+
+    def at(t: float | None) -> float | None:
+        return None if t is None else t + by_s
+
+    def call(c: Call) -> Call:
+        return msgspec.structs.replace(c, entered_s=at(c.entered_s), completed_s=at(c.completed_s))
+
+    return msgspec.structs.replace(
+        r,
+        ended_s=at(r.ended_s),
+        phase_since_s=at(r.phase_since_s),
+        activity_since_s=at(r.activity_since_s),
+        caught_s=at(r.caught_s),
+        warm_since_s=at(r.warm_since_s),
+        blocked=None if r.blocked is None else call(r.blocked),
+        calls=tuple(call(c) for c in r.calls),
+        samples=tuple(msgspec.structs.replace(x, t_s=at(x.t_s)) for x in r.samples),
+        steps=tuple(msgspec.structs.replace(x, end_s=x.end_s + by_s, ready_s=at(x.ready_s)) for x in r.steps),
+        memory=tuple((t + by_s, b) for t, b in r.memory[-120:]),
+    )

@@ -1,0 +1,124 @@
+"""Several nodes: what each monitor leaves for the first, and one verdict over all ranks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.snapshot import Call, Group, RankState, Snapshot
+from distdiag.monitor.nodes import STALE_S, Nodes, NodeState
+from tests.jobs import distdiag, start, wait_for
+
+WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))
+
+
+def snapshot(*ranks: int, t_s: float = 10.0, entered_s: float | None = None) -> Snapshot:
+    blocked = None if entered_s is None else Call(op="all_reduce", group="default_pg", seq=5, entered_s=entered_s)
+    return Snapshot(
+        t_s=t_s,
+        world_size=4,
+        expected=2,
+        ranks={q: RankState(rank=q, blocked=blocked) for q in ranks},
+        groups={"default_pg": WORLD},
+    )
+
+
+def test_times_of_another_node_are_counted_from_this_ones_start(tmp_path: Path) -> None:
+    (tmp_path / "node_1").mkdir()
+    here, there = Nodes(tmp_path, 0), Nodes(tmp_path / "node_1", 1)
+    assert here.several(snapshot(0, 1))
+    now = time.time()
+    there.publish(snapshot(2, 3, entered_s=7.0), started_unix_s=now - 8.0)  # began two seconds after node 0
+    whole, news = here.merged(snapshot(0, 1), started_unix_s=now - 10.0)
+    assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4 and news
+    blocked = whole.ranks[3].blocked
+    assert blocked is not None and blocked.entered_s == pytest.approx(9.0, abs=0.01)
+
+
+def test_two_looks_at_one_file_are_one_look(tmp_path: Path) -> None:
+    (tmp_path / "node_1").mkdir()
+    here, there = Nodes(tmp_path, 0), Nodes(tmp_path / "node_1", 1)
+    there.publish(snapshot(2, 3), started_unix_s=time.time())
+    assert here.merged(snapshot(0, 1), time.time())[1]
+    assert not here.merged(snapshot(0, 1), time.time())[1]
+    there.publish(snapshot(2, 3), time.time(), closed=True)
+    assert here.merged(snapshot(0, 1), time.time())[1]
+    assert here.merged(snapshot(0, 1), time.time())[1]  # nothing newer can come from a node that is done
+
+
+def test_nothing_is_concluded_from_a_stale_or_foreign_file(tmp_path: Path) -> None:
+    here = Nodes(tmp_path, 0)
+    (tmp_path / "nodes").mkdir()
+    now = time.time()
+    old = NodeState(
+        node=1, number=9, started_unix_s=now - 60, written_unix_s=now - STALE_S - 1, local_world_size=2,
+        ranks=snapshot(2, 3).ranks, groups={},
+    )  # fmt: skip
+    (tmp_path / "nodes/1.state").write_bytes(msgspec.msgpack.encode(old))
+    (tmp_path / "nodes/2.state").write_bytes(b"not a state")
+    whole, news = here.merged(snapshot(0, 1), now)
+    assert sorted(whole.ranks) == [0, 1] and whole.expected == 2 and news
+    assert here.failed is not None and "2.state" in here.failed
+
+
+def test_a_directory_that_cannot_be_written_is_said_and_nothing_more(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("a file where the directory should be")
+    nodes = Nodes(tmp_path, 0)
+    nodes.publish(snapshot(0, 1), time.time())
+    assert nodes.failed is not None and "could not be left" in nodes.failed
+
+
+@pytest.mark.job
+@pytest.mark.timeout(240)
+def test_a_rank_of_another_node_is_named(tmp_path: Path) -> None:
+    """Two launchers, two nodes of two ranks on this host; rank 3 alone enters a barrier."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        x = torch.ones(10)
+        for i in range(100_000):
+            dist.all_reduce(x)
+            x /= 4
+            time.sleep(0.02)
+            if i == 60 and dist.get_rank() == 3:
+                dist.barrier()
+        """)
+    )
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    run = tmp_path / "run"
+
+    def command(node: int) -> list[str]:
+        return [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2",
+            "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "distdiag.run", "--run-dir", str(run), str(script),
+        ]  # fmt: skip
+
+    with start(command(0), cwd=tmp_path, timeout=150) as first, start(command(1), cwd=tmp_path, timeout=150) as second:
+
+        def verdict() -> dict | None:
+            answer = distdiag("diagnose", str(run), "--json", timeout=60)
+            found = json.loads(answer.stdout)["findings"] if answer.returncode == 1 else []
+            return next((f for f in found if f["kind"] == "deadlock"), None)
+
+        f = wait_for(verdict, 120, "the deadlock over both nodes", first)
+        assert (f["cause"], f["culprits"], f["victims"]) == ("missing_rank", [3], [0, 1, 2])
+        assert f["certainty"] == "proved"
+        line = script.read_text().splitlines().index("        dist.barrier()") + 1
+        assert [(w["rank"], w["line"]) for w in f["where"]] == [(3, line)]
+        wait_for(lambda: "deadlock/missing_rank" in first.stderr() or None, 20, "node 0 to say it", first)
+        assert "deadlock" not in second.stderr()  # one incident is said once
+    assert not (run / "latest").exists()
