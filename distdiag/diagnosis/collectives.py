@@ -27,6 +27,8 @@ from distdiag.diagnosis.wording import at, place_text
 
 COST = "the job makes no progress"
 
+NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
+
 
 def rules(
     snapshot: Snapshot,
@@ -351,7 +353,8 @@ def _one_site(incident: Incident) -> tuple[int, ...] | None:
         return None
     a, b = sorted(incident.waits, key=lambda w: -len(w.ranks))
     sites = {(c.op, c.site) for w in (a, b) for c in w.calls.values()}
-    if len(sites) != 1 or next(iter(sites))[1] is None or a.group == b.group:
+    op, site = next(iter(sites))
+    if len(sites) != 1 or site is None or a.group == b.group or op == "new_group":
         return None
     return tuple(sorted(b.ranks)) if len(a.ranks) > len(b.ranks) else None
 
@@ -394,6 +397,8 @@ def _cycle_advice(
     match cause:
         case "missing_rank":
             call = calls[culprits[0]][1] if culprits and culprits[0] in calls else None
+            if call is not None and call.op == "new_group":
+                return NEW_GROUP_ADVICE
             what = f"{matching.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
             return f"look for a condition on the rank around {what}: all ranks it concerns must come to it, or none"
         case "p2p_cycle":
@@ -402,4 +407,6 @@ def _cycle_advice(
             )
         case "group":
             return "pass the same process group on all ranks at this call"
+    if any(c.op == "new_group" for _, c in calls.values()):
+        return NEW_GROUP_ADVICE
     return "use the groups in the same order on all ranks that share them"

@@ -46,6 +46,9 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
     label = group_label(snapshot, wait.group)
     size = f", {size_text(call.bytes)}" if call is not None and call.bytes is not None else ""
     op = (matching.op_name(call.op) if call is not None else "") or "collective"
+    if op == "new_group":
+        number, _, members = wait.group.removeprefix("new_group ").partition(" of ")
+        return f"new_group() of {members or 'all ranks'} (its group number {number})"
     if not wait.p2p:
         return f"{op} #{wait.seq:,} ({label}{size})"
     direction, peer = wait.key[2], wait.key[4]

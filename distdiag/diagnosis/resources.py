@@ -10,7 +10,8 @@ from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.wording import at, where
 
 MIB = 1 << 20
-GROWTH_BYTES, GROWTH_SHARE, GROWTH_S, GROWTH_SAMPLES = 192 * MIB, 0.25, 10.0, 10
+GROWTH_BYTES = 192 * MIB
+GROWTH = ((10, 10.0, 0.25), (7, 6.0, 0.5))  # samples, seconds and share: what grows by half needs less of a look
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
 HOST_IMBALANCE_BYTES = 256 * MIB
@@ -39,10 +40,12 @@ def _growing(r: RankState) -> float | None:
     if r.life != Life.RUNNING or r.warm_since_s is None:
         return None
     points = [p for p in r.memory if p[0] >= r.warm_since_s + 2.0][-60:]
-    if len(points) < GROWTH_SAMPLES or points[-1][0] - points[0][0] < GROWTH_S:
+    if len(points) < 2:
         return None
-    grown = points[-1][1] - points[0][1]
-    if grown < max(GROWTH_BYTES, GROWTH_SHARE * points[0][1]):
+    span_s, grown = points[-1][0] - points[0][0], points[-1][1] - points[0][1]
+    if not any(
+        len(points) >= n and span_s >= s and grown >= max(GROWTH_BYTES, share * points[0][1]) for n, s, share in GROWTH
+    ):
         return None
     rate, fit = slope(points)
     half = len(points) // 2

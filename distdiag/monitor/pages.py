@@ -168,7 +168,9 @@ class PageView:
         p2p = bool(rec.flags & P2P)
         group, seq, nth = "", rec.seq, None
         if rec.group == NO_GROUP:
-            group = f"{op} {rec.seq}"
+            # its members are part of what it is: a rank that skipped one before is at another number than the rest
+            members = self.text(rec.dtype)
+            group = f"{op} {rec.seq}" + (f" of ranks {members}" if members else "")
             seq = 1
         else:
             group = self.group_key(page, rec.group)

@@ -1,8 +1,9 @@
 """What each DataLoader (or watched iterator) promised and gave: lengths, batches, exhaustion, fingerprints.
 
 A fingerprint is 64 bits of the first batches of an epoch: the upper half from the first integer tensor (labels survive
-random augmentation), the lower half from the first floating tensor. Sixteen elements of each are looked at, of the first
-six batches only.
+random augmentation), the lower half from the first floating tensor that is not the same nearly everywhere. 64 elements of
+each are looked at, scattered over it (evenly spread ones would be the same black corner of every image), of the first six
+batches only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from distdiag.recorder.page import LOADERS, LoaderSlot
 from distdiag.recorder.state import guarded, now_ns
 
 FINGERPRINTS = 6
+_SCATTERED = torch.arange(1, 65) * 2654435761 % 2**31  # by the golden ratio: no rhythm of a batch's own
 
 
 class Loaders:
@@ -162,17 +164,26 @@ def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None
 
 def fingerprint(batch: Any) -> int:
     """64 bits of a batch; a half that could not be taken is 0."""
-    labels = first_tensor(batch, lambda t: not t.is_floating_point() and t.numel() >= 4 and t.device.type == "cpu")
-    values = first_tensor(batch, lambda t: t.is_floating_point() and t.numel() >= 4 and t.device.type == "cpu")
-    return _crc(labels, 8) << 32 | _crc(values, 4)
+    labels = values = looks = 0
+
+    def look(t: torch.Tensor) -> bool:
+        nonlocal labels, values, looks
+        looks += 1
+        if t.device.type == "cpu" and t.numel() >= 4:
+            if t.is_floating_point():
+                values = values or _crc(t, 4)
+            else:
+                labels = labels or _crc(t, 8)
+        return bool(labels and values) or looks >= 32  # a batch may be a list of thousands
+
+    first_tensor(batch, look)
+    return labels << 32 | values
 
 
-def _crc(t: torch.Tensor | None, distinct: int) -> int:
-    if t is None:
-        return 0
+def _crc(t: torch.Tensor, distinct: int) -> int:
     flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach()[:1].reshape(-1)
     n = flat.numel()
-    part = flat[:: max(1, n // 16)][:16].tolist()
+    part = (flat if n <= _SCATTERED.numel() else flat[_SCATTERED % n]).tolist()
     if len(set(part)) < distinct:  # a constant, or a few classes in turn, say nothing about which data it is
         return 0
     return zlib.crc32(repr((n, part)).encode())
