@@ -18,8 +18,7 @@ BIN = Path(sys.executable).parent
 
 def main() -> int:
     run = Path("reports") / time.strftime("demo-%Y%m%d-%H%M%S")
-    # "--": torchrun's parser takes a bare --monitor for an abbreviation of its own --monitor-interval, even after -m MODULE
-    train = ["--standalone", "--nproc-per-node", "2", "-m", "distdiag.train", "--", "--monitor", "--run-dir", str(run)]
+    train = ["--standalone", "--nproc-per-node", "2", "-m", "distdiag.train", "--monitor", "--run-dir", str(run)]
     print("Two ranks are trained on this machine, recorded by distdiag:")
     print(f"  torchrun {shlex.join([*train, *sys.argv[1:]])}")
     print("To watch them, open a second terminal and type:")
