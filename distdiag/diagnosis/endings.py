@@ -220,8 +220,10 @@ def _model(s: Snapshot, kinds: dict[int, str]) -> Finding | None:
     most = max(len(v) for v in shapes.values())
     odd = tuple(sorted(q for v in shapes.values() if len(v) < most for q in v))
     ranks = {q: s.ranks[q] for v in shapes.values() for q in v}
-    sizes = {q: r.models[-1].parameters for q, r in ranks.items()}
-    groups = "; ".join(f"{rank_list(v)}: {sizes[v[0]]} parameters" for v in shapes.values())
+    sizes = {q: f"{r.models[-1].parameters} parameters of {r.models[-1].elements:,} elements" for q, r in ranks.items()}
+    groups = "; ".join(f"{rank_list(v)}: {sizes[v[0]]}" for v in shapes.values())
+    if len(set(sizes.values())) == 1:
+        groups += ", in different shapes"
     places = tuple(where(r, "crashed", r.models[-1].site) for r in ranks.values())
     return Finding(
         kind="mismatch",

@@ -26,6 +26,7 @@ SHARES = ((3.0, 0.05), (1.6, 0.15))
 SHARES_QUIET_HOST = (*SHARES, (1.3, 0.10))
 ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
 BUSY_HOST_PCT = 85.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
+CONTROL_MS = 0.3  # of optimizer time, from which on it tells how fast a rank's core is
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
 
@@ -106,6 +107,9 @@ def _straggler(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
     phase = max(PHASES, key=lambda p: excesses[p])
     ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
     busy = s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT
+    if busy and phase != "optimizer" and usual["optimizer"] > CONTROL_MS:
+        # what it computes in optimizer.step is the same on all ranks: where that takes longer, too, the core is the cause
+        ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
     needed = [share for factor, share in (SHARES if busy else SHARES_QUIET_HOST) if ratio >= factor]
     if not needed or min(gain, excess) < max(MIN_MS, needed[0] * step_ms):
         return []

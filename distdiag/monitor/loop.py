@@ -204,7 +204,7 @@ class Monitor:
             arrivals=tuple(self.collectives.arrivals),
             met=tuple(self.collectives.met),
             gpus=self.gpus.states(),
-            host_cpu_pct=sum(self._host_cpu) / len(self._host_cpu) if self._host_cpu else None,
+            host_cpu_pct=max(self._host_cpu, default=None),
             usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
         )
 
@@ -279,7 +279,7 @@ class Monitor:
         row = self.hosts.node_row(s.t_s)
         w.hosts([row])
         if row.cpu_pct is not None:
-            self._host_cpu = [*self._host_cpu[-9:], row.cpu_pct]
+            self._host_cpu = [*self._host_cpu[-19:], row.cpu_pct]
         found = []
         for q, v in self.views.items():
             if v.ending is None and v.page is not None:

@@ -352,6 +352,19 @@ def test_loops_without_an_optimizer_are_bound_by_what_all_ranks_wait() -> None:
     assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
 
 
+def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job() -> None:
+    def half_speed(s: tuple[Step, ...]) -> tuple[Step, ...]:
+        names = ("forward_ms", "backward_ms", "optimizer_ms", "other_ms", "step_ms")
+        return tuple(
+            msgspec.structs.replace(x, **{n: 2 * getattr(x, n) for n in names}, ready_s=(x.ready_s or 0.0) + 0.07)
+            for x in s
+        )
+
+    ranks = (rank(0, steps=steps(wait_ms=66.0)), rank(1, steps=half_speed(steps(seed=1))))
+    assert stragglers(job(*ranks, host_cpu_pct=100.0)) == []
+    assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # nothing else runs there: a slow node
+
+
 # -- the rest ----------------------------------------------------------------------------------------------
 
 
