@@ -22,7 +22,8 @@ def synchronous(s: Snapshot) -> bool:
             g = s.groups.get(m.group or "")
             if g is not None and set(g.ranks) >= world and m.synced_backwards:
                 return True
-    return all(any(x.kind == "reduced" and x.value >= 0.5 for x in r.samples) for r in s.ranks.values())
+    shares = [[x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()]
+    return all(mine and all(0.9 <= v <= 1.1 for v in mine) for mine in shares)
 
 
 def training_loaders(s: Snapshot) -> dict[int, Loader]:

@@ -164,9 +164,12 @@ def _drift_cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
         return None
     reduced = {q: _by_step(s.ranks[q], "reduced") for q in s.ranks}
     shares = [reduced[q][k].value for q in s.ranks for k in drifting if k in reduced[q]]
-    if not shares or min(shares) < 0.3:
-        return None  # no averaging in these steps: independent models, or averaging now and then
-    return "different_init" if min(shares) >= 0.9 else "gradients_not_synced"
+    # Only where as many elements are reduced as there are parameters can it be told that all of them are averaged: with
+    # fewer, some are meant to be a rank's own (experts, personal layers), or they are averaged now and then; with more,
+    # what is reduced are activations of a model that is split over the ranks.
+    if not shares or min(shares) < 0.999 or max(shares) > 1.05:
+        return None
+    return "different_init"
 
 
 def _drift_finding(s: Snapshot, cause: str, drifting: list[int], values: dict[int, float]) -> Finding:

@@ -230,8 +230,11 @@ class Checks:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
     def _parameters(self, optimizer: Any) -> tuple[list[Any], int]:
-        """(parameters, elements) of an optimizer, kept while it has as many; none where some are sharded (DTensor) and
-        differ by design."""
+        """(parameters, elements) of an optimizer that are to be alike on all ranks, kept while it has as many.
+
+        With DDP those that DDP wraps (a layer that it ignores is a rank's own, as experts are); none where some are
+        sharded (DTensor) and differ by design.
+        """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
         kept = self._parameters_of.get(optimizer)
         if kept is None or kept[0] != n:
@@ -239,6 +242,8 @@ class Checks:
                 p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
             ]
             whole = len(params) == n
+            wrapped = {id(p) for m in self._models.values() for _, p in self._named(m)}
+            params = [p for p in params if id(p) in wrapped] or params
             kept = (n, params if whole else [], sum(p.numel() for p in params) if whole else 0)
             self._parameters_of[optimizer] = kept
         return kept[1], kept[2]

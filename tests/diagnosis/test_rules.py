@@ -263,11 +263,12 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
     assert f.severity == "info"
 
 
-def drifting(values: Callable[[int, int], float], **more: Any) -> list[Finding]:
-    ranks = [
-        rank(q, samples=tuple(Sample("parameters", k, values(q, k), key=5) for k in (2, 4, 8, 16)), **more)
-        for q in range(3)
-    ]
+def drifting(values: Callable[[int, int], float], reduced: float | None = None, **more: Any) -> list[Finding]:
+    def samples(q: int) -> tuple[Sample, ...]:
+        shares = () if reduced is None else tuple(Sample("reduced", k, reduced) for k in (2, 4, 8, 16))
+        return (*(Sample("parameters", k, values(q, k), key=5) for k in (2, 4, 8, 16)), *shares)
+
+    ranks = [rank(q, samples=samples(q), **more) for q in range(3)]
     return [f for f in parameters.rules(job(*ranks)) if f.kind == "replica_drift"]
 
 
@@ -281,6 +282,12 @@ def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() ->
 
 def test_models_without_averaging_may_differ() -> None:
     assert drifting(lambda q, k: float(q), models=()) == []
+
+
+def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None:
+    assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
+    assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # experts of a rank's own beside what is shared
+    assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
 
 def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
