@@ -104,13 +104,16 @@ def _not_needed(s: Snapshot) -> list[Finding]:
             kind="unused_parameters",
             cause="flag_not_needed",
             certainty=Certainty.SUSPECTED,
-            severity=Severity.WARNING,
+            # a library's default is no fault of the script, however dear it is
+            severity=Severity.INFO if m.flag_of_library else Severity.WARNING,
             victims=tuple(sorted(s.ranks)),
             where=tuple(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
             message=f"find_unused_parameters=True{at(m.site)}, but every parameter got a gradient in "
             f"{min(x.unused_checks for x in models)} of {min(x.unused_checks for x in models)} looks",
             cost=f"{cost_ms:.1f} ms per step ({cost_ms / s.usual_step_s / 10:.0f} % of it) spent searching the graph",
-            advice="drop the flag if no branch of the model is ever skipped",
+            advice="switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)"
+            if m.flag_of_library
+            else "drop the flag if no branch of the model is ever skipped",
         )
     ]
 

@@ -94,6 +94,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     frozen: int = 0
     shape_hash: int = 0
     find_unused: bool | None = None  # None: the constructor has not come back
+    flag_of_library: bool = False  # find_unused was asked for by a library that wraps the model, not by the script
     static_graph: bool = False
     broadcast_buffers: bool = True
     forwards: int = 0  # with gradients

@@ -374,6 +374,7 @@ class PageView:
                     frozen=m.frozen,
                     shape_hash=m.shape_hash,
                     find_unused=None if m.find_unused < 0 else bool(m.find_unused),
+                    flag_of_library=m.find_unused == 2,
                     static_graph=bool(m.static_graph),
                     broadcast_buffers=bool(m.broadcast_buffers),
                     forwards=m.forwards,

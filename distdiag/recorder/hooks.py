@@ -16,7 +16,7 @@ from torch.utils.data import dataloader as loader_module
 
 from distdiag.recorder import state
 from distdiag.recorder.collectives import Collectives, note_caught
-from distdiag.recorder.frames import user_frame
+from distdiag.recorder.frames import PACKAGE, kind_of, user_frame
 from distdiag.recorder.page import Phase
 from distdiag.recorder.phases import DATA, Phases, constructed, constructing, forward_begins, forward_ends
 from distdiag.recorder.state import guarded, now_ns
@@ -49,7 +49,7 @@ def _wrap_ddp(ph: Phases) -> None:
         finally:
             ph.col.unblock()
         if slot is not None:
-            constructed(ph, self, slot)
+            constructed(ph, self, slot, kind_of(sys._getframe(1).f_code) == PACKAGE)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         began = forward_begins(ph, self, inputs)
@@ -97,7 +97,7 @@ def _wrap_ddp(ph: Phases) -> None:
 @guarded
 def _searched(ph: Phases, ns: int) -> None:
     for m in ph.models.values():
-        if m.slot.find_unused == 1:
+        if m.slot.find_unused > 0:
             m.slot.search_ns += ns
             m.slot.searches += 1
 

@@ -187,7 +187,7 @@ class ModelSlot(Structure):
         ("parameters", c_uint32),
         ("parameter_elements", c_uint64),
         ("shape_hash", c_uint64),
-        ("find_unused", c_int32),
+        ("find_unused", c_int32),  # 1 asked for by the script, 2 by a library that wraps for it; -1 not known yet
         ("static_graph", c_int32),
         ("broadcast_buffers", c_int32),
         ("forwards", c_uint64),  # with gradients

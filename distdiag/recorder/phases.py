@@ -267,11 +267,11 @@ def constructing(ph: Phases, module: Any, kwargs: dict, site: int) -> ModelSlot 
 
 
 @guarded
-def constructed(ph: Phases, ddp: Any, slot: ModelSlot) -> None:
+def constructed(ph: Phases, ddp: Any, slot: ModelSlot, by_library: bool) -> None:
     m = Model(ddp, slot)
     g = ph.col.group(m.pg)
     slot.group = g.slot_index if g is not None else 0xFFFFFFFF
-    slot.find_unused = int(bool(ddp.find_unused_parameters))
+    slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
     ph.models[id(ddp)] = m
