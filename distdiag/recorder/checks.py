@@ -63,7 +63,6 @@ class Checks:
         self._reduced = 0
         self._grad_probe: tuple[Any, list[Any]] | None = None
         self.later: list[tuple[Any, torch.Tensor, Any]] = []
-        self._names: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]] = weakref.WeakKeyDictionary()
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[int, list[Any], int]] = weakref.WeakKeyDictionary()
         self._buffers_of: weakref.WeakKeyDictionary[Any, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
         self._models: dict[int, Model] = {}
@@ -178,11 +177,11 @@ class Checks:
         ddp = m.ref()
         if ddp is None:
             return []
-        named = self._names.get(ddp)
+        named = m.named
         if named is None:
             ignored = getattr(ddp, "parameters_to_ignore", None) or ()
             named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
-            self._names[ddp] = named
+            m.named = named
             m.check_every = max(1, len(named) // LOOKED_AT)
         return named
 

@@ -88,6 +88,7 @@ class Collectives(Groups):
         super().__init__(recorder)
         self.in_flight: OrderedDict[int, CallRecord] = OrderedDict()
         self._site_slots: dict[tuple[int, int], SiteSlot] = {}
+        self._marks: dict[tuple[str, int], SiteSlot] = {}
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
         self._peers: dict[tuple[int, int, int, int], Any] = {}
@@ -223,7 +224,14 @@ class Collectives(Groups):
 
     def mark_site(self, op: str, site: int) -> None:
         """Count a place that makes C++ issue collectives (DDP's forward and backward) like a call site."""
-        self._count_site(site, self._op(op))
+        slot = self._marks.get((op, site))
+        if slot is None:
+            number = self._op(op)
+            self._count_site(site, number)
+            if (site, number) in self._site_slots:
+                self._marks[(op, site)] = self._site_slots[(site, number)]
+        else:
+            slot.count += 1
 
     def _block(self, kind: int, at: int, site: int) -> None:
         u32, u64 = self.page.u32, self.page.u64

@@ -232,13 +232,17 @@ class Model:
     """One DDP-wrapped module in this process."""
 
     def __init__(self, ddp: Any, slot: ModelSlot) -> None:
-        self.ref = weakref.ref(ddp)
+        self.ref = weakref.ref(ddp, self._gone)
+        self.named: list[tuple[str, Any]] | None = None  # its parameters, once asked for; not kept beyond its life
         self.slot = slot
         self.pg = ddp.process_group
         self.forward_pending = False
         self.next_check = 0  # the step at which to look again at who has a gradient
         self.check_every = 1
         self.hook: Any = None
+
+    def _gone(self, _: object) -> None:
+        self.named = None
 
 
 @guarded
