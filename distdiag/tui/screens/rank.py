@@ -44,6 +44,13 @@ PHASES = (
     ("optimizer", "optimizer_ms"), ("other", "other_ms"), ("wait", "wait_ms"), ("self", "self_ms"), ("step", "step_ms"),
 )  # fmt: skip
 WINDOW = 100
+GPU_HISTORY_S = 60.0
+GPU_HISTORY = (
+    ("use", "utilization_pct"),
+    ("memory", "memory_used_bytes"),
+    ("power", "power_w"),
+    ("°C", "temperature_c"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class RankData:
     process: ProcessRow | None = None
     host: HostRow | None = None
     gpu: GpuRow | None = None
+    gpu_history: tuple[tuple[str, tuple[float | None, ...]], ...] = ()  # of the last minute: name, values
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> RankData | None:
@@ -78,6 +86,12 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Ran
         ),
         None,
     )
+    end = gpu.t_s if gpu is not None else 0.0
+    history = [
+        (name, tuple(v for _, v in run.history("gpu", column, end - GPU_HISTORY_S, end, node=gpu.node, gpu=gpu.gpu)))
+        for name, column in GPU_HISTORY
+        if gpu is not None
+    ]
     members = {g.name: g.ranks for g in run.groups()}
     collectives = [c for c in run.collectives(10, request.at_s, 400) if rank in members.get(c.pgroup, (rank,))]
     return RankData(
@@ -89,6 +103,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Ran
         process=next((p for p in run.processes(request.at_s) if p.rank == rank), None),
         host=next((h for h in run.hosts(request.at_s) if h.node == row.node), None),
         gpu=gpu,
+        gpu_history=tuple(history),
     )
 
 
@@ -308,6 +323,11 @@ def _facts(data: RankData, row: RankRow, width: int) -> list[Line]:
                 width,
             )
         )
+        drawn = [
+            f"{name} {spark(values, 12)}" for name, values in data.gpu_history if any(v is not None for v in values)
+        ]
+        if drawn:
+            out.append(_within([" minute   " + drawn[0], *drawn[1:]], width))
     return out
 
 
