@@ -8,6 +8,7 @@ group into an attribute that pytest 9.2 no longer reads.)
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import time
@@ -77,3 +78,12 @@ def no_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code under test in this process must not see the run directory of the person's shell."""
     for name in [n for n in os.environ if n.startswith("DISTDIAG_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """For tests that fork: a child must not collect what this process made, some of which has threads here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

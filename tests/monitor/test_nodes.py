@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import textwrap
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from distdiag.diagnosis.snapshot import Call, Group, RankState, Snapshot
 from distdiag.monitor.nodes import STALE_S, Nodes, NodeState
-from tests.jobs import distdiag, start, wait_for
+from tests.jobs import distdiag, free_port, start, wait_for
 
 WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))
 
@@ -96,9 +95,7 @@ def test_a_rank_of_another_node_is_named(tmp_path: Path) -> None:
                 dist.barrier()
         """)
     )
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     run = tmp_path / "run"
 
     def command(node: int) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -71,12 +70,3 @@ def no_child_left():
                 p.kill()
             pytest.fail(f"left behind: {left}")
         time.sleep(0.05)
-
-
-@pytest.fixture
-def frozen_heap() -> Iterator[None]:
-    """For tests that fork: a child must not collect what this process made, some of which has threads here."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,15 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.jobs import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 PROBE = [sys.executable, "-m", "distdiag", "probe"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def finished(command: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,12 +56,3 @@ def make_stamps():
         return Stamped(entered, left, np.arange(n) * len(blocks) // n, blocks)
 
     return make
-
-
-@pytest.fixture
-def frozen_heap() -> Iterator[None]:
-    """For tests that fork: a child must not collect what this process made, some of which has threads here."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.store import rundir
-from tests.jobs import clean_env
+from tests.jobs import clean_env, free_port
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import Scenario
 from tests.tui.tmux import terminal
@@ -57,18 +56,12 @@ def test_a_small_terminal_and_ctrl_c(runs: MakeRun) -> None:
         assert t.ended() == 130 and "Traceback" not in t.screen()
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.job
 @pytest.mark.timeout(400)
 def test_a_live_job_from_waiting_to_replay(tmp_path: Path) -> None:
     """WAITING, RUNNING, DEADLOCK with the flag naming the line, FAILED, then replay: all read from the screen."""
     run, go = tmp_path / "run", tmp_path / "go"
-    port = str(_free_port())
+    port = str(free_port())
     ranks: list[subprocess.Popen[bytes]] = []
 
     def start(rank: int) -> None:
