@@ -85,7 +85,8 @@ class Diagnosis:
         if not fatal and not any(_fatal(f) for f in now.values()):
             for f in self._try(stalls.rules, s, graph):
                 now[f.key] = f
-        if s.t_s - self._speed_at >= SPEED_PERIOD_S or final or ended:  # an end may have its cause among these
+        fresh_end = any(f.key not in self.records for f in ended)  # it may have its cause among what is looked at now
+        if s.t_s - self._speed_at >= SPEED_PERIOD_S or final or fresh_end:
             self._speed_at = s.t_s
             evaluated |= {"unused_parameters", "uneven_batches", "duplicate_data", "replica_drift", "nonfinite", "memory",
                           "gpu", "straggler", "input_bound", "comm_bound"}  # fmt: skip

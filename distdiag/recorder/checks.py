@@ -7,7 +7,6 @@ copied to pinned memory and read when the copy has been seen to be done.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import re
 import weakref
@@ -36,11 +35,6 @@ def checksum_due(step: int) -> bool:
     return step % 64 == 0 or (step < 64 and step >= 2 and step & (step - 1) == 0)
 
 
-@functools.cache
-def _array(n: int) -> Any:
-    return ctypes.c_float * n
-
-
 def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     """Up to `most` elements of `t`, evenly spread in memory; None where it is no plain, dense float32 tensor on the CPU.
 
@@ -53,7 +47,7 @@ def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     n, at = t.numel(), t.data_ptr()
     if not n or not at:
         return None
-    return _array(n).from_address(at)[:: max(1, n // most)][:most]
+    return (ctypes.c_float * n).from_address(at)[:: max(1, n // most)][:most]
 
 
 class Checks:
@@ -63,8 +57,9 @@ class Checks:
         self._reduced = 0
         self._grad_probe: tuple[Any, list[Any]] | None = None
         self.later: list[tuple[Any, torch.Tensor, Any]] = []
-        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[int, list[Any], int]] = weakref.WeakKeyDictionary()
-        self._buffers_of: weakref.WeakKeyDictionary[Any, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
+        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._models: dict[int, Model] = {}
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
 
@@ -229,21 +224,22 @@ class Checks:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
     def _parameters(self, optimizer: Any) -> tuple[list[Any], int]:
-        """(parameters, elements) of an optimizer that are to be alike on all ranks, kept while it has as many.
+        """(parameters, elements) of an optimizer that are to be alike on all ranks, kept while it and DDP have as many.
 
         With DDP those that DDP wraps (a layer that it ignores is a rank's own, as experts are); none where some are
         sharded (DTensor) and differ by design.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
+        mark = (n, len(self._models))
         kept = self._parameters_of.get(optimizer)
-        if kept is None or kept[0] != n:
+        if kept is None or kept[0] != mark:
             params = [
                 p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
             ]
             whole = len(params) == n
             wrapped = {id(p) for m in self._models.values() for _, p in self._named(m)}
             params = [p for p in params if id(p) in wrapped] or params
-            kept = (n, params if whole else [], sum(p.numel() for p in params) if whole else 0)
+            kept = (mark, params if whole else [], sum(p.numel() for p in params) if whole else 0)
             self._parameters_of[optimizer] = kept
         return kept[1], kept[2]
 
@@ -252,11 +248,9 @@ class Checks:
         ddp = m.ref()
         if ddp is None:
             return []
-        places = self._buffers_of.get(ddp)
-        if places is None:
-            places = [(x, name) for x in ddp.module.modules() for name in x._buffers]
-            self._buffers_of[ddp] = places
-        found = [x._buffers.get(name) for x, name in places]
+        if m.buffer_places is None:
+            m.buffer_places = [(x, name) for x in ddp.module.modules() for name in x._buffers]
+        found = [x._buffers.get(name) for x, name in m.buffer_places]
         return [b for b in found if b is not None and b.is_floating_point()]
 
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:

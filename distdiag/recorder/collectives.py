@@ -4,9 +4,6 @@ The methods of torch's C++ classes `ProcessGroup` and `Work` are wrapped, not th
 Python caller passes through them (FSDP2, object collectives, `from torch.distributed import all_reduce` done before us),
 and no identity that torch compares (`P2POp(dist.isend, …)`) changes. What C++ issues by itself (DDP's reducer) is seen by
 the process group's own counter and by the flight recorder.
-
-Sequence numbers are the flight recorder's: collectives of one group, counted from 1. gloo's counter also counts
-point-to-point; those are learned from the counter's step at each of them and taken off again.
 """
 
 from __future__ import annotations
@@ -88,7 +85,6 @@ class Collectives(Groups):
         super().__init__(recorder)
         self.in_flight: OrderedDict[int, CallRecord] = OrderedDict()
         self._site_slots: dict[tuple[int, int], SiteSlot] = {}
-        self._marks: dict[tuple[str, int], SiteSlot] = {}
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
         self._peers: dict[tuple[int, int, int, int], Any] = {}
@@ -224,14 +220,7 @@ class Collectives(Groups):
 
     def mark_site(self, op: str, site: int) -> None:
         """Count a place that makes C++ issue collectives (DDP's forward and backward) like a call site."""
-        slot = self._marks.get((op, site))
-        if slot is None:
-            number = self._op(op)
-            self._count_site(site, number)
-            if (site, number) in self._site_slots:
-                self._marks[(op, site)] = self._site_slots[(site, number)]
-        else:
-            slot.count += 1
+        self._count_site(site, self._op(op))
 
     def _block(self, kind: int, at: int, site: int) -> None:
         u32, u64 = self.page.u32, self.page.u64

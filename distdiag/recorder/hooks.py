@@ -16,7 +16,6 @@ from torch.utils.data import dataloader as loader_module
 
 from distdiag.recorder import state
 from distdiag.recorder.collectives import Collectives, note_caught
-from distdiag.recorder.frames import PACKAGE, kind_of, user_frame
 from distdiag.recorder.page import Phase
 from distdiag.recorder.phases import DATA, Phases, constructed, constructing, forward_begins, forward_ends
 from distdiag.recorder.state import guarded, now_ns
@@ -40,7 +39,7 @@ def _wrap_ddp(ph: Phases) -> None:
     original_init, original_forward = DDP.__init__, DDP.forward
 
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        slot = constructing(ph, module, kwargs, ph.r.user_site(sys._getframe(1)))
+        slot = constructing(ph, module, kwargs, sys._getframe(1))
         try:
             original_init(self, module, *args, **kwargs)
         except BaseException as e:
@@ -49,7 +48,7 @@ def _wrap_ddp(ph: Phases) -> None:
         finally:
             ph.col.unblock()
         if slot is not None:
-            constructed(ph, self, slot, kind_of(sys._getframe(1).f_code) == PACKAGE)
+            constructed(ph, self, slot, sys._getframe(1))
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         began = forward_begins(ph, self, inputs)
@@ -71,14 +70,11 @@ def _wrap_ddp(ph: Phases) -> None:
     if original_sync is not None:
 
         def _sync_buffers(self: Any) -> Any:
-            m = ph.models.get(id(self))
-            main = get_ident() == ph.main_thread
-            if m is not None and main:
-                ph.col.block_ddp(m.pg, ph.r.user_site(sys._getframe(1)))
+            waits = ph.buffers_begin(self, sys._getframe(1))
             try:
                 return original_sync(self)
             finally:
-                if m is not None and main:
+                if waits:
                     ph.col.wait_ns += ph.col.unblock()
 
         DDP._sync_buffers = _sync_buffers  # type: ignore[method-assign]
@@ -129,7 +125,7 @@ def _wrap_loader(ph: Phases) -> None:
 
     def __iter__(self: Any) -> Any:
         it = original_iter(self)
-        ph.loaders.starts(self, it, user_frame(sys._getframe(1)))
+        ph.loaders.starts(self, it, sys._getframe(1))
         return it
 
     def __next__(self: Any) -> Any:

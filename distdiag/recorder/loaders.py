@@ -51,7 +51,7 @@ class Loaders:
     @guarded
     def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
         """A DataLoader begins an epoch."""
-        slot = self._begin(iterator, self.r.site(frame))
+        slot = self._begin(iterator, self.r.user_site(frame))
         if slot is None:
             return
         iterable = isinstance(loader.dataset, IterableDataset)
@@ -76,7 +76,7 @@ class Loaders:
 
     @guarded
     def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
-        slot = self._begin(key, self.r.site(frame))
+        slot = self._begin(key, self.r.user_site(frame))
         if slot is not None:
             slot.length = length if length is not None else _length(iterable)
             slot.promised = int(length is not None)
@@ -169,7 +169,7 @@ def fingerprint(batch: Any) -> int:
     def look(t: torch.Tensor) -> bool:
         nonlocal labels, values, looks
         looks += 1
-        if t.device.type == "cpu" and t.numel() >= 4:
+        if t.device.type == "cpu" and t.layout is torch.strided and t.numel() >= 4:
             if t.is_floating_point():
                 values = values or _crc(t, 4)
             else:

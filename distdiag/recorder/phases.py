@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from distdiag.recorder import state
 from distdiag.recorder.checks import Checks
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.device_clock import DeviceClock
-from distdiag.recorder.frames import user_frame
+from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.loaders import Loaders
 from distdiag.recorder.page import MODELS, LifeWord, ModelSlot, Phase, word
 from distdiag.recorder.state import guarded, now_ns
@@ -89,8 +90,9 @@ class Phases:
     @guarded
     def given(self, iterator: Any, batch: Any, started_ns: int) -> None:
         """A loader handed out a batch that was asked for at `started_ns`."""
-        self.loaders.gives(iterator, batch)
+        # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
         self.data_ns += self.leave() - started_ns
+        self.loaders.gives(iterator, batch)
         n = self.loaders.batch_length(batch)
         if n:
             self.samples += n
@@ -103,10 +105,10 @@ class Phases:
     def optimizer_begins(self, optimizer: Any) -> None:
         if get_ident() != self.main_thread:
             return
-        self.checks.before_optimizer(optimizer, self.models, self.u64[_STEP] + 1)
         self._optimizer_start_ns = self.enter(OPTIMIZER)
         if self.device is not None:
             self.device.begin(Phase.OPTIMIZER)
+        self.checks.before_optimizer(optimizer, self.models, self.u64[_STEP] + 1)
 
     @guarded
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -118,8 +120,8 @@ class Phases:
         self.optimizer_ns += t - self._optimizer_start_ns
         self._optimizer_start_ns = 0
         if self._leads(optimizer):
-            self.checks.after_optimizer(optimizer, self.u64[_STEP] + 1)
             self.close_step(t)
+            self.checks.after_optimizer(optimizer, self.u64[_STEP])
 
     def _leads(self, optimizer: Any) -> bool:
         lead = self.lead() if self.lead is not None else None
@@ -185,14 +187,14 @@ class Phases:
         if get_ident() != self.main_thread:
             return 0
         site = self.r.user_site(sys._getframe(3))
+        micro_step = self.u64[_MICRO_STEPS]
+        self.loss = self.checks.loss(tensors, site, micro_step)
         model = self._syncing_model()
         if model is not None:
             self.col.mark_site("backward", site)
             self._backward_site = site
             self.col.block_ddp(model.pg, site)
             model.slot.synced_backwards += 1
-        micro_step = self.u64[_MICRO_STEPS]
-        self.loss = self.checks.loss(tensors, site, micro_step)
         self.loaders.trains()
         self.col.reduced_elements = 0
         self.u64[_MICRO_STEPS] = micro_step + 1
@@ -212,6 +214,15 @@ class Phases:
             self.col.wait_ns += t - self.ready_ns
         if error is not None:
             note_caught(self.r, error)
+
+    @guarded
+    def buffers_begin(self, ddp: Any, caller: FrameType) -> bool:
+        """DDP is about to broadcast its buffers; whether the wait in it is to be counted."""
+        m = self.models.get(id(ddp))
+        if m is None or get_ident() != self.main_thread:
+            return False
+        self.col.block_ddp(m.pg, self.r.user_site(caller))
+        return True
 
     def _syncing_model(self) -> Model | None:
         for m in self.models.values():
@@ -233,7 +244,9 @@ class Model:
 
     def __init__(self, ddp: Any, slot: ModelSlot) -> None:
         self.ref = weakref.ref(ddp, self._gone)
-        self.named: list[tuple[str, Any]] | None = None  # its parameters, once asked for; not kept beyond its life
+        # its parameters and where its buffers lie, once asked for; not kept beyond its life
+        self.named: list[tuple[str, Any]] | None = None
+        self.buffer_places: list[tuple[Any, str]] | None = None
         self.slot = slot
         self.pg = ddp.process_group
         self.forward_pending = False
@@ -242,12 +255,13 @@ class Model:
         self.hook: Any = None
 
     def _gone(self, _: object) -> None:
-        self.named = None
+        self.named = self.buffer_places = None
 
 
 @guarded
-def constructing(ph: Phases, module: Any, kwargs: dict, site: int) -> ModelSlot | None:
+def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
     """Before DDP's constructor talks to the others: what is about to be wrapped."""
+    site = ph.r.user_site(caller)
     n = ph.h.n_models
     if n >= MODELS:
         ph.h.dropped += 1
@@ -271,10 +285,11 @@ def constructing(ph: Phases, module: Any, kwargs: dict, site: int) -> ModelSlot 
 
 
 @guarded
-def constructed(ph: Phases, ddp: Any, slot: ModelSlot, by_library: bool) -> None:
+def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
     m = Model(ddp, slot)
     g = ph.col.group(m.pg)
     slot.group = g.slot_index if g is not None else 0xFFFFFFFF
+    by_library = kind_of(caller.f_code) == PACKAGE
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
@@ -338,7 +353,7 @@ def forward_ends(ph: Phases, began: tuple[int, Model | None, int], error: BaseEx
 def batches(ph: Phases, iterable: Any, length: int | None) -> Iterator[Any]:
     """Watch an iterator of batches that is no DataLoader; yields what it yields."""
     key = object()
-    ph.loaders.starts_plain(key, iterable, length, user_frame(sys._getframe(1)))
+    ph.loaders.starts_plain(key, iterable, length, sys._getframe(1))
     it = iter(iterable)
     while True:
         t = ph.enter(DATA)
