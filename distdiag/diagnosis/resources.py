@@ -14,7 +14,7 @@ GROWTH_BYTES = 192 * MIB
 GROWTH = ((10, 10.0, 0.25), (7, 6.0, 0.5))  # samples, seconds and share: what grows by half needs less of a look
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
-HOST_IMBALANCE_BYTES = 256 * MIB
+HOST_IMBALANCE = (0.6, 0.02)  # of what the others hold, and of the host's memory: less brings no job to its end
 
 
 def rules(s: Snapshot) -> list[Finding]:
@@ -88,7 +88,10 @@ def _growth(s: Snapshot) -> list[Finding]:
 
 
 def _host_imbalance(s: Snapshot) -> list[Finding]:
-    """One rank's host memory far above the others', after the first steps, for six samples in a row."""
+    """One rank's host memory far above the others', after the first steps, for six samples in a row.
+
+    A rank that has read a file for all keeps what its allocator does not give back: a few hundred MiB are nothing.
+    """
     ranks = [r for r in s.ranks.values() if r.life == Life.RUNNING and r.warm_since_s is not None]
     if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
         return []
@@ -97,7 +100,8 @@ def _host_imbalance(s: Snapshot) -> list[Finding]:
         return []
     floor = {q: min(v) for q, v in late.items()}
     usual = statistics.median_low(list(floor.values()))
-    odd = tuple(sorted(q for q, b in floor.items() if b - usual > max(HOST_IMBALANCE_BYTES, 0.6 * usual)))
+    bound = max(IMBALANCE_BYTES, HOST_IMBALANCE[0] * usual, HOST_IMBALANCE[1] * (s.host_memory_bytes or 0))
+    odd = tuple(sorted(q for q, b in floor.items() if b - usual > bound))
     if not odd or len(odd) > len(floor) // 2:
         return []
     r = s.ranks[odd[0]]

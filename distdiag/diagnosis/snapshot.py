@@ -260,5 +260,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     met: tuple[Met, ...] = ()  # the first few
     gpus: tuple[GpuState, ...] = ()
     host_cpu_pct: float | None = None  # the highest of the last 20 seconds, all cores = 100
+    host_memory_bytes: int | None = None  # all that the host has
     usual_step_s: float | None = None  # median of all ranks' recent steps
     stable_since_s: float | None = None  # since when no rank issued, completed or left anything; None = not known

@@ -56,6 +56,7 @@ class Monitor:
         self.nodes = Nodes(run_dir, node)
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._host_cpu: list[float] = []
+        self._host_memory_bytes: int | None = None
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
@@ -205,6 +206,7 @@ class Monitor:
             met=tuple(self.collectives.met),
             gpus=self.gpus.states(),
             host_cpu_pct=max(self._host_cpu, default=None),
+            host_memory_bytes=self._host_memory_bytes,
             usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
         )
 
@@ -278,6 +280,7 @@ class Monitor:
         w = self.writer
         row = self.hosts.node_row(s.t_s)
         w.hosts([row])
+        self._host_memory_bytes = row.memory_total_bytes
         if row.cpu_pct is not None:
             self._host_cpu = [*self._host_cpu[-19:], row.cpu_pct]
         found = []
@@ -338,7 +341,7 @@ class Monitor:
             v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
         )
         if finished:
-            self.voice.summary(self.diagnosis, self.node)
+            self.voice.summary(self.diagnosis, self.own.found, self.node)
         for v in self.views.values():
             v.page = None
             v.reader.close()

@@ -29,12 +29,24 @@ NETWORK_DEADLINE_S = 4.0  # after which no answer means no network; names are re
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a data set came from, without the data: that lives on in shared memory, once per node."""
+
+    source: str
+    notice: str | None
+
+
+@dataclass(frozen=True)
 class FoundData:
     """A data set, where it came from, and a line for the person if it is not what was asked for."""
 
     data: DataSet
     source: str
     notice: str | None = None
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.source, self.notice)
 
 
 def cache_directory() -> Path:

@@ -31,7 +31,7 @@ from distdiag.train.checkpoint import (
 )
 from distdiag.train.config import TrainConfig
 from distdiag.train.faults import Faults
-from distdiag.train.find_data import FoundData, find_data
+from distdiag.train.find_data import Origin, find_data
 from distdiag.train.models import build_model, count_parameters
 from distdiag.train.precision import autocast, resolve_amp, why_amp
 from distdiag.train.ranks import Ranks, join_ranks
@@ -63,7 +63,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
 
     with recorder.phase("init"):
         amp = ranks.together(lambda: resolve_amp(config.amp, device))
-        pixels, found = share_pixels(config, ranks)
+        pixels, origin = share_pixels(config, ranks)
         per_epoch = batches_per_epoch(len(pixels.train), world_size, config.batch_size, config.accumulate)
         if not per_epoch:
             share = -(-len(pixels.train) // world_size)
@@ -107,10 +107,10 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
 
     checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
     progress = Progress(config, ranks, recorder, device)
-    progress.begin(found, pixels, network, why_amp(config.amp, amp, device), step, int(total_steps))
+    progress.begin(origin, pixels, network, why_amp(config.amp, amp, device), step, int(total_steps))
     recorder.meta(
         data=pixels.address.name,
-        data_source=found.source if found else "rank 0 of the node",
+        data_source=origin.source if origin else "rank 0 of the node",
         model=type(network).__name__,
         parameters=count_parameters(network),
         amp=amp,
@@ -210,7 +210,7 @@ class WarmupCosine:
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.total - self.warmup)))
 
 
-def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, FoundData | None]:
+def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origin | None]:
     """The data set in memory, one copy per node: local rank 0 finds, checks and publishes it, the others map it.
 
     Collective. The second value is None on ranks that did not look for the data themselves.
@@ -219,11 +219,11 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Found
         DistdiagError: missing or damaged data, the same error on every rank.
     """
 
-    def publish() -> tuple[SharedPixels, FoundData] | None:
+    def publish() -> tuple[SharedPixels, Origin] | None:
         if ranks.local_rank != 0:
             return None
         found = find_data(config.data, show_progress=ranks.rank == 0)
-        return SharedPixels.publish(found.data), found
+        return SharedPixels.publish(found.data), found.origin
 
     published = ranks.together(publish)
     addresses = ranks.gather((ranks.node, published[0].address if published else None))
@@ -345,11 +345,11 @@ class Progress:
             print(text, flush=True)
 
     def begin(
-        self, found: FoundData | None, pixels: SharedPixels, network: nn.Module, amp: str, step: int, total_steps: int
+        self, origin: Origin | None, pixels: SharedPixels, network: nn.Module, amp: str, step: int, total_steps: int
     ) -> None:
         config, ranks = self._config, self._ranks
-        if found and found.notice:
-            self._say(found.notice, always=True)
+        if origin and origin.notice:
+            self._say(origin.notice, always=True)
         layout = ", channels_last" if config.channels_last else ""
         accumulate = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
         self._say(

@@ -389,6 +389,19 @@ def test_growth_needs_steady_growth_after_the_first_steps() -> None:
     assert [f for f in resources.rules(grows(1e6)) if f.cause == "growth"] == []
 
 
+def test_imbalance_is_what_matters_on_this_host() -> None:
+    def holds(more: float, host: float) -> list[tuple[int, ...]]:
+        ranks = [
+            rank(q, memory=tuple((float(t), int(4e8 + (q == 0) * more)) for t in range(30)), warm_since_s=5.0)
+            for q in (0, 1)
+        ]
+        return [f.culprits for f in resources.rules(job(*ranks, host_memory_bytes=int(host))) if f.cause == "imbalance"]
+
+    assert holds(1e9, host=24e9) == [(0,)]
+    assert holds(0.3e9, host=24e9) == []  # what is left of a file that one rank read for all
+    assert holds(1e9, host=500e9) == []
+
+
 def test_a_collective_that_completed_with_different_types_is_said() -> None:
     def call(dtype: str, line: int) -> Call:
         return Call(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import REPOSITORY, Job, launch, wait_for
+from tests.jobs import REPOSITORY, launch, shared, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -110,6 +110,15 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
     con.close()
     assert parts == pytest.approx(whole, rel=0.02)
     assert "[distdiag]" in said and "nothing found" in said
+
+
+def test_training_on_the_real_data_has_no_findings(tmp_path: Path) -> None:
+    """The rank that reads the data for all ends up with no more memory than the others."""
+    with train(tmp_path, "--max-steps", "120", "--data", str(shared("cifar-10-batches-py"))) as job:
+        assert job.wait() == 0, job.tail()
+        ended(tmp_path / "R")
+        assert "CIFAR-10 (50,000 + 10,000 images)" in job.stdout()
+    assert serious(tmp_path / "R") == []
 
 
 def test_a_deadlock_is_proved_named_and_said_while_the_job_hangs(tmp_path: Path) -> None:
