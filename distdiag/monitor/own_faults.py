@@ -21,6 +21,7 @@ class OwnFaults:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self.found: list[Finding] = []  # all that were said: on a full disk, the summary is their only way out
 
     def faults(
         self,
@@ -71,7 +72,9 @@ class OwnFaults:
         if writer.failed_writes and writer.last_error:
             text = f"the run could not be written: {writer.last_error}"
             out.append(self._new(text, t_s, "disk_full", text, severity=Severity.WARNING))
-        return [f for f in out if f is not None]
+        new = [f for f in out if f is not None]
+        self.found += new
+        return new
 
     def _new(
         self, key: str, t_s: float, cause: str, text: str, rank: int | None = None, severity: Severity = Severity.INFO

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from distdiag.diagnosis.engine import Diagnosis
@@ -37,12 +38,17 @@ class Voice:
         # on a line of its own, also where a progress bar has left the cursor at the end of its own
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
-    def summary(self, diagnosis: Diagnosis, node: int = 0) -> None:
+    def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """One line on how it ended, one per finding worth it, and the command that opens the rest.
 
         A node beside the first knows its own ranks only: it says where the verdict over all of them is.
+
+        Args:
+            diagnosis: At the job's end.
+            own: What distdiag itself could not do.
+            node: Of this monitor.
         """
-        found = [f for f in diagnosis.findings if at_least(f.severity, Severity.WARNING)]
+        found = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
         where = self.run_dir
         try:
             where = self.run_dir.relative_to(Path.cwd())
