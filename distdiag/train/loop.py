@@ -6,7 +6,8 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
     )
 
     def save() -> None:
-        with recorder.phase("checkpoint"):
+        with recorder.phase("checkpoint"), progress.paused():
             checkpoints.save(
                 {
                     "world_size": world_size,
@@ -184,7 +185,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
 
         ended = step >= total_steps
         if config.validate_every and (ended or (epoch + 1) % config.validate_every == 0):
-            with recorder.phase("validate"):
+            with recorder.phase("validate"), progress.paused():
                 if ranks.control is not None:
                     dist.barrier(group=ranks.control)  # communication: every rank has ended the epoch
                 broadcast_buffers(network, ranks)  # communication: rank 0's running statistics to all
@@ -391,13 +392,21 @@ class Progress:
             f"lr {lr:.4f}  {rate:,.0f} samples/s"
         )
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While something else than training goes on: a rate is of training alone."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - began
+
     def validated(self, epoch: int, step: int, loss: float, accuracy: float) -> None:
         self._accuracy = accuracy
         self._recorder.log(test_loss=loss, test_accuracy=accuracy)
         self._say(
             f"epoch {epoch + 1}  step {step}/{self._total_steps}  test loss {loss:.4f}  test accuracy {accuracy:.2%}"
         )
-        self._since = time.monotonic()  # the next rate is of training alone
 
     def end(self, step: int, checkpoint: Path | None) -> None:
         seconds = time.monotonic() - self._begun

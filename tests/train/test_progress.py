@@ -1,0 +1,38 @@
+"""What the training prints of its speed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distdiag.train import loop
+
+
+def test_a_rate_is_of_training_alone_whatever_came_between(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """18 steps, a validation of 30 s, 2 more steps: the rate of the 20 is theirs."""
+    now = 100.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    alone: Any = SimpleNamespace(rank=0, sum=lambda t: t)
+    logged: dict[str, float] = {}
+    recorder: Any = SimpleNamespace(log=lambda **values: logged.update(values))
+    progress = loop.Progress(SimpleNamespace(quiet=False), alone, recorder, torch.device("cpu"))  # type: ignore[arg-type]
+
+    def trains(steps: int) -> None:
+        nonlocal now
+        for _ in range(steps):
+            now += 0.5
+            progress.add(torch.tensor(1.0), torch.zeros(8, 10), torch.zeros(8, dtype=torch.long))
+
+    trains(18)
+    with progress.paused():
+        now += 30.0
+        progress.validated(0, 18, 1.0, 0.5)
+    trains(2)
+    progress.report(1, 20, 0.1)
+    assert logged["samples_per_s"] == pytest.approx(20 * 8 / 10.0)
+    assert "16 samples/s" in capsys.readouterr().out
