@@ -154,7 +154,11 @@ def _conflict_message(snapshot: Snapshot, wait: Wait, cause: str, culprits: tupl
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
         end = "" if reason is not Reason.EXHAUSTED else f"; {rank_list(culprits)} ran out of batches"
         return f"{', '.join(texts)}{number} ({label}): it can never complete{end}"
-    blame_text = "in opposite order" if cause == "order_mismatch" else "neither side can be told to be the wrong one"
+    blame_text = (
+        "they come to these calls in another order, or not equally often"
+        if cause == "order_mismatch"
+        else "neither side can be told to be the wrong one"
+    )
     return f"{', '.join(texts)}{number} ({label}): it can never complete; {blame_text}"
 
 
@@ -169,7 +173,7 @@ def _conflict_advice(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple
             one = f"{matching.op_name(a.op)}{at(a.site)}"
             return f"call {one} on all ranks or on none: look for a condition on the rank around it"
         case "order_mismatch":
-            return f"issue the collectives in the same order on all ranks: compare {both}"
+            return f"issue the collectives in the same order, and as often, on all ranks: compare {both}"
         case "shape":
             return f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks"
         case "dtype":

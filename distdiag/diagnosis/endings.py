@@ -21,7 +21,7 @@ _ECHO = re.compile(
     r"|The server socket|heartbeat|store->get|SocketTimeout",
     re.IGNORECASE,
 )
-_TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
 _IN_TORCH = re.compile(
     r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
     r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",

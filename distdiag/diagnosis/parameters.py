@@ -159,10 +159,10 @@ def _drift_cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     if kind == "buffers":
         return "buffers" if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
     if over_all and len(over_all) >= s.world_size:
-        if all(m.synced_backwards == 0 for m in over_all):
-            return "gradients_not_synced"
-        # DDP does synchronise, but the parameters that are stepped differ all the same
-        return "gradients_not_synced"
+        # Parameters that are averaged now and then, not their gradients at each step, differ between those times (local
+        # SGD). Otherwise: no backward is synchronised, or the parameters that are stepped are not those that DDP wraps.
+        averaged = max((x.value for r in s.ranks.values() for x in r.samples if x.kind == "averaged"), default=0.0)
+        return "gradients_not_synced" if averaged < 0.9 else None
     if models:
         return None
     reduced = {q: _by_step(s.ranks[q], "reduced") for q in s.ranks}

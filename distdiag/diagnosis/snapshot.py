@@ -108,7 +108,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sampled check: kind is parameters, buffers, nonfinite_loss, nonfinite_gradient or reduced."""
+    """One sampled check: kind is that of `SampleKind`, in small letters."""
 
     kind: str
     step: int

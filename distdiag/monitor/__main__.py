@@ -11,6 +11,7 @@ def main(argv: list[str]) -> int:
     if "--foreground" not in argv and os.fork():
         return 0
     import argparse
+    import contextlib
     import faulthandler
     import signal
     import traceback
@@ -24,6 +25,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
+    # it runs where a core is free, and so when ranks wait; with none to spare it takes its turn after theirs
+    with contextlib.suppress(OSError):
+        os.nice(10)
     # the job's Ctrl-C is not ours: we end when the last rank has, and say how
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
+BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 LOOKED_AT = 64  # parameters per step that are asked whether they have a gradient; models of more are asked more rarely
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
@@ -54,7 +55,10 @@ class Checks:
     def __init__(self, r: state.Recorder, col: Collectives) -> None:
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
         self._nonfinite = 0
+        self._suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
+        self._bad_losses = 0
         self._reduced = 0
+        self.averaged_elements = 0  # the most that were all-reduced between a step and the next backward
         self._grad_probe: tuple[Any, list[Any]] | None = None
         self.later: list[tuple[Any, torch.Tensor, Any]] = []
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
@@ -82,18 +86,48 @@ class Checks:
             return None
         if t.is_cpu:
             value = float(t.item())
-            if not isfinite(value):
-                self._loss_value(value, site)
+            if self._bad_losses or not isfinite(value):
+                self._loss_value(value, site, BAD_LOSSES)
             return value
         if micro_step % 8 == 0:
-            self._when_copied(t.detach().float().reshape(1), lambda v, s=site: self._loss_value(v[0].item(), s))
+            self._when_copied(t.detach().float().reshape(1), lambda v, s=site: self._loss_value(v[0].item(), s, 2))
         self.poll()
         return None
 
-    def _loss_value(self, value: float, site: int) -> None:
-        if not isfinite(value) and self._nonfinite < NONFINITE_REPORTS:
-            self._nonfinite += 1
-            self.sample(SampleKind.NONFINITE_LOSS, self.h.step + 1, value, site=site)
+    def _loss_value(self, value: float, site: int, at_most: int) -> None:
+        """A loss that is not finite ruins nothing where the step is dropped: it is said when the step is made, or when
+        `at_most` of them have followed each other."""
+        if isfinite(value):
+            self._bad_losses = 0
+            return
+        self._bad_losses += 1
+        if self._bad_losses == 1:
+            self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
+        elif self._bad_losses == at_most:
+            self._convict()
+
+    def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
+        if len(self._suspects) < NONFINITE_REPORTS:
+            self._suspects.append((kind, self.h.step + 1, value, p, site))
+
+    def _convict(self) -> None:
+        for kind, step, value, p, site in self._suspects:
+            if self._nonfinite < NONFINITE_REPORTS:
+                self._nonfinite += 1
+                self.sample(kind, step, value, name="" if p is None else self._name_of(p), site=site)
+        self._suspects.clear()
+
+    def _judge(self, optimizer: Any) -> None:
+        """A step is about to be made: with gradients that are not finite, or with those after a step that was dropped."""
+        skipped = getattr(optimizer, "found_inf", None)  # how GradScaler tells a fused optimizer to drop the step
+        looked = [p for _, _, _, p, _ in self._suspects if p is not None] or (self._grad_probe or (None, []))[1]
+        gradients = [p.grad for p in looked if p.grad is not None]
+        if not gradients or not all(g.is_cpu and g.layout is torch.strided for g in gradients):
+            return
+        if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
+            self._convict()
+        # a loss that stays so is said all the same, though its gradients are in order
+        self._suspects = [x for x in self._suspects if self._bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
 
     def _when_copied(self, t: torch.Tensor, then: Any) -> None:
         if len(self.later) > 16 or t.device.type != "cuda":
@@ -115,6 +149,8 @@ class Checks:
         self._reduced, self.col.reduced_elements = self.col.reduced_elements, 0
         if not self.local_gradients:  # else this rank's own gradient was looked at already
             self._gradients(optimizer, step)
+        if self._suspects:
+            self._judge(optimizer)
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
                 self._unused(m, step)
@@ -135,7 +171,7 @@ class Checks:
                 continue
             # one pass over a small gradient: a sum is finite only if no element is NaN (or inf, but for +inf -inf)
             total = float(g.sum())
-            if not isfinite(total):
+            if not isfinite(total) and getattr(optimizer, "found_inf", None) is None:
                 self._nonfinite += 1
                 self.sample(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))
                 return
@@ -157,8 +193,7 @@ class Checks:
         else:
             total = float((g.view(-1) if g.is_contiguous() else g[0].reshape(-1))[:: n // 64].sum())
         if not isfinite(total):
-            self._nonfinite += 1
-            self.sample(SampleKind.NONFINITE_LOCAL_GRADIENT, self.h.step + 1, total, name=self._name_of(p), site=site)
+            self._suspect(SampleKind.NONFINITE_LOCAL_GRADIENT, total, p, site)
 
     def _name_of(self, p: Any) -> str:
         for m in self._models.values():
@@ -218,6 +253,8 @@ class Checks:
         if not params:
             return
         self.sample(SampleKind.REDUCED, step, self._reduced / elements if elements else 0.0)
+        if self.averaged_elements:
+            self.sample(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step)
         buffers = [b for m in self._models.values() for b in self._buffers(m)]
         if buffers:

@@ -256,6 +256,7 @@ class SampleKind(IntEnum):
     NONFINITE_GRADIENT = 4
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
     REDUCED = 5  # elements all-reduced during the step, against the parameters' elements
+    AVERAGED = 7  # the most of them between two steps so far
 
 
 class SampleRecord(Structure):

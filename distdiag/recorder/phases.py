@@ -196,7 +196,9 @@ class Phases:
             self.col.block_ddp(model.pg, site)
             model.slot.synced_backwards += 1
         self.loaders.trains()
-        self.col.reduced_elements = 0
+        if self.col.reduced_elements:  # since the last step: parameters, averaged by hand
+            self.checks.averaged_elements = max(self.checks.averaged_elements, self.col.reduced_elements)
+            self.col.reduced_elements = 0
         self.u64[_MICRO_STEPS] = micro_step + 1
         self.ready_ns = 0
         if self.device is not None:

@@ -263,9 +263,12 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
     assert f.severity == "info"
 
 
-def drifting(values: Callable[[int, int], float], reduced: float | None = None, **more: Any) -> list[Finding]:
+def drifting(
+    values: Callable[[int, int], float], reduced: float | None = None, averaged: float | None = None, **more: Any
+) -> list[Finding]:
     def samples(q: int) -> tuple[Sample, ...]:
         shares = () if reduced is None else tuple(Sample("reduced", k, reduced) for k in (2, 4, 8, 16))
+        shares += () if averaged is None else (Sample("averaged", 8, averaged),)
         return (*(Sample("parameters", k, values(q, k), key=5) for k in (2, 4, 8, 16)), *shares)
 
     ranks = [rank(q, samples=samples(q), **more) for q in range(3)]
@@ -278,6 +281,11 @@ def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() ->
     f = only(drifting(lambda q, k: 1.0 + k + 0.1 * q * k))
     assert f.cause == "gradients_not_synced" and f.step == 2
     assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
+
+
+def test_replicas_averaged_now_and_then_may_differ_between() -> None:
+    assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
+    assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters
 
 
 def test_models_without_averaging_may_differ() -> None:
