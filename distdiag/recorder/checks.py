@@ -121,9 +121,7 @@ class Checks:
         """A step is about to be made: with gradients that are not finite, or with those after a step that was dropped."""
         skipped = getattr(optimizer, "found_inf", None)  # how GradScaler tells a fused optimizer to drop the step
         looked = [p for _, _, _, p, _ in self._suspects if p is not None] or (self._grad_probe or (None, []))[1]
-        gradients = [p.grad for p in looked if p.grad is not None]
-        if not gradients or not all(g.is_cpu and g.layout is torch.strided for g in gradients):
-            return
+        gradients = [g for g in (p.grad for p in looked) if g is not None and g.is_cpu and g.layout is torch.strided]
         if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
             self._convict()
         # a loss that stays so is said all the same, though its gradients are in order

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import sqlite3
+import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,6 +17,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.store import rundir
 
 BUSY_TIMEOUT_S = 0.3
+FOLDING_S = 0.5  # the writer needs some hundredths for it
 CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ beside it are separate files"
 
 
@@ -66,6 +70,23 @@ def locate(path: Path) -> Path:
     )
 
 
+def rows(con: sqlite3.Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
+    """All rows of a SELECT. At the moment when the writer folds its log into the file, a reader is told that it would
+    have to write: it asks again.
+
+    Raises:
+        sqlite3.Error: anything else, or this for longer than `FOLDING_S`.
+    """
+    end = time.monotonic() + FOLDING_S
+    while True:
+        try:
+            return con.execute(sql, args).fetchall()
+        except sqlite3.OperationalError as e:
+            if "readonly" not in str(e) or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
+
+
 def connect(database: Path) -> tuple[sqlite3.Connection, str | None]:
     quoted = database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
@@ -74,7 +95,7 @@ def connect(database: Path) -> tuple[sqlite3.Connection, str | None]:
             f"file:{quoted}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         try:
-            con.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            rows(con, "SELECT count(*) FROM sqlite_master")
         except BaseException:
             con.close()
             raise

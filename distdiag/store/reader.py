@@ -20,7 +20,7 @@ import msgspec
 from distdiag.diagnosis.findings import Finding, Report
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.frames import Frame, RankRow, unpack_table
-from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, inode, locate, unreadable
+from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, inode, locate, rows, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
     Event,
@@ -79,7 +79,7 @@ class Run:
             RunUnreadable: locked, corrupt, or deleted since it was opened.
         """
         try:
-            return self._con.execute(sql, args).fetchall()
+            return rows(self._con, sql, args)
         except sqlite3.Error as e:
             raise unreadable(e, self.path, self.database) from e
 

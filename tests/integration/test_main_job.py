@@ -114,7 +114,7 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
 
 def test_training_on_the_real_data_has_no_findings(tmp_path: Path) -> None:
     """The rank that reads the data for all ends up with no more memory than the others."""
-    with train(tmp_path, "--max-steps", "120", "--data", str(shared("cifar-10-batches-py"))) as job:
+    with train(tmp_path, "--max-steps", "80", "--data", str(shared("cifar-10-batches-py"))) as job:
         assert job.wait() == 0, job.tail()
         ended(tmp_path / "R")
         assert "CIFAR-10 (50,000 + 10,000 images)" in job.stdout()
