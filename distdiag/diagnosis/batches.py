@@ -185,7 +185,9 @@ def _size(s: Snapshot) -> list[Finding]:
         sizes = [x.batch for x in r.steps if x.batch]
         if len(sizes) < SIZE_STEPS:
             return []
-        size, n = Counter(sizes).most_common(1)[0]
+        size, n = sizes[0], sizes.count(sizes[0])
+        if n < 0.9 * len(sizes):
+            size, n = Counter(sizes).most_common(1)[0]
         if n < 0.9 * len(sizes):
             return []  # the sizes vary by themselves: token budgets, buckets
         usual[r.rank] = size

@@ -36,9 +36,11 @@ def rules(s: Snapshot) -> list[Finding]:
     window = _window(s)
     if window is None:
         return _by_arrivals(s) or _shared_waits(s)
-    out = _straggler(s, window)
+    ranks = sorted(window)
+    columns = list(zip(*([self_ms(x) for x in window[q]] for q in ranks), strict=True))
+    out = _straggler(s, window, ranks, columns)
     if not out:
-        out = _rotating(s, window)
+        out = _rotating(s, window, ranks, columns)
     return out + _shares(s, window)
 
 
@@ -56,7 +58,7 @@ def _window(s: Snapshot) -> dict[int, list[Step]] | None:
 
 
 def self_ms(x: Step) -> float:
-    return max(0.0, x.step_ms - x.wait_ms)
+    return ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0
 
 
 def part_ms(x: Step, phase: str) -> float:
@@ -68,26 +70,28 @@ def part_ms(x: Step, phase: str) -> float:
     return getattr(x, f"{phase}_ms")
 
 
-def _straggler(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
-    ranks = sorted(window)
-    n = len(window[ranks[0]])
+def _straggler(
+    s: Snapshot, window: dict[int, list[Step]], ranks: list[int], columns: list[tuple[float, ...]]
+) -> list[Finding]:
+    """`columns`: for every step of the window, `self_ms` of all ranks."""
+    n = len(columns)
     slowest: Counter[int] = Counter()
     latest: Counter[int] = Counter()
     ready_known = 0
     gains: list[float] = []
+    for column in columns:
+        top = max(column)
+        at_top = column.index(top)
+        slowest[ranks[at_top]] += 1
+        gains.append(top - max(column[:at_top] + column[at_top + 1 :]))
+    q, count = slowest.most_common(1)[0]
+    if count < RECURRENCE * n:
+        return []
     for i in range(n):
-        selfs = {q: self_ms(window[q][i]) for q in ranks}
-        q = max(ranks, key=lambda k: selfs[k])
-        slowest[q] += 1
-        second = max(v for k, v in selfs.items() if k != q)
-        gains.append(selfs[q] - second)
         ready = {k: window[k][i].ready_s for k in ranks}
         if all(v is not None for v in ready.values()):
             ready_known += 1
             latest[max(ranks, key=lambda k: ready[k] or 0.0)] += 1
-    q, count = slowest.most_common(1)[0]
-    if count < RECURRENCE * n:
-        return []
     if ready_known > n // 2 and latest[q] < RECURRENCE * ready_known:
         return []  # it works longest but does not arrive last: nobody waits for it
     mine = [self_ms(x) for x in window[q]]
@@ -154,24 +158,22 @@ def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     return best
 
 
-def _rotating(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
-    ranks = sorted(window)
-    n = len(window[ranks[0]])
+def _rotating(
+    s: Snapshot, window: dict[int, list[Step]], ranks: list[int], columns: list[tuple[float, ...]]
+) -> list[Finding]:
+    n = len(columns)
     if n < ROTATING_STEPS:
         return []
-    slowest: list[int] = []
-    gains: list[float] = []
-    for i in range(n):
-        selfs = {q: self_ms(window[q][i]) for q in ranks}
-        q = max(ranks, key=lambda k: selfs[k])
-        slowest.append(q)
-        gains.append(selfs[q] - statistics.median_low([v for k, v in selfs.items() if k != q]))
-    step_ms = statistics.median(x.step_ms for x in window[ranks[0]])
-    skew = statistics.median(gains)
-    if skew < max(ROTATING_MS, ROTATING_SHARE * step_ms):
-        return []
+    tops = [column.index(max(column)) for column in columns]
+    slowest = [ranks[at_top] for at_top in tops]
     changes = sum(a != b for a, b in itertools.pairwise(slowest))
     if Counter(slowest).most_common(1)[0][1] > 0.6 * n or len(set(slowest)) < len(ranks) or changes < 0.4 * n:
+        return []
+    skew = statistics.median(
+        column[i] - statistics.median_low(column[:i] + column[i + 1 :]) for column, i in zip(columns, tops, strict=True)
+    )
+    step_ms = statistics.median(x.step_ms for x in window[ranks[0]])
+    if skew < max(ROTATING_MS, ROTATING_SHARE * step_ms):
         return []
     phase = max(
         PHASES,
@@ -207,6 +209,10 @@ def _rotating(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
 
 def _shares(s: Snapshot, window: dict[int, list[Step]]) -> list[Finding]:
     """The share of step time that every rank loses to its data, or to communication without a late rank."""
+    some = next(iter(window.values()))  # where one rank loses neither, the least of all ranks is below both bounds
+    whole = sum(x.step_ms for x in some)
+    if sum(x.data_ms for x in some) < 0.3 * whole and sum(x.wait_ms for x in some) < COMM_SHARE * whole:
+        return []
     total = {q: sum(x.step_ms for x in xs) for q, xs in window.items()}
     if min(total.values()) <= 0:
         return []
