@@ -21,7 +21,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], check=
 run = place / "R"
 job = subprocess.Popen(
     [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distdiag.train",
-     "--monitor", "--run-dir", run, "--data", "generated", "--batch-size", "8", "--max-steps", "150"],
+     "--monitor", "--run-dir", run, "--data", "generated", "--batch-size", "8", "--max-steps", "100"],
     cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 try:
     end, steps = time.monotonic() + 120, 0
@@ -66,7 +66,7 @@ def test_a_full_disk_stops_nothing_and_is_said(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     assert job["before"] >= 5 and job["free"] == 0
-    assert job["code"] == 0 and "done: 150 steps" in job["out"], job["err"]  # the training did not notice
+    assert job["code"] == 0 and "done: 100 steps" in job["out"], job["err"]  # the training did not notice
     assert "no checkpoint in" in job["out"] + job["err"] and "No space left on device" in job["out"] + job["err"]
     assert "Traceback" not in job["err"]
     assert "the run could not be written" in job["err"] and "disk is full" in job["err"]
