@@ -29,7 +29,7 @@ from distdiag.probing.result import Measure, Result
 from distdiag.probing.sampling import NoiseMeter
 from distdiag.probing.user_object import find_function
 
-NOT_WORTH_IT = 1.05  # gains below this are not worth another setting
+NOT_WORTH_IT = 1.05  # steps shorter by less than this are not worth another setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LoaderRow:
     mb_per_s: float  # 10^6 bytes
     first_batch_ms: float  # from iter() to the first batch: the workers' start, at every epoch unless persistent
     next_epoch_ms: float | None  # the same for the second epoch
-    wait_ms: float  # p50 of the consumer's wait per batch when it computes for step_ms between two
+    wait_ms: float  # mean of the consumer's wait per batch when it computes for step_ms between two
     wait_share: float  # of the consumer's time
     batches: int
     rates: list[float] = field(default_factory=list)  # of pieces, for the interval and the baseline
@@ -100,7 +100,9 @@ class DataLoaderProbe(Probe):
             if not queue:
                 explored = True
                 queue = (
-                    around(best(rows).setting, cuda=transfer != "none") if any(r.setting.workers for r in rows) else []
+                    around(best(rows, options.step_ms).setting, cuda=transfer != "none")
+                    if any(r.setting.workers for r in rows)
+                    else []
                 )
                 continue
             seconds = job.agree([job.left_s() * 0.85 / max(1, planned - len(rows))], "dataloader: next setting")[0]
@@ -171,7 +173,7 @@ class DataLoaderProbe(Probe):
         ]
 
     def headline(self, result: Result) -> str:
-        row = next((r for r in result.rows if r.recommended), None) or best(result.rows)
+        row = next((r for r in result.rows if r.recommended), None) or best(result.rows, result.details["step_ms"])
         return f"{row.samples_per_s:,.0f} samples/s with {row.setting.text}"
 
 
@@ -228,11 +230,11 @@ def around(setting: Setting, cuda: bool) -> list[Setting]:
     return more
 
 
-def best(rows: list[LoaderRow]) -> LoaderRow:
-    """The fastest, and of those within 5 % of it the one with fewest workers."""
-    fastest = max(r.samples_per_s for r in rows)
+def best(rows: list[LoaderRow], step_ms: float) -> LoaderRow:
+    """The shortest step with its wait for data, and of those within 5 % of it the one with fewest workers."""
+    shortest = min(step_ms + r.wait_ms for r in rows)
     return min(
-        (r for r in rows if r.samples_per_s * NOT_WORTH_IT >= fastest),
+        (r for r in rows if step_ms + r.wait_ms <= shortest * NOT_WORTH_IT),
         key=lambda r: (r.setting.workers, r.next_epoch_ms or 0.0),
     )
 
@@ -241,20 +243,19 @@ def judge(result: Result, options: Options) -> None:
     """Recommend; a verdict other than pass only for noise: there is no right speed for a data loader."""
     rows: list[LoaderRow] = result.rows
     verdict.host_noise(result)
-    chosen = best(rows)
+    chosen = best(rows, options.step_ms)
     chosen.recommended = True
     default = next((r for r in rows if r.setting.workers == 0), None)
-    gain = (
-        f", {chosen.samples_per_s / default.samples_per_s:.1f} times num_workers=0"
-        if default and default is not chosen
-        else ""
+    gain = f", with num_workers=0 {default.wait_ms:.1f} ms" if default and default is not chosen else ""
+    result.reasons.append(
+        f"recommended: {chosen.setting.text}: a step of {options.step_ms:g} ms waits {chosen.wait_ms:.1f} ms for its "
+        f"data{gain}; {chosen.samples_per_s:,.0f} samples/s per rank at most"
     )
-    result.reasons.append(f"recommended: {chosen.setting.text}: {chosen.samples_per_s:,.0f} samples/s per rank{gain}")
     if chosen.wait_share > 0.05:
         need = options.batch_size / (options.step_ms / 1e3)
         result.reasons.append(
-            f"a step of {options.step_ms:g} ms at batch {options.batch_size} needs {need:,.0f} samples/s: it would wait "
-            f"{chosen.wait_share:.0%} of its time for data"
+            f"no setting feeds a step of {options.step_ms:g} ms at batch {options.batch_size} ({need:,.0f} samples/s): it "
+            f"waits {chosen.wait_share:.0%} of its time for data"
         )
 
 
@@ -299,7 +300,9 @@ def measure(job: Job, dataset: Any, setting: Setting, seconds: float, options: O
         next(batches)
         next_epoch_ms = (time.perf_counter() - begin) * 1e3
     del batches, loader  # ends the workers before the next setting is measured
-    wait_s = float(np.median(waits)) if waits else options.batch_size / rate
+    # What was prefetched while nothing was measured is no measure of the loader.
+    waits = waits[setting.workers * (setting.prefetch or 0) :] or waits
+    wait_s = float(np.mean(waits)) if waits else options.batch_size / rate
     return LoaderRow(
         setting, rate, rate * size_bytes / max(1, samples) / 1e6, first_batch_ms, next_epoch_ms, wait_s * 1e3,
         wait_s / (wait_s + options.step_ms / 1e3), count, pieces,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -66,6 +67,20 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
+    """Of RUN/run.db, as any reader outside the project would get them; none while it is being made or folded."""
+    database = run_dir / "run.db"
+    if not database.exists():
+        return []
+    con = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5)
+    try:
+        return con.execute(query).fetchall()
+    except sqlite3.OperationalError:
+        return []
+    finally:
+        con.close()
 
 
 def clean_env(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:

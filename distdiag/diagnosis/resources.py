@@ -14,7 +14,7 @@ GROWTH_BYTES = 192 * MIB
 GROWTH = ((10, 10.0, 0.25), (7, 6.0, 0.5))  # samples, seconds and share: what grows by half needs less of a look
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
-HOST_IMBALANCE = (0.6, 0.02)  # of what the others hold, and of the host's memory: less brings no job to its end
+IMBALANCE_SHARE_OF_OTHERS, IMBALANCE_SHARE_OF_HOST = 0.6, 0.02  # of host memory: less brings no job to its end
 
 
 def rules(s: Snapshot) -> list[Finding]:
@@ -100,7 +100,9 @@ def _host_imbalance(s: Snapshot) -> list[Finding]:
         return []
     floor = {q: min(v) for q, v in late.items()}
     usual = statistics.median_low(list(floor.values()))
-    bound = max(IMBALANCE_BYTES, HOST_IMBALANCE[0] * usual, HOST_IMBALANCE[1] * (s.host_memory_bytes or 0))
+    bound = max(
+        IMBALANCE_BYTES, IMBALANCE_SHARE_OF_OTHERS * usual, IMBALANCE_SHARE_OF_HOST * (s.host_memory_bytes or 0)
+    )
     odd = tuple(sorted(q for q, b in floor.items() if b - usual > bound))
     if not odd or len(odd) > len(floor) // 2:
         return []

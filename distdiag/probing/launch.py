@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +91,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
     main_thread = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if main_thread else ()
     handlers = {s: signal.getsignal(s) for s in numbers}
-    with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as logs:
+    with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as logs, _no_interrupt_lost():
         arguments = {r: (r, nproc, port, os.getpid(), deadline_s, options, outcomes) for r in range(nproc)}
         context = None
         try:
@@ -104,6 +105,8 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
             return _supervise(context, outcomes, store, nproc, deadline_s, options)
         except (SignalException, KeyboardInterrupt) as e:
             received = getattr(e, "sigval", signal.SIGINT)
+            for number in numbers:  # a second Ctrl-C does not leave ranks behind
+                signal.signal(number, signal.SIG_IGN)
             if context is not None:
                 _end_gently(context)
             if received == signal.SIGINT:
@@ -132,14 +135,44 @@ def _rank_main(
     _die_with(parent)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ends it through `finally`: the group is destroyed
+    signal.signal(signal.SIGINT, _interrupt_once)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     place = RankPlace("distdiag", rank, nproc, rank, nproc, "127.0.0.1", port)
     try:
-        results, error = run_rank(place, options, deadline_s, _ARRIVAL_LIMIT_S)
+        with _no_interrupt_lost():
+            results, error = run_rank(place, options, deadline_s, _ARRIVAL_LIMIT_S)
     except KeyboardInterrupt:
         return
     outcomes.put(_Outcome(rank, results, error))
+
+
+def _interrupt_once(*_: object) -> None:
+    """Ctrl-C ends a rank through `finally`, so that the group is destroyed; the parent's, on its heels, does not end that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """A signal that comes during a callback of the garbage collector, where Python prints and drops it, comes again."""
+    before = sys.unraisablehook
+
+    def again(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt | SignalException):
+            before(unraisable)
+            return
+        number = getattr(unraisable.exc_value, "sigval", signal.SIGINT)
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _interrupt_once)
+        timer = threading.Timer(0.01, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _die_with(parent: int) -> None:

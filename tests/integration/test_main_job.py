@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import REPOSITORY, launch, shared, wait_for
+from tests.jobs import REPOSITORY, launch, rows, shared, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -38,29 +38,11 @@ def train(tmp_path: Path, *options: str, timeout: float = 200.0) -> Any:
 
 
 def findings(run_dir: Path) -> list[dict[str, Any]]:
-    """Findings in run.db, as any reader outside the project would get them."""
-    database = run_dir / "run.db"
-    if not database.exists():
-        return []
-    con = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5)
-    try:
-        return [json.loads(j) for (j,) in con.execute("SELECT json FROM finding")]
-    except sqlite3.OperationalError:  # the schema is being written
-        return []
-    finally:
-        con.close()
+    return [json.loads(j) for (j,) in rows(run_dir, "SELECT json FROM finding")]
 
 
 def meta(run_dir: Path) -> dict[str, str]:
-    if not (run_dir / "run.db").exists():
-        return {}
-    con = sqlite3.connect(f"file:{run_dir / 'run.db'}?mode=ro", uri=True, timeout=5)
-    try:
-        return dict(con.execute("SELECT key, value FROM meta"))
-    except sqlite3.OperationalError:  # the schema is being written
-        return {}
-    finally:
-        con.close()
+    return dict(rows(run_dir, "SELECT key, value FROM meta"))
 
 
 def found(run_dir: Path, kinds: Sequence[str]) -> dict[str, Any] | None:

@@ -157,12 +157,16 @@ def start_measuring(env: dict[str, str], cwd: Path) -> tuple[subprocess.Popen[st
     raise AssertionError(f"the ranks did not start: {p.communicate()}")
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C in a terminal", "SIGINT to the command alone", "SIGKILL to the command"])
+@pytest.mark.parametrize(
+    "how", ["Ctrl-C in a terminal", "Ctrl-C pressed thrice", "SIGINT to the command alone", "SIGKILL to the command"]
+)
 def test_no_orphan_remains(how: str, clean_environment: dict[str, str], tmp_path: Path):
     p, ranks = start_measuring(clean_environment, tmp_path)
     try:
-        if how == "Ctrl-C in a terminal":  # reaches the whole foreground process group
-            os.killpg(p.pid, signal.SIGINT)
+        if "Ctrl-C" in how:  # reaches the whole foreground process group
+            for _ in range(3 if "thrice" in how else 1):
+                os.killpg(p.pid, signal.SIGINT)
+                time.sleep(0.2)
         else:
             os.kill(p.pid, signal.SIGINT if "SIGINT" in how else signal.SIGKILL)
         gone, alive = psutil.wait_procs(ranks, timeout=100)
@@ -174,3 +178,27 @@ def test_no_orphan_remains(how: str, clean_environment: dict[str, str], tmp_path
     assert len(gone) == 2 and not alive
     assert p.returncode == (130 if "KILL" not in how else -signal.SIGKILL)
     assert "Traceback" not in err and out == ""
+
+
+def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector(
+    clean_environment: dict[str, str], tmp_path: Path
+):
+    """Python prints and drops what is raised there, a Ctrl-C too; twice is a long time for who wants to end a probe."""
+    script = (
+        "import os, signal, time\n"
+        "from distdiag.probing import launch\n"
+        "class Unlucky:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(1)\n"
+        "signal.signal(signal.SIGINT, launch._interrupt_once)\n"
+        "with launch._no_interrupt_lost():\n"
+        "    try:\n"
+        "        unlucky = Unlucky()\n"
+        "        del unlucky\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('ended', signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
+    )
+    p = finished([sys.executable, "-c", script], clean_environment, tmp_path)
+    assert (p.returncode, p.stdout, p.stderr) == (0, "ended True\n", "")

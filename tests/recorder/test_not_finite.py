@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, start, wait_for
+from tests.jobs import REPOSITORY, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -46,7 +45,7 @@ for step in range(40):
 def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
     nan: str, dropped: str, scales: bool, steps: range, tmp_path: Path
 ) -> None:
-    script, run = tmp_path / "script.py", tmp_path / "R" / "run.db"
+    script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(f"NAN, DROPPED, SCALES = {nan}, {dropped}, {scales}\n{SCRIPT}")
     one_rank = {
         "RANK": "0",
@@ -62,13 +61,3 @@ def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
         kept = wait_for(lambda: rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'"), 10, "a finding")
     found = [json.loads(j) for (j,) in kept]
     assert [f["cause"] for f in found] == ["loss"] and found[0]["step"] in steps
-
-
-def rows(database: Path, query: str) -> list[tuple[str]]:
-    con = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5)
-    try:
-        return con.execute(query).fetchall()
-    except sqlite3.OperationalError:  # at this moment the monitor folds the write-ahead log into the file
-        return []
-    finally:
-        con.close()
