@@ -256,7 +256,8 @@ def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
     shades = " .:-=+*#%@" if ascii_only else " ░▒▓█"
     shown = min(ranks, 64)
     times = {r.ranks: r.round_trip_us for r in rows}
-    low, high = min(times.values()), max(times.values())
+    low = min(times.values())
+    high = max(max(times.values()), SLOW_FACTOR * low)  # what is no difference looks like none
     lines = [f"round trips, from {time_text(low)} (light) to {time_text(high)} (dark):"]
     for a in range(shown):
         cells = ""
@@ -264,7 +265,7 @@ def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
             if a == b:
                 cells += "\\\\" if ascii_only else "╲╲"
                 continue
-            share = (times[min(a, b), max(a, b)] - low) / (high - low) if high > low else 0.0
+            share = (times[min(a, b), max(a, b)] - low) / (high - low)
             cells += shades[min(len(shades) - 1, int(share * len(shades)))] * 2
         lines.append(f"{a:>5d} {cells}")
     if shown < ranks:

@@ -45,6 +45,11 @@ def test_an_even_matrix_blames_nobody():
     assert blame(times(2), 2) == ({}, [])
 
 
+def test_the_heat_map_shows_no_difference_where_there_is_none():
+    rows = [PairRow((a, b), 100.0 + a + b, 0.0) for a in range(4) for b in range(a + 1, 4)]
+    assert all(set(line[6:]) <= {" ", "╲"} for line in heat_map(rows, 4, ascii_only=False)[1:])
+
+
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_the_heat_map_is_darkest_where_it_is_slowest(ascii_only: bool):
     rows = [PairRow(pair, t, 1.0) for pair, t in times(4, set(), {(1, 2)}).items()]
