@@ -2,14 +2,15 @@
 
     python benchmarks/overhead.py [--rounds 200] [--steps-per-round 10]
 
-Each round runs three blocks of steps, in random order alike on both ranks: plain (hooks off, pulse silent, monitor
-stopped by SIGSTOP), recorded (hooks and pulse), and monitored (the monitor, too, on the cores that the ranks keep busy).
-Hooks are switched by swapping the hooked methods of torch's classes for the originals and back, so that everything else
-(process, memory, caches, neighbours on the host) is the same. A block's figure is its mean, as a monitor takes its time
-from few steps; the result is the median over rounds of the ratio of means, with a 95 % bootstrap interval over rounds
-(a round is one sample: its ranks wait for each other). The hooks alone are measured twice, in CPU microseconds a step: called one after the
-other with no model between them, and as what they add to the step of a model of one weight, where the caches are full of
-torch's own code when a hook's turn comes.
+Each round has two blocks, in random order alike on both ranks. In one, steps are plain (hooks off, pulse silent) and
+recorded (hooks and pulse) in turns, in pairs of random order, while the monitor is stopped by SIGSTOP: what neighbours on
+the host do meets both alike. In the other, all steps are recorded and the monitor runs, on the cores that the ranks keep
+busy. Hooks are switched by swapping the hooked methods of torch's classes for the originals and back, so that everything
+else (process, memory, caches) is the same. A round's figures are means, as the pulse and the monitor take their time from
+few steps; the result is the median over rounds of the ratio of means, with a 95 % bootstrap interval over rounds (a round
+is one sample: its ranks wait for each other). The hooks alone are measured twice, in CPU microseconds a step: called one
+after the other with no model between them, and as what they add to the step of a model of one weight, where the caches
+are full of torch's own code when a hook's turn comes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-ARMS = ("plain", "recorded", "monitored")
 ALLOWED_RATIO, ALLOWED_HOOKS_US, ALLOWED_BYTES = 1.005, 30.0, 8 << 20
 
 
@@ -128,36 +128,52 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
 
     monitor = _monitor() if dist.get_rank() == 0 else None
 
-    def block(arm: str) -> float:
+    def let_monitor(run: bool) -> None:
         if monitor is not None:
-            os.kill(monitor, signal.SIGCONT if arm == "monitored" else signal.SIGSTOP)
-        if arm == "plain":
-            quiet.set()
-        else:
-            quiet.clear()
-        if arm != "plain":
-            switch.on()
-            optimizers._global_optimizer_pre_hooks.update(step_hooks[0])
-            optimizers._global_optimizer_post_hooks.update(step_hooks[1])
-        else:
-            switch.off()
-            optimizers._global_optimizer_pre_hooks.clear()
-            optimizers._global_optimizer_post_hooks.clear()
-        step()  # the first one after the switch is not counted
-        return statistics.fmean(step() for _ in range(steps))
+            os.kill(monitor, signal.SIGCONT if run else signal.SIGSTOP)
+
+    def record(on: bool) -> None:
+        quiet.clear() if on else quiet.set()
+        (switch.on if on else switch.off)()
+        for target, hooks in zip(
+            (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks), step_hooks, strict=True
+        ):
+            target.update(hooks) if on else target.clear()
 
     order = random.Random(1)
-    found: list[tuple[float, ...]] = []
-    for i in range(rounds + 2):
-        results = {arm: block(arm) for arm in order.sample(ARMS, len(ARMS))}
-        if i >= 2:
-            found.append(tuple(results[arm] for arm in ARMS))
-    quiet.clear()
-    if monitor is not None:
-        os.kill(monitor, signal.SIGCONT)
+
+    def in_turns() -> tuple[float, float]:
+        """Means of a plain and of a recorded step."""
+        let_monitor(run=False)
+        step()
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(steps):
+            for on in order.sample((False, True), 2):
+                record(on)
+                times[on].append(step())
+        return statistics.fmean(times[False]), statistics.fmean(times[True])
+
+    def monitored() -> float:
+        let_monitor(run=True)
+        record(on=True)
+        step()
+        return statistics.fmean(step() for _ in range(steps))
+
+    found: list[tuple[float, float, float]] = []
+    for _ in range(rounds + 2):
+        if order.random() < 0.5:
+            plain, recorded = in_turns()
+            watched = monitored()
+        else:
+            watched = monitored()
+            plain, recorded = in_turns()
+        found.append((plain, recorded, watched))
+    del found[:2]
+    let_monitor(run=True)
+    record(on=True)
     hooks_us = in_step_us = None
     if hooks_only:
-        in_step_us = _hook_cost(step, switch, step_hooks, optimizers)
+        in_step_us = _hook_cost(step, record)
         hooks_us = _hooks_in_a_loop(model, optimizer, loader)
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, (found, rss_after - rss_before, hooks_us, in_step_us))
@@ -183,16 +199,12 @@ def _monitor() -> int:
             time.sleep(0.1)
 
 
-def _hook_cost(step: Callable[[], float], switch: Switch, step_hooks: Any, optimizers: Any) -> list[float]:
+def _hook_cost(step: Callable[[], float], record: Callable[[bool], None]) -> list[float]:
     """CPU microseconds that hooks add to a step without a model: process CPU time, blocks interleaved."""
     n, out = 60, []
 
     def cpu(recorded: bool) -> float:
-        (switch.on if recorded else switch.off)()
-        for target, hooks in zip(
-            (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks), step_hooks, strict=True
-        ):
-            target.update(hooks) if recorded else target.clear()
+        record(recorded)
         step()
         t = time.thread_time()
         for _ in range(n):
@@ -294,7 +306,7 @@ def main() -> int:
     text = f"""# What recording costs
 
 `python benchmarks/overhead.py --rounds {o.rounds} --steps-per-round {o.steps_per_round}` on {os.cpu_count()} cores
-({platform.machine()}, {platform.system()}, no GPU), two gloo ranks, plain, recorded and monitored blocks interleaved in one run.
+({platform.machine()}, {platform.system()}, no GPU), two gloo ranks; plain and recorded steps in turns, blocks of monitored steps between them, in one run.
 
 | what | median | 95 % interval | n | allowed |
 |---|---|---|---|---|

@@ -28,6 +28,7 @@ CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 LOOKED_AT = 64  # parameters per step that are asked whether they have a gradient; models of more are asked more rarely
+_FLOAT32, _PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
 
@@ -41,7 +42,7 @@ def sampled(t: torch.Tensor, most: int) -> list[float] | None:
 
     Read straight from memory: one operator of torch takes longer than this for all of them.
     """
-    if not t.is_cpu or t.dtype is not torch.float32 or type(t) not in (torch.Tensor, torch.nn.Parameter):
+    if not t.is_cpu or t.dtype is not _FLOAT32 or type(t) not in _PLAIN:
         return None
     if not (t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))):
         return None
@@ -180,12 +181,14 @@ class Checks:
         Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
         """
         g = p.grad
-        if g is None or self._nonfinite >= NONFINITE_REPORTS or not g.is_cpu or g.is_sparse:
+        if g is None or self._nonfinite >= NONFINITE_REPORTS:
             return
         n = g.numel()
         some = sampled(g, 64) if n <= 64 or n > 4096 else None
         if some is not None:
             total = sum(some)
+        elif not g.is_cpu or g.is_sparse:
+            return
         elif n <= 4096:
             total = float(g.sum())
         else:
@@ -217,11 +220,15 @@ class Checks:
 
     def _unused(self, m: Model, step: int) -> None:
         named = self._named(m)
-        m.slot.unused_checks += 1
-        m.next_check = step + (1 if m.slot.unused_checks < 4 else m.check_every)
-        missing = [(n, p.numel()) for n, p in named if p.grad is None]
-        if missing and len(missing) < len(named):
-            self._write_unused(m, missing, step)
+        slot = m.slot
+        slot.unused_checks = looks = slot.unused_checks + 1
+        m.next_check = step + (1 if looks < 4 else m.check_every)
+        for _, p in named:  # mostly there is nothing to find
+            if p.grad is None:
+                missing = [(n, p.numel()) for n, p in named if p.grad is None]
+                if len(missing) < len(named):
+                    self._write_unused(m, missing, step)
+                return
 
     def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
         m.slot.unused_hits += 1

@@ -144,10 +144,16 @@ class Phases:
         if ready <= self.step_start_ns:
             ready = 0
         step = u64[_STEP] + 1
-        record = (
-            step, self.h.epoch, self.step_start_ns, t, self.data_ns, self.forward_ns, self.backward_ns,
-            self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, self.loss,
+        loss = self.loss
+        times = (step, self.h.epoch, self.step_start_ns, t, self.data_ns)
+        rest = (
+            col.wait_ns, ready, self.samples, self.batch, 0.0 if loss is None else loss, loss is not None,
+            u64[_DEVICE_BYTES],
         )  # fmt: skip
+        if self.device is None:
+            self.page.write_step(*times, 0, self.forward_ns, self.backward_ns, self.optimizer_ns, *rest)
+        else:
+            self.device.close(partial(self._write, times, self.forward_ns, self.backward_ns, self.optimizer_ns, rest))
         u64[_STEP] = step
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
@@ -157,26 +163,16 @@ class Phases:
         self.loss = None
         if self.u32[_LIFE] == _STARTING:
             self.u32[_LIFE] = _RUNNING
-        if self.device is None:
-            self._write(*record, None)
-        else:
-            self.device.close(partial(self._write, *record))
 
     def _write(
-        self, step: int, epoch: int, start_ns: int, end_ns: int, data_ns: int, forward_ns: int, backward_ns: int,
-        optimizer_ns: int, wait_ns: int, ready_ns: int, samples: int, batch: int, loss: float | None,
+        self, times: tuple[Any, ...], forward_ns: int, backward_ns: int, optimizer_ns: int, rest: tuple[Any, ...],
         device: dict[Phase, int] | None,
     ) -> None:  # fmt: skip
-        """One step record; device times stand in for the host's where they are known."""
-        h2d_ns = 0
-        if device:
-            h2d_ns = device.get(Phase.H2D, 0)
-            forward_ns = device.get(Phase.FORWARD, forward_ns)
-            backward_ns = device.get(Phase.BACKWARD, backward_ns)
-            optimizer_ns = device.get(Phase.OPTIMIZER, optimizer_ns)
+        """A step record whose device times are known now (None: the device did not say): they stand in for the host's."""
+        device = device or {}
         self.page.write_step(
-            step, epoch, start_ns, end_ns, data_ns, h2d_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns,
-            samples, batch, 0.0 if loss is None else loss, loss is not None, self.u64[_DEVICE_BYTES],
+            *times, device.get(Phase.H2D, 0), device.get(Phase.FORWARD, forward_ns),
+            device.get(Phase.BACKWARD, backward_ns), device.get(Phase.OPTIMIZER, optimizer_ns), *rest,
         )  # fmt: skip
 
     # -- forward and backward --------------------------------------------------------------------------
