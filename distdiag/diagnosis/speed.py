@@ -167,7 +167,10 @@ def _rotating(
     tops = [column.index(max(column)) for column in columns]
     slowest = [ranks[at_top] for at_top in tops]
     changes = sum(a != b for a, b in itertools.pairwise(slowest))
-    if Counter(slowest).most_common(1)[0][1] > 0.6 * n or len(set(slowest)) < len(ranks) or changes < 0.4 * n:
+    # of many ranks not every one has its turn in so few steps: most of those that chance alone would pick
+    by_chance = len(ranks) * (1 - (1 - 1 / len(ranks)) ** n)
+    enough = len(ranks) if len(ranks) <= 8 else 0.75 * by_chance
+    if Counter(slowest).most_common(1)[0][1] > 0.6 * n or len(set(slowest)) < enough or changes < 0.4 * n:
         return []
     skew = statistics.median(
         column[i] - statistics.median_low(column[:i] + column[i + 1 :]) for column, i in zip(columns, tops, strict=True)

@@ -353,6 +353,25 @@ def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None
     assert stragglers(job(*slower, host_cpu_pct=100.0)) == []
 
 
+@pytest.mark.parametrize("world", [2, 4, 100])
+@pytest.mark.parametrize("turns", [True, False])
+def test_ranks_that_are_slow_in_turns_are_no_single_straggler(world: int, turns: bool) -> None:
+    r = random.Random(5)
+    slow = [r.randrange(world if turns else 2) for _ in range(60)]  # else only ever one of the first two
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        own = steps(60.0, "data", seed=q)
+        usual = steps(wait_ms=60.0, seed=q)
+        return tuple(own[k] if slow[k] == q else usual[k] for k in range(60))
+
+    found = stragglers(job(*(rank(q, steps=of_rank(q)) for q in range(world)), host_cpu_pct=40.0))
+    if turns or world == 2:
+        f = only(found)
+        assert (f.cause, f.culprits, len(f.victims)) == ("rotating", (), world)
+    else:
+        assert [f for f in found if f.cause == "rotating"] == []
+
+
 def arrivals(shared_ms: float, period_ms: float = 50.0, n: int = 60) -> tuple[Arrival, ...]:
     return tuple(
         Arrival("default_pg", k, "all_reduce", k * period_ms / 1e3, 1.0, k % 2, shared_ms + 1, shared_ms)
