@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from distdiag.recorder.frames import user_frame
 from distdiag.recorder.groups import Group, Groups
 from distdiag.recorder.page import (
     ASYNC,
-    CALLS,
-    FAILED_CALL,
     NO_GROUP,
     OTHER_THREAD,
     P2P,
@@ -31,7 +30,6 @@ from distdiag.recorder.page import (
     ROOTED,
     SITES,
     Blocked,
-    CallRecord,
     LifeWord,
     SiteSlot,
     fold_ranks,
@@ -72,8 +70,12 @@ _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _BLOCKING = {"monitored_barrier"}
 
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
-_BLOCKED_SITE, _BLOCKED_SINCE = word("blocked_site"), word("blocked_since_ns")
-_DDP = int(Blocked.DDP)
+_BLOCKED_SITE, _BLOCKED_SINCE, _STEP = word("blocked_site"), word("blocked_since_ns"), word("step")
+_NO, _WAIT, _DDP, _GROUP = int(Blocked.NO), int(Blocked.WAIT), int(Blocked.DDP), int(Blocked.GROUP)
+_NO_DIMENSIONS = (0,) * 6
+# (dtype, dimensions, six sizes, elements, bytes) of a call without a tensor
+_NO_TENSOR = (0, -1, *_NO_DIMENSIONS, -1, -1)
+_NO_WAIT = (0, False)
 
 _local = threading.local()
 
@@ -83,7 +85,8 @@ class Collectives(Groups):
 
     def __init__(self, recorder: state.Recorder) -> None:
         super().__init__(recorder)
-        self.in_flight: OrderedDict[int, CallRecord] = OrderedDict()
+        # by id of its work: number of the call, and its site where torch itself waits for it, at the same place
+        self.in_flight: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._site_slots: dict[tuple[int, int], SiteSlot] = {}
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
@@ -95,65 +98,55 @@ class Collectives(Groups):
     # -- one call -------------------------------------------------------------------------------
 
     @guarded
-    def begin(self, pg: Any, method: str, args: tuple, kwargs: dict) -> tuple[CallRecord, Group] | None:
-        """Write what is about to be called, before it is called: an abort in the next microsecond leaves it behind."""
+    def begin(self, pg: Any, method: str, args: tuple, kwargs: dict) -> tuple[int, Group, bool, int] | None:
+        """Write what is about to be called, before it is called: an abort in the next microsecond leaves it behind.
+
+        Returns the number of the call, its group, whether the main thread makes it, and where torch itself will wait for
+        it (0 where the caller does, in a line of its own).
+        """
         g = self.group(pg)
         if g is None:
             return None
         op, tensor_at = METHODS[method]
-        h = self.h
-        frame = user_frame(sys._getframe(3))
-        site = self.r.site(frame)
-        number = h.n_calls + 1
-        rec = self.page.call()
-        rec.number = 0
-        rec.op = self._op(op)
-        rec.group = g.slot_index
-        rec.tag = 0
-        rec.peer = -1
-        rec.nth = 0
-        rec.flags = 0 if threading.get_ident() == self.r.main_thread else OTHER_THREAD
+        site = self.r.site(user_frame(sys._getframe(3)))
+        main = get_ident() == self.r.main_thread
         opts = args[-1] if args else kwargs.get("opts")
-        if getattr(opts, "asyncOp", False):
-            rec.flags |= ASYNC
-        rec.site = site
-        rec.step = h.step
-        rec.left_ns = 0
-        rec.wait_ns = 0
-        self._tensor(rec, args, kwargs, tensor_at, op)
+        asynchronous = getattr(opts, "asyncOp", None)  # None: not said, as of point-to-point
+        flags = (0 if main else OTHER_THREAD) | (ASYNC if asynchronous else 0)
+        tensor = _NO_TENSOR if tensor_at < 0 or len(args) <= tensor_at else self._tensor(args[tensor_at])
+        peer, tag, nth, seq = -1, 0, 0, -1
         if method in _P2P:
-            rec.seq = -1
-            rec.flags |= P2P
+            flags |= P2P
             if method == "recv_anysource":
-                rec.peer = -2
-                rec.tag = args[1] if len(args) > 1 else kwargs.get("tag", 0)
+                peer = -2
+                tag = args[1] if len(args) > 1 else kwargs.get("tag", 0)
             else:
                 peer = args[1] if len(args) > 1 else next(iter(kwargs.values()), 0)
-                rec.peer = g.to_global.get(peer, peer)
-                rec.tag = args[2] if len(args) > 2 else kwargs.get("tag", 0)
-            rec.nth = self._peer(g.slot_index, method == "send", rec.peer, rec.tag)
+                peer = g.to_global.get(peer, peer)
+                tag = args[2] if len(args) > 2 else kwargs.get("tag", 0)
+            nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
-            rec.seq = -1
-            rec.nth = self._peer(g.slot_index, True, -3, 0)  # counted apart: it is built of send and recv
+            nth = self._peer(g.slot_index, True, -3, 0)  # counted apart: it is built of send and recv
         else:
-            rec.seq = pg._get_sequence_number_for_group() - g.offset + 1
-            g.slot.enqueued = rec.seq
+            seq = g.slot.enqueued = pg._get_sequence_number_for_group() - g.offset + 1
             if op in _ROOTED:
                 root = getattr(opts, "rootRank", None)
                 if root is not None:
-                    rec.peer = g.to_global.get(root, root)
-                    rec.flags |= ROOTED
-            if op == "all_reduce" and len(g.members) == h.world_size:
-                self.reduced_elements += max(rec.elements, 0)
-        rec.entered_ns = now_ns()
-        rec.number = number
-        h.n_calls = number
-        self._count_site(site, rec.op)
+                    peer = g.to_global.get(root, root)
+                    flags |= ROOTED
+            elif op == "all_reduce" and len(g.members) == self.h.world_size:
+                self.reduced_elements += max(tensor[-2], 0)
+        op_text = self._op(op)
+        number = self.page.write_call(
+            op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:], now_ns(), 0, 0, flags,
+            self.page.u64[_STEP],
+        )  # fmt: skip
+        self._count_site(site, op_text)
         if method in _BLOCKING:
             self.in_monitored_barrier = True
-        if method in _BLOCKING and not rec.flags & OTHER_THREAD:
-            self._block(Blocked.WAIT, number, site)
-        return rec, g
+            if main:
+                self._block(_WAIT, number, site)
+        return number, g, main, site if asynchronous is False and main else 0
 
     def _op(self, op: str) -> int:
         off = self._ops.get(op)
@@ -161,34 +154,27 @@ class Collectives(Groups):
             off = self._ops[op] = self.page.text(op)
         return off
 
-    def _tensor(self, rec: CallRecord, args: tuple, kwargs: dict, at: int, op: str) -> None:
-        rec.ndim = -1
-        rec.elements = rec.bytes = -1
-        rec.dtype = 0
-        if at < 0:
-            return
-        value = args[at] if len(args) > at else None
-        tensors: list[Any] = []
+    def _tensor(self, value: Any) -> tuple[int, ...]:
+        """dtype, dimensions, six sizes, elements and bytes of a tensor or a (nested) list of them, as `_NO_TENSOR`."""
+        tensors: Any = ()
         while isinstance(value, (list, tuple)):
-            tensors = list(value)
+            tensors = value
             value = value[0] if value else None
         if not isinstance(value, torch.Tensor):
-            return
+            return _NO_TENSOR
+        dimensions, sizes = -1, _NO_DIMENSIONS
         if len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors):
-            rec.elements = sum(t.numel() for t in tensors)
+            elements = sum(t.numel() for t in tensors)
         else:
-            rec.elements = value.numel()
+            elements = value.numel()
             shape = value.shape
             if len(shape) <= 6:
-                rec.ndim = len(shape)
-                for i, n in enumerate(shape):
-                    rec.shape[i] = n
-        rec.bytes = rec.elements * value.element_size()
-        dt = value.dtype
-        off = self._dtypes.get(dt)
+                dimensions, sizes = len(shape), (*shape, *_NO_DIMENSIONS)[:6]
+        dtype = value.dtype
+        off = self._dtypes.get(dtype)
         if off is None:
-            off = self._dtypes[dt] = self.page.text(str(dt).removeprefix("torch."))
-        rec.dtype = off
+            off = self._dtypes[dtype] = self.page.text(str(dtype).removeprefix("torch."))
+        return (off, dimensions, *sizes, elements, elements * value.element_size())
 
     def _peer(self, group: int, send: bool, peer: int, tag: int) -> int:
         key = (group, int(send), peer, tag)
@@ -244,7 +230,7 @@ class Collectives(Groups):
         return now_ns() - self.page.u64[_BLOCKED_SINCE]
 
     @guarded
-    def issued(self, rec: CallRecord, g: Group, work: Any, method: str) -> None:
+    def issued(self, number: int, g: Group, main: bool, site: int, work: Any, method: str) -> None:
         """The call came back; the work may still be in flight."""
         if method in _P2P:
             # gloo counts point-to-point in the same counter, NCCL does not: what the counter shows beyond the
@@ -253,46 +239,42 @@ class Collectives(Groups):
         elif method in _BLOCKING:
             self.in_monitored_barrier = False
             g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
-            rec.left_ns = now_ns()
-            if not rec.flags & OTHER_THREAD:
-                rec.wait_ns = self.unblock()
-                self.wait_ns += rec.wait_ns
+            waited = self.unblock() if main else 0
+            self.wait_ns += waited
+            self.page.call_left(number, now_ns(), waited, failed=False)
         if work is not None and hasattr(work, "wait"):
-            self.in_flight[id(work)] = rec
+            self.in_flight[id(work)] = number, site
             if len(self.in_flight) > 2048:
                 self.in_flight.popitem(last=False)
 
     @guarded
-    def failed(self, rec: CallRecord, error: BaseException) -> None:
+    def failed(self, number: int, error: BaseException) -> None:
         self.in_monitored_barrier = False
-        rec.flags |= FAILED_CALL
-        rec.left_ns = now_ns()
-        if self.h.blocked == Blocked.WAIT:
+        self.page.call_left(number, now_ns(), 0, failed=True)
+        if self.page.u32[_BLOCKED] == _WAIT:
             self.unblock()
         note_caught(self.r, error)
 
     @guarded
-    def wait_begins(self, work: Any) -> tuple[CallRecord | None, bool]:
-        rec = self.in_flight.pop(id(work), None)
-        main = threading.get_ident() == self.r.main_thread
-        overwritten = rec is None or rec.number + CALLS <= self.h.n_calls
-        if rec is not None and main and not overwritten and self.h.blocked == Blocked.NO:
-            self._block(Blocked.WAIT, rec.number, self.r.user_site(sys._getframe(3)))
-            self.last_ready_ns = self.h.blocked_since_ns
-            return rec, True
-        return rec, False
+    def wait_begins(self, work: Any) -> tuple[int, bool]:
+        """(number of the call, 0 where it is not known; whether the main thread is seen to wait in it)"""
+        known = self.in_flight.pop(id(work), None)
+        if known is None:
+            return _NO_WAIT
+        number, site = known
+        page = self.page
+        if page.u32[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
+            return number, False
+        self._block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
+        self.last_ready_ns = page.u64[_BLOCKED_SINCE]
+        return number, True
 
     @guarded
-    def wait_ends(self, rec: CallRecord | None, blocked: bool, error: BaseException | None) -> None:
-        if blocked:
-            waited = self.unblock()
-            self.wait_ns += waited
-            if rec is not None:
-                rec.wait_ns = waited
-        if rec is not None:
-            rec.left_ns = now_ns()
-            if error is not None:
-                rec.flags |= FAILED_CALL
+    def wait_ends(self, number: int, blocked: bool, error: BaseException | None) -> None:
+        waited = self.unblock() if blocked else 0
+        self.wait_ns += waited
+        if number:
+            self.page.call_left(number, now_ns(), waited, failed=error is not None)
         if error is not None:
             note_caught(self.r, error)
 
@@ -301,25 +283,12 @@ class Collectives(Groups):
     @guarded
     def group_call(self, op: str, count: int, members: list[int], depth: int = 3) -> None:
         """`init_process_group` / `new_group`: every rank must come; recorded as a call of its own."""
-        h = self.h
         site = self.r.user_site(sys._getframe(depth))
-        rec = self.page.call()
-        rec.number = 0
-        rec.op = self._op(op)
-        rec.group = NO_GROUP
-        rec.seq = count
-        rec.peer = -1
-        rec.flags = 0
-        rec.site = site
-        rec.ndim = rec.elements = rec.bytes = -1
-        rec.dtype = self.page.text(fold_ranks(members)) if members else 0
-        rec.left_ns = rec.wait_ns = 0
-        rec.step = h.step
-        rec.entered_ns = now_ns()
-        number = h.n_calls + 1
-        rec.number = number
-        h.n_calls = number
-        self._block(Blocked.GROUP, number, site)
+        who = self.page.text(fold_ranks(members)) if members else 0
+        number = self.page.write_call(
+            self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *_NO_TENSOR[1:], now_ns(), 0, 0, 0, self.page.u64[_STEP]
+        )
+        self._block(_GROUP, number, site)
 
     @guarded
     def new_group(self, args: tuple, kwargs: dict) -> None:
@@ -332,12 +301,9 @@ class Collectives(Groups):
 
     @guarded
     def group_call_ends(self) -> None:
-        number = self.h.blocked_at
-        if self.h.blocked == Blocked.GROUP:
+        if self.page.u32[_BLOCKED] == _GROUP:
             self.unblock()
-            rec = self.page._calls[(number - 1) % len(self.page._calls)]
-            if rec.number == number:
-                rec.left_ns = now_ns()
+            self.page.call_left(self.h.blocked_at, now_ns(), 0, failed=False)
 
     @guarded
     def group_destroyed(self, pg: Any) -> None:
@@ -378,8 +344,8 @@ def install(r: state.Recorder) -> Collectives:
             error = e
             raise
         finally:
-            if began is not None and (began[0] is not None or error is not None):
-                col.wait_ends(began[0], began[1], error)
+            if began is not None and (began[0] or error is not None):
+                col.wait_ends(*began, error)
 
     work_class.wait = wait  # type: ignore[method-assign]
     return col

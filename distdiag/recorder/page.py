@@ -11,6 +11,7 @@ be our crash in the user's job.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import struct
@@ -296,9 +297,10 @@ class Page(Structure):
 
 PAGE_BYTES = ctypes.sizeof(Page)
 _HEAP_AT = Page.heap.offset
-# A whole step record in one call, `number` apart: ctypes takes as long for each field as this for all of them.
+# A whole record in one call, `number` apart: ctypes takes as long for each field as this for all of them.
 STEP_FORMAT = struct.Struct("=QQi4x11QdI4xQ")
-assert STEP_FORMAT.size == ctypes.sizeof(StepRecord)
+CALL_FORMAT = struct.Struct("=QIIqQiiIIi4x6q2q3QB7xQ")
+assert STEP_FORMAT.size == ctypes.sizeof(StepRecord) and CALL_FORMAT.size == ctypes.sizeof(CallRecord)
 
 
 def word(field: str) -> int:
@@ -307,8 +309,9 @@ def word(field: str) -> int:
     return at.offset // at.size
 
 
-_STEPS_AT = Page.steps.offset
-_N_STEPS = word("n_steps")
+_STEPS_AT, _CALLS_AT = Page.steps.offset, Page.calls.offset
+_N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
+_WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
 NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`
 ASYNC, ROOTED, P2P, FAILED_CALL, OTHER_THREAD = 1, 2, 4, 8, 16
@@ -348,8 +351,9 @@ class PageWriter:
         # The header as plain words, for what is written many times a step: a third of the time of ctypes' fields.
         header = memoryview(self._map)[: ctypes.sizeof(Header) // 8 * 8]
         self.u64, self.u32 = header.cast("Q"), header.cast("I")
+        self._words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
         self._strings: dict[str, int] = {"": 0}
-        self._calls = [self.page.calls[i] for i in range(CALLS)]
+        self._call_numbers = itertools.count(1)  # calls may come from several threads
         self.path = path
         self._fresh = fresh
 
@@ -380,16 +384,36 @@ class PageWriter:
     def site(self, file: str, line: int, function: str) -> int:
         return self.text(f"{file}\0{line}\0{function}")
 
-    def call(self) -> CallRecord:
-        """The next call record to fill; `number` is set by the caller when it is complete."""
-        return self._calls[self.h.n_calls % CALLS]
+    def write_call(self, *fields: object) -> int:
+        """One more call record; `fields` are those of CallRecord after `number`, which is returned."""
+        number = next(self._call_numbers)
+        at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
+        CALL_FORMAT.pack_into(self._map, at, 0, *fields)
+        self._words[at >> 3] = number  # last: a half-written record is recognised
+        self.u64[_N_CALLS] = number
+        return number
+
+    def has_call(self, number: int) -> bool:
+        """Whether the record of that call still stands: a newer one may have taken its place."""
+        return number + CALLS > self.u64[_N_CALLS]
+
+    def call_left(self, number: int, left_ns: int, waited_ns: int, failed: bool) -> None:
+        """The host has done with a call, having waited so long in it."""
+        if number + CALLS <= self.u64[_N_CALLS]:
+            return
+        at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
+        if waited_ns:
+            self._words[at + _WAIT_AT >> 3] = waited_ns
+        if failed:
+            self._map[at + _FLAGS_AT] |= FAILED_CALL
+        self._words[at + _LEFT_AT >> 3] = left_ns
 
     def write_step(self, *fields: object) -> None:
         """One more step record; `fields` are those of StepRecord after `number`."""
         number = self.u64[_N_STEPS] + 1
         at = _STEPS_AT + (number - 1) % STEPS * STEP_FORMAT.size
         STEP_FORMAT.pack_into(self._map, at, 0, *fields)
-        self._map[at : at + 8] = number.to_bytes(8, "little")  # last: a half-written record is recognised
+        self._words[at >> 3] = number  # last: a half-written record is recognised
         self.u64[_N_STEPS] = number
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from distdiag.recorder.page import (
     CALLS,
+    FAILED_CALL,
     HEAP_BYTES,
     MAGIC,
     PageError,
@@ -58,12 +59,16 @@ def test_a_full_heap_drops_and_counts_instead_of_failing(tmp_path: Path) -> None
 def test_the_ring_of_calls_wraps(tmp_path: Path) -> None:
     w = fresh(tmp_path)
     for n in range(1, CALLS + 11):
-        rec = w.call()
-        rec.seq, rec.number = n, n
-        w.h.n_calls = n
+        assert w.write_call(1, 2, n, *range(4, 21), 5, 21) == n
+    assert not w.has_call(10) and w.has_call(11)
+    for old in (10, CALLS + 10):
+        w.call_left(old, 77, 7, failed=True)
     page = PageReader(w.path).read()
     assert page.header.n_calls == CALLS + 10
     assert sorted(c.seq for c in page.calls) == list(range(11, CALLS + 11))
+    last = page.calls[9]  # what was said of call 10 must not land in the record that took its place
+    assert (last.number, last.wait_ns, last.left_ns, last.flags, last.step) == (CALLS + 10, 7, 77, 5 | FAILED_CALL, 21)
+    assert [c.left_ns for c in page.calls].count(77) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"x" * (1 << 20)])
