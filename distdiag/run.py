@@ -33,6 +33,7 @@ While it runs: distdiag tui. The verdict: distdiag diagnose.
 def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str]]:
     """Our options end at the script or at -m; everything after belongs to the script."""
     from distdiag.errors import DistdiagError
+    from distdiag.recorder.place import keep_bytes
 
     options: dict[str, str | bool] = {}
     i = 0
@@ -50,7 +51,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str
                 if i >= len(argv):
                     raise DistdiagError(f"{key} needs a value", USAGE)
                 value = argv[i]
-            options[key[2:].replace("-", "_")] = value if key != "--keep" else str(_bytes(value))
+            options[key[2:].replace("-", "_")] = value if key != "--keep" else str(keep_bytes(value))
         elif arg == "-m":
             if i + 1 >= len(argv):
                 raise DistdiagError("-m needs the name of a module", USAGE)
@@ -61,22 +62,6 @@ def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str
             return options, None, argv[i:]
         i += 1
     raise DistdiagError("no script given", USAGE)
-
-
-def _bytes(text: str) -> int:
-    """`500M`, `2G`, `1000000`: bytes, K M G of 1024."""
-    from distdiag.errors import DistdiagError
-
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in "KMG" and text else (text, "")
-    try:
-        value = int(float(number) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit])
-    except ValueError:
-        value = 0
-    if value < 1 << 20:
-        raise DistdiagError(
-            f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-        )
-    return value
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -14,6 +14,7 @@ import click
 
 from distdiag.cli.errors import report_error
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.streams import tolerate
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with an attribute `command`, one line for the overview)
@@ -74,6 +75,7 @@ def app() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `distdiag` command; returns the exit code and never shows a traceback for a known error."""
+    tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     json_of = arguments[0] if "--json" in arguments and arguments[0] in COMMANDS else None
     try:

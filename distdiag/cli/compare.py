@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _sentence(d: Difference | None) -> str:
     help="Exit 1 where a run is slower than the first by more than PCT %, the whole interval being above it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.compare/1.")
+@ascii_option
 def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, as_json: bool) -> int:
     """Compare RUNs with the first of them: step time with a 95 % interval and the size of the effect, phases, findings.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def _examine(ranks: int, reach: tuple[str, ...], with_torch: bool) -> Examinatio
     "--fail-on", type=click.Choice(["warn", "fail"]), default="fail", show_default=True, help="Exit 1 from here on."
 )
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.doctor/1.")
+@ascii_option
 def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as_json: bool) -> int:
     """Is this machine fit to run distributed jobs, and if not, what to do.
 

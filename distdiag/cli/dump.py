@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 
 
@@ -14,6 +15,7 @@ from distdiag.errors import DistdiagError, ExitCode
     "--timeout", "timeout_s", default=5.0, show_default=True, metavar="SECONDS", help="How long a rank may take."
 )
 @click.option("--no-save", is_flag=True, help="Print only; write nothing into the run directory.")
+@ascii_option
 def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> int:
     """Stacks and collectives in flight of every rank, now.
 
@@ -29,7 +31,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
         raise DistdiagError(f"--timeout {timeout_s:g} is no time", "give seconds above 0")
     run_dir = rundir.resolve(run)
     now_s, dumps = dump.take(run_dir, timeout_s)
-    silent = [d.rank for d in dumps if d.note and d.note.startswith("did not answer")]
+    silent = [d.rank for d in dumps if not d.answered]
     found = dump.merged(now_s, dumps)
     if as_json:
         import msgspec

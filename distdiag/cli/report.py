@@ -10,6 +10,7 @@ from typing import IO
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError
 
 FORMATS = {
@@ -69,6 +70,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 )
 @click.option("--last-steps", type=click.IntRange(1), metavar="N", help="perfetto: only the newest N steps.")
 @click.option("--force", is_flag=True, help="Overwrite the file if it is there.")
+@ascii_option
 def command(run: str | None, output: str | None, format: str, last_steps: int | None, force: bool) -> int:
     """Write what was found in RUN (default: reports/latest), running or finished: the verdict, who, where and what it
     costs; step time, phases per rank, collectives, hosts, GPUs, versions.

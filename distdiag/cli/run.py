@@ -9,8 +9,6 @@ import click
 
 from distdiag.errors import DistdiagError
 
-OURS = ("--run-dir", "--name")
-
 
 @click.command(
     context_settings={
@@ -21,9 +19,10 @@ OURS = ("--run-dir", "--name")
 )
 @click.option("--run-dir", metavar="DIR", help="Where the run is written (default: ./reports/<time>-<name>).")
 @click.option("--name", help="Name of the run (default: the script's).")
+@click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G).")
 @click.option("--quiet", is_flag=True, help="Findings are recorded but not said on stderr.")
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
-def command(run_dir: str | None, name: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
+def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
     """Launch a training script on all local ranks by torchrun, recorded, no line changed.
 
     Options that are torchrun's (--nproc-per-node, --nnodes, …) go before the script; without any, one rank per GPU runs,
@@ -42,7 +41,9 @@ def command(run_dir: str | None, name: str | None, quiet: bool, rest: tuple[str,
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name)) if v for x in (k, v)] + ["--quiet"] * quiet
+    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep)) if v for x in (k, v)] + [
+        "--quiet"
+    ] * quiet
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
     sys.stdout.flush()
     os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own

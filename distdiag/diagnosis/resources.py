@@ -12,6 +12,7 @@ from distdiag.diagnosis.wording import at, where
 MIB = 1 << 20
 GROWTH_BYTES = 192 * MIB
 GROWTH = ((10, 10.0, 0.25), (7, 6.0, 0.5))  # samples, seconds and share: what grows by half needs less of a look
+DEVICE_GROWTH = ((30, 30.0, 0.25),)  # torch reserves in leaps until it has seen every shape
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
 IMBALANCE_SHARE_OF_OTHERS, IMBALANCE_SHARE_OF_HOST = 0.6, 0.02  # of host memory: less brings no job to its end
@@ -35,16 +36,18 @@ def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
     return stb / stt, stb * stb / (stt * sbb)
 
 
-def _growing(r: RankState) -> float | None:
+def _growing(
+    r: RankState, memory: tuple[tuple[float, int], ...], bounds: tuple[tuple[int, float, float], ...] = GROWTH
+) -> float | None:
     """Bytes per second of growth that goes on, in both halves alike, while the rank trains; None otherwise."""
     if r.life != Life.RUNNING or r.warm_since_s is None:
         return None
-    points = [p for p in r.memory if p[0] >= r.warm_since_s + 2.0][-60:]
+    points = [p for p in memory if p[0] >= r.warm_since_s + 2.0][-60:]
     if len(points) < 2:
         return None
     span_s, grown = points[-1][0] - points[0][0], points[-1][1] - points[0][1]
     if not any(
-        len(points) >= n and span_s >= s and grown >= max(GROWTH_BYTES, share * points[0][1]) for n, s, share in GROWTH
+        len(points) >= n and span_s >= s and grown >= max(GROWTH_BYTES, share * points[0][1]) for n, s, share in bounds
     ):
         return None
     rate, fit = slope(points)
@@ -56,35 +59,54 @@ def _growing(r: RankState) -> float | None:
 
 
 def _growth(s: Snapshot) -> list[Finding]:
-    growing = {r.rank: rate for r in s.ranks.values() if (rate := _growing(r)) is not None}
-    if not growing:
-        return []
-    ranks = tuple(sorted(growing))
-    r = s.ranks[max(growing, key=lambda q: growing[q])]
-    rate = growing[r.rank]
+    host = {r.rank: rate for r in s.ranks.values() if (rate := _growing(r, r.memory)) is not None}
+    if host:
+        left_s = s.host_available_bytes / sum(host.values()) if s.host_available_bytes else None
+        now = {q: s.ranks[q].memory[-1][1] for q in host}
+        return [_grows(s, "host", host, now, left_s, "the job is killed when the host's memory is used up")]
+    device = {
+        r.rank: rate for r in s.ranks.values() if (rate := _growing(r, r.device_memory, DEVICE_GROWTH)) is not None
+    }
+    if device:
+        now = {q: s.ranks[q].device_memory[-1][1] for q in device}
+        left_s = min(((s.ranks[q].device_total_bytes or now[q]) - now[q]) / rate for q, rate in device.items())
+        return [_grows(s, "device", device, now, left_s, "an out-of-memory error ends the job when the card is full")]
+    return []
+
+
+def _grows(
+    s: Snapshot, kind: str, rates: dict[int, float], now: dict[int, int], left_s: float | None, cost: str
+) -> Finding:
+    ranks = tuple(sorted(rates))
+    r = s.ranks[max(rates, key=lambda q: rates[q])]
+    rate = rates[r.rank]
     per_step = rate * (s.usual_step_s or 0.0)
-    now = r.memory[-1][1]
     everywhere = len(ranks) == len(s.ranks) and len(ranks) > 1
     stack = r.phase_stacks.get("backward") or r.user_stack
-    return [
-        Finding(
-            kind="memory",
-            cause="growth",
-            certainty=Certainty.SUSPECTED,
-            severity=Severity.WARNING,
-            culprits=ranks,
-            victims=(),
-            where=tuple(
-                where(s.ranks[q], None, (s.ranks[q].phase_stacks.get("backward") or (None,))[0]) for q in ranks
-            ),
-            step=r.step,
-            message=f"host memory of {'every rank' if everywhere else rank_list(ranks)} grows by "
-            f"{size_text(int(per_step)) if per_step else size_text(int(rate)) + '/s'} per step "
-            f"({size_text(int(rate * 60))} a minute), now {size_text(now)}{at(stack[0] if stack else None)}",
-            cost="the job is killed when the host's memory is used up",
-            advice="look for tensors kept across steps: a list of losses or outputs without .item() or .detach()",
-        )
-    ]
+    left = "" if left_s is None else f", full in {_span(left_s)} at this rate"
+    return Finding(
+        kind="memory",
+        cause="growth",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        culprits=ranks,
+        victims=(),
+        where=tuple(where(s.ranks[q], None, (s.ranks[q].phase_stacks.get("backward") or (None,))[0]) for q in ranks),
+        step=r.step,
+        message=f"{kind} memory of {'every rank' if everywhere else rank_list(ranks)} grows by "
+        f"{size_text(int(per_step)) if per_step else size_text(int(rate)) + '/s'} per step "
+        f"({size_text(int(rate * 60))} a minute), now {size_text(now[r.rank])}{left}{at(stack[0] if stack else None)}",
+        cost=cost,
+        advice="look for tensors kept across steps: a list of losses or outputs without .item() or .detach()",
+    )
+
+
+def _span(seconds: float) -> str:
+    """A rough time: what matters is whether it is minutes or days."""
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _host_imbalance(s: Snapshot) -> list[Finding]:

@@ -186,6 +186,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[
         tuple[float, int], ...
     ] = ()  # (t_s, resident bytes that no file or other process shares), oldest first
+    device_memory: tuple[
+        tuple[float, int], ...
+    ] = ()  # (t_s, bytes that torch has reserved on its device), oldest first
     rss_bytes: int | None = None
     warm_since_s: float | None = None  # when its 20th step ended: what grew before was start-up
     device_bytes: int | None = None
@@ -261,5 +264,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuState, ...] = ()
     host_cpu_pct: float | None = None  # the highest of the last 20 seconds, all cores = 100
     host_memory_bytes: int | None = None  # all that the host has
+    host_available_bytes: int | None = None  # what it could still give
     usual_step_s: float | None = None  # median of all ranks' recent steps
     stable_since_s: float | None = None  # since when no rank issued, completed or left anything; None = not known

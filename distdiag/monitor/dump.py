@@ -29,6 +29,7 @@ class RankDump:
     note: str | None
     record: evidence.FlightRecord | None
     groups: dict[str, dict[str, str]]
+    answered: bool = True  # else the stack is what its pulse saw last
 
 
 def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
@@ -81,32 +82,37 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     path = v.text(h.witness)
     state_silent = (v.s(h.heartbeat_ns) or 0.0) < (time.monotonic_ns() - v.start_ns) / 1e9 - 1.5
     now_s = (time.monotonic_ns() - v.start_ns) / 1e9
-    if state_silent and h.trace_signal:
+    look = processes.main_thread(h.pid)
+    stopped = look is not None and look.state in "Tt"
+    if stopped:  # it cannot answer
+        note = "stopped by a signal"
+    elif state_silent and h.trace_signal:
         try:
             trace = Path(v.reader.path).parent / f"r{h.rank}.trace"
             frames = evidence.main_stack(evidence.stacks_by_signal(h.pid, h.trace_signal, trace, timeout_s))
             note = "GIL held"
         except OSError as e:
             note = f"no stack ({e.strerror})"
-    if path and not frames:
+    if path and not frames and not stopped:
         try:
             frames = evidence.main_stack(evidence.stacks(path, timeout_s))
             record = evidence.flight_record(path, now_s, timeout_s)
         except (OSError, http.client.HTTPException) as e:
             note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
+    answered = bool(frames)
     if not frames:
         frames = [(s.file, s.line, s.function) for s in v._stack(h)]
         note = note or ("no witness: the stack is its pulse's" if frames else "no stack")
-    state = v.state(now_s, True, None, record)
+    state = v.state(now_s, True, look.state if look is not None else None, record)
     op = None
     if state.blocked is not None:
         b = state.blocked
         op = f"{b.op or 'collective'}" + (f" #{b.seq}" if b.seq is not None else "") + f" {b.group}"
-    if state.activity == "gil_held":
+    if answered and state.activity == "gil_held":
         note = "GIL held"
     shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
     groups = {g.name: {"name": g.name, "desc": g.description, "ranks": json.dumps(list(g.ranks))} for g in v.groups()}
-    return RankDump(h.rank, shown, op, note, record, groups)
+    return RankDump(h.rank, shown, op, note, record, groups, answered)
 
 
 def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:

@@ -57,6 +57,7 @@ class Monitor:
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._host_cpu: list[float] = []
         self._host_memory_bytes: int | None = None
+        self._host_available_bytes: int | None = None
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
@@ -207,6 +208,7 @@ class Monitor:
             gpus=self.gpus.states(),
             host_cpu_pct=max(self._host_cpu, default=None),
             host_memory_bytes=self._host_memory_bytes,
+            host_available_bytes=self._host_available_bytes,
             usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
         )
 
@@ -281,6 +283,8 @@ class Monitor:
         row = self.hosts.node_row(s.t_s)
         w.hosts([row])
         self._host_memory_bytes = row.memory_total_bytes
+        if row.memory_total_bytes is not None and row.memory_used_bytes is not None:
+            self._host_available_bytes = row.memory_total_bytes - row.memory_used_bytes
         if row.cpu_pct is not None:
             self._host_cpu = [*self._host_cpu[-19:], row.cpu_pct]
         found = []
@@ -293,6 +297,8 @@ class Monitor:
                     if p.rss_bytes is not None:
                         v.rss_bytes = p.rss_bytes
                         v.memory.append((s.t_s, self.hosts.private_bytes[q]))
+                if v.page.header.device_total_bytes:
+                    v.device_memory.append((s.t_s, v.page.header.device_bytes))
         w.processes(found)
         if len(self.gpus):
             users = {

@@ -156,4 +156,5 @@ def shifted(r: RankState, by_s: float) -> RankState:
         samples=tuple(msgspec.structs.replace(x, t_s=at(x.t_s)) for x in r.samples),
         steps=tuple(msgspec.structs.replace(x, end_s=x.end_s + by_s, ready_s=at(x.ready_s)) for x in r.steps),
         memory=tuple((t + by_s, b) for t, b in r.memory[-120:]),
+        device_memory=tuple((t + by_s, b) for t, b in r.device_memory[-120:]),
     )

@@ -72,6 +72,7 @@ class PageView:
     still_since_s: float | None = None
     _still_mark: tuple[Any, ...] = ()
     memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
+    device_memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
     rss_bytes: int | None = None
     cpu_pct: float | None = None
     new_steps: list[Step] = field(default_factory=list)

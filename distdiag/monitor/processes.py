@@ -71,6 +71,7 @@ class Endings:
         self._poll = select.poll()
         self._fds: dict[int, int] = {}
         self._watched: set[int] = set()
+        self._looked_at: set[int] = set()  # whose end is noticed by looking, at the poll's pace
         self._lock = threading.Lock()
         self.wake = threading.Event()
         threading.Thread(target=self._run, name="endings", daemon=True).start()
@@ -82,8 +83,7 @@ class Endings:
         try:
             fd = os.pidfd_open(pid)
         except (OSError, AttributeError):
-            if main_thread(pid) is None:
-                self.ended[pid] = Ending(time.monotonic_ns())
+            self._looked_at.add(pid)  # a kernel without pidfd, or gone already
             return
         with self._lock:
             self._fds[fd] = pid
@@ -96,25 +96,28 @@ class Endings:
             except OSError:
                 time.sleep(0.2)
                 continue
+            for pid in list(self._looked_at):
+                look = main_thread(pid)
+                if look is None or look.state == "Z":
+                    self._looked_at.discard(pid)
+                    self._end(pid)
             for fd, _ in ready:
                 pid = self._fds.get(fd)
                 if pid is None:
                     continue
-                status = zombie_status(pid)
-                end = Ending(time.monotonic_ns())
-                if status is not None:
-                    end.exit_code, end.signal = status
-                self.ended[pid] = end
+                self._end(pid)
                 with self._lock:
                     self._poll.unregister(fd)
                     del self._fds[fd]
                 os.close(fd)
-                self.wake.set()
 
-    def poll_without_pidfd(self, pid: int) -> None:
-        """For kernels without pidfd: notice an end by looking."""
-        if pid not in self.ended and pid not in self._fds.values() and main_thread(pid) is None:
-            self.ended[pid] = Ending(time.monotonic_ns())
+    def _end(self, pid: int) -> None:
+        status = zombie_status(pid)
+        end = Ending(time.monotonic_ns())
+        if status is not None:
+            end.exit_code, end.signal = status
+        self.ended[pid] = end
+        self.wake.set()
 
 
 def file_lock_waits() -> dict[int, set[int]]:

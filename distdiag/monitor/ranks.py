@@ -121,6 +121,7 @@ class RankView(PageView):
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
             memory=tuple(self.memory),
+            device_memory=tuple(self.device_memory),
             rss_bytes=self.rss_bytes,
             warm_since_s=self.warm_since_s,
             device_bytes=h.device_peak_bytes or None,

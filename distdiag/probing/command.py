@@ -14,6 +14,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probing import catalog, environment
 from distdiag.probing.options import Options, check_backend, check_ranks, parse, place_ranks
 from distdiag.probing.result import Result, Verdict, worst
+from distdiag.streams import tolerate
 
 if TYPE_CHECKING:
     from distdiag.probing.environment import RankPlace
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     Args:
         name: The probe, where the caller is its script.
     """
+    tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: its warnings are not our output
     as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")

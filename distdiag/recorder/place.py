@@ -146,3 +146,19 @@ def script_name() -> str:
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "")
     return Path(file).stem if file else "run"
+
+
+def keep_bytes(text: str) -> int:
+    """`500M`, `2G`, `1000000`: bytes, K M G of 1024."""
+    from distdiag.errors import DistdiagError
+
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in "KMG" and text else (text, "")
+    try:
+        value = int(float(number) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit])
+    except ValueError:
+        value = 0
+    if value < 1 << 20:
+        raise DistdiagError(
+            f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+        )
+    return value

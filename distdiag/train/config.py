@@ -109,6 +109,9 @@ class TrainConfig:
     run_dir: str = ""
     """Run directory. Default: DISTDIAG_RUN_DIR, else (with `--monitor`) ./reports/TIME-NAME"""
 
+    keep: str = field(default="", metadata={"metavar": "SIZE"})
+    """Size bound of the run's database, e.g. 500M; older rows are thinned beyond it. Default: 2G"""
+
     name: str = ""
     """Name of the run. Default: the model's"""
 

@@ -56,11 +56,11 @@ def test_one_line_of_error_and_one_of_hint(
     assert lines[1].startswith("hint: ") and hint in lines[1]
 
 
-@pytest.mark.parametrize("name", ["diagnose", "tui", "compare", "doctor", "probe"])
+@pytest.mark.parametrize("name", ["diagnose", "tui", "compare", "doctor", "probe", "dump"])
 def test_errors_are_objects_with_json(capsys: pytest.CaptureFixture[str], name: str) -> None:
     args = {
         "diagnose": ["absent"], "tui": ["--once", "absent"], "compare": ["a", "b"], "doctor": ["--reach", "x"],
-        "probe": ["allredcue"],
+        "probe": ["allredcue"], "dump": ["absent"],
     }[name]  # fmt: skip
     code = main([name, *args, "--json"])
     said = json.loads(capsys.readouterr().out)
@@ -85,6 +85,34 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -
     assert said.lower().startswith(f"usage: distdiag {name}")
     if name in ("diagnose", "report", "compare", "doctor", "probe"):
         assert "exit code" in said.lower(), "a command that judges says what its exit codes mean"
+
+
+@pytest.mark.parametrize("how", ["--ascii", "a terminal that knows no more"])
+def test_nothing_beyond_ascii_where_it_cannot_be_shown(how: str, tmp_path: Path) -> None:
+    env = clean_env(tmp_path / "home") | ({} if how == "--ascii" else {"PYTHONIOENCODING": "ascii"})
+    command = [sys.executable, "-m", "distdiag", "doctor", "--no-torch", *(["--ascii"] if how == "--ascii" else [])]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    assert ended.stdout.isascii() and len(ended.stdout) > 200 and b"Traceback" not in ended.stderr
+    plain = distdiag("doctor", "--no-torch").stdout
+    assert not plain.isascii(), "else this shows nothing"
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "distdiag", "run"], ["-m", "distdiag.run"], ["-m", "distdiag.train", "--monitor"]]
+)
+def test_a_size_bound_that_is_none(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("pass")
+    target = [] if "distdiag.train" in command else ["x.py"]
+    ended = subprocess.run(
+        [sys.executable, *command, "--keep", "little", *target],
+        cwd=tmp_path,
+        env=clean_env(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2 or "distdiag run" in " ".join(command)  # torchrun has an exit code of its own
+    assert "--keep little is no size" in ended.stderr and "--keep 500M" in ended.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

@@ -416,6 +416,24 @@ def test_growth_needs_steady_growth_after_the_first_steps() -> None:
     assert [f for f in resources.rules(grows(1e6)) if f.cause == "growth"] == []
 
 
+def test_growth_of_a_device_and_when_it_will_be_full() -> None:
+    def grows(per_s: float, seconds: int = 60) -> list[Finding]:
+        points = tuple((float(t), int(4e9 + per_s * t)) for t in range(seconds))
+        card = {"device_total_bytes": int(80e9), "warm_since_s": 5.0}
+        ranks = (rank(0, device_memory=points, **card), rank(1, device_memory=((59.0, 4_000_000_000),), **card))
+        return [f for f in resources.rules(job(*ranks)) if f.cause == "growth"]
+
+    f = only(grows(100e6))  # 70.1 GB are left, at 100 MB/s
+    assert f.culprits == (0,) and f.message.startswith("device memory of rank 0") and "full in 12 minutes" in f.message
+    assert grows(1e6) == [] and grows(100e6, seconds=20) == []
+
+
+def test_growth_of_a_host_says_how_long_it_has() -> None:
+    points = tuple((float(t), int(4e8 + 10e6 * t)) for t in range(60))
+    s = job(*(rank(q, memory=points, warm_since_s=5.0) for q in range(2)), host_available_bytes=int(144e9))
+    assert "full in 2 hours at this rate" in only(resources.rules(s)).message  # two ranks, 10 MB/s each
+
+
 def test_imbalance_is_what_matters_on_this_host() -> None:
     def holds(more: float, host: float) -> list[tuple[int, ...]]:
         ranks = [

@@ -1,0 +1,22 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from distdiag.streams import tolerate
+
+
+def _plain(_context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        tolerate(ascii_only=True)
+
+
+def ascii_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--ascii` for commands whose output is text alone."""
+    return click.option(
+        "--ascii", is_flag=True, expose_value=False, is_eager=True, callback=_plain, help="No characters beyond ASCII."
+    )(command)

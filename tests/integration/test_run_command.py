@@ -1,0 +1,218 @@
+"""The ways into a record beside `-m distdiag.run`: `distdiag run`, `attach()`, an elastic restart, a model in shards."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import distdiag, launch, rows, start, wait_for
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
+
+TRAINS = """
+    import json, os, sys
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    open(f"seen.{dist.get_rank()}", "w").write(json.dumps([__name__, sys.argv, os.getcwd()]))
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    if "fail" in sys.argv:
+        raise KeyError("no such column")
+    dist.destroy_process_group()
+"""
+BY_HAND = """
+    import time
+    import torch
+    import torch.distributed as dist
+    import distdiag
+
+    dist.init_process_group("gloo")
+    handle = distdiag.attach()
+    rank, weight = dist.get_rank(), torch.zeros(8)
+    for step in range(1, 31):
+        gradient = torch.full((8,), float(rank))
+        dist.all_reduce(gradient)
+        weight -= 0.1 * gradient
+        handle.step(samples=4)
+        handle.log(loss=1.0 / step, own=100.0 * rank + step)
+    with handle.phase("validate"):
+        open(f"validates.{rank}", "w").close()
+        while not __import__("os").path.exists("seen"):
+            time.sleep(0.05)
+    handle.detach()
+    handle.step()  # nothing of what follows is watched, and nothing fails
+    dist.destroy_process_group()
+"""
+RESTARTED = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    for i in range(15 if first else 25):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).sum().backward()
+        if first and i == 10 and dist.get_rank() == 1:
+            raise ValueError("a bad record")
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+SHARDED = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(40):
+        x = torch.randn(16, 32)
+        loss = torch.nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(text))
+    return script
+
+
+def closed(run_dir: Path) -> dict[str, str]:
+    """What the monitor wrote about the run, once it has written its last rows."""
+
+    def ended() -> dict[str, str] | None:
+        found = dict(rows(run_dir, "SELECT key, value FROM meta"))
+        return found if "monitor_ended" in found else None
+
+    return wait_for(ended, 30, "the monitor to close the run")
+
+
+def verdict(run_dir: Path) -> tuple[int, dict[str, Any]]:
+    answer = distdiag("diagnose", run_dir, "--json")
+    return answer.returncode, json.loads(answer.stdout)
+
+
+def serious(report: dict[str, Any]) -> list[tuple[str, str | None, list[int]]]:
+    return [(f["kind"], f["cause"], f["culprits"]) for f in report["findings"] if f["severity"] != "info"]
+
+
+def steps(run_dir: Path) -> list[tuple[Any, ...]]:
+    return rows(run_dir, "SELECT rank, count(*), max(step) FROM step GROUP BY rank ORDER BY rank")
+
+
+# -- distdiag run --------------------------------------------------------------------------------------------
+
+
+def distdiag_run(tmp_path: Path, *arguments: str) -> Any:
+    options = ["--run-dir", "R", "--nproc-per-node", "2"]  # ours and torchrun's, before the script
+    return start([sys.executable, "-m", "distdiag", "run", *options, "train.py", *arguments], cwd=tmp_path)
+
+
+def test_distdiag_run_launches_all_ranks_and_records_them(tmp_path: Path) -> None:
+    write(tmp_path, TRAINS)
+    with distdiag_run(tmp_path, "--epochs", "3", "--run-dir=data", "a b") as job:
+        assert job.wait() == 0, job.tail()
+        meta = closed(tmp_path / "R")
+    for rank in (0, 1):  # an option behind the script is the script's, whatever its name
+        name, argv, cwd = json.loads((tmp_path / f"seen.{rank}").read_text())
+        assert (name, argv) == ("__main__", ["train.py", "--epochs", "3", "--run-dir=data", "a b"])
+        assert Path(cwd) == tmp_path
+    assert (meta["world_size"], meta["name"], meta["state"]) == ("2", "train", "ended")
+    assert steps(tmp_path / "R") == [(0, 10, 10), (1, 10, 10)]
+    assert not (tmp_path / "data").exists() and not (tmp_path / "reports").exists()
+    code, report = verdict(tmp_path / "R")
+    assert (code, report["ranks_seen"], serious(report)) == (0, 2, [])
+
+
+def test_distdiag_run_ends_as_its_script_does(tmp_path: Path) -> None:
+    script = write(tmp_path, TRAINS)
+    with distdiag_run(tmp_path, "fail") as job:
+        assert job.wait() == 1, job.tail()
+        assert "KeyError: 'no such column'" in job.stderr()
+        assert closed(tmp_path / "R")["state"] == "failed"
+    code, report = verdict(tmp_path / "R")
+    assert (code, serious(report)) == (1, [("rank_lost", "crashed", [0, 1])])
+    line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "raise KeyError" in text)
+    assert {(w["file"], w["line"]) for w in report["findings"][0]["where"]} == {(str(script), line)}
+
+
+# -- attach() ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_is_recorded_by_what_it_says_itself(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with launch([write(tmp_path, BY_HAND)], cwd=tmp_path, env={"DISTDIAG_RUN_DIR": str(run)}) as job:
+        wait_for(lambda: all((tmp_path / f"validates.{q}").exists() for q in (0, 1)), 60, "the validation", job)
+        wait_for(
+            lambda: rows(run, "SELECT rank, phase FROM rank ORDER BY rank") == [(0, "validate"), (1, "validate")],
+            30,
+            "the phase to be seen",
+            job,
+        )
+        (tmp_path / "seen").touch()
+        assert job.wait() == 0, job.tail()
+        meta = closed(run)
+    assert (meta["state"], meta["world_size"]) == ("ended", "2")
+    assert steps(run) == [(0, 30, 30), (1, 30, 30)]
+    assert rows(run, "SELECT DISTINCT samples FROM step") == [(4,)]
+    logged = rows(run, "SELECT rank, step, value FROM scalar WHERE name = 'own' ORDER BY rank, step")
+    assert logged == [(q, k, 100.0 * q + k) for q in (0, 1) for k in range(1, 31)]
+    losses = rows(run, "SELECT rank, count(*), min(value), max(value) FROM scalar WHERE name = 'loss' GROUP BY rank")
+    assert losses == [(q, 30, pytest.approx(1 / 30), 1.0) for q in (0, 1)]
+    code, report = verdict(run)
+    assert (code, serious(report)) == (0, [])
+
+
+# -- elastic restart -----------------------------------------------------------------------------------------
+
+
+def test_the_attempts_of_an_elastic_restart_are_runs_of_their_own(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    command = ["-m", "distdiag.run", "--run-dir", "R", write(tmp_path, RESTARTED)]
+    with launch(command, cwd=tmp_path, torchrun_args=["--max-restarts", "1"]) as job:
+        assert job.wait() == 0, job.tail()
+        first, last = closed(run), closed(run / "attempt_1")
+    assert (first["attempt"], first["state"]) == ("0", "failed")
+    assert (last["attempt"], last["state"]) == ("1", "ended")
+    assert steps(run) == [(0, 10, 10), (1, 10, 10)] and steps(run / "attempt_1") == [(0, 25, 25), (1, 25, 25)]
+    code, report = verdict(run)
+    assert (code, serious(report)) == (1, [("rank_lost", "crashed", [1])])
+    assert "ValueError: a bad record" in report["findings"][0]["message"]
+    code, report = verdict(run / "attempt_1")
+    assert (code, serious(report)) == (0, [])
+
+
+# -- FSDP ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_shards_is_recorded_and_healthy(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, SHARDED)], cwd=tmp_path) as job:
+        assert job.wait() == 0, job.tail()
+        assert closed(run)["state"] == "ended"
+    assert steps(run) == [(0, 40, 40), (1, 40, 40)]
+    code, report = verdict(run)
+    assert (code, report["ranks_seen"], serious(report)) == (0, 2, [])

@@ -1,0 +1,33 @@
+"""How a rank ended is learned before its parent reaps it, on kernels without pidfd, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from distdiag.monitor.processes import Endings
+
+
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_an_exit_code_and_a_signal_are_read_before_the_parent_reaps(
+    pidfd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
+    endings = Endings()
+    exits = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(7)"])
+    sleeps = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    for p in (exits, sleeps):
+        endings.watch(p.pid)
+    sleeps.kill()
+    deadline = time.monotonic() + 30
+    while len(endings.ended) < 2 and time.monotonic() < deadline:
+        endings.wake.wait(0.2)
+    found = {p.pid: (endings.ended[p.pid].exit_code, endings.ended[p.pid].signal) for p in (exits, sleeps)}
+    for p in (exits, sleeps):
+        p.wait()
+    assert found[exits.pid][0] == 7 and found[sleeps.pid][1] == 9

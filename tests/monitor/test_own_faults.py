@@ -1,0 +1,165 @@
+"""What distdiag could not see or write itself: said once, with its severity, from real pages and a real database."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.monitor.own_faults import CLOCK_JUMP_S, OwnFaults
+from distdiag.monitor.ranks import RankView
+from distdiag.recorder.page import HEAP_BYTES, PageWriter, page_path
+from distdiag.store.reader import open_run
+from distdiag.store.rows import StepRow
+from distdiag.store.writer import Writer
+
+T_S = 30.0  # run time of every look
+
+
+class Run:
+    """The pages of two ranks, a database, and one monitor's memory of what it has said."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.directory = tmp_path / "run"
+        self.pages = [PageWriter(page_path(tmp_path / "pages", q)) for q in (0, 1)]
+        for q, page in enumerate(self.pages):
+            page.h.rank = q
+            page.publish()
+        self.views = {q: RankView.open(page.path, 0) for q, page in enumerate(self.pages)}
+        self.writer = Writer(self.directory)
+        self.own = OwnFaults()
+
+    def look(
+        self, failures: Iterable[str] = (), began_s_ago: float = T_S, exchange: str | None = None
+    ) -> list[Finding]:
+        for view in self.views.values():
+            view.refresh(T_S)
+        return self.own.faults(T_S, self.views, failures, self.writer, time.time() - began_s_ago, exchange)
+
+    def close(self) -> None:
+        self.writer.close()
+        for view in self.views.values():
+            view.page = None
+            view.reader.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    it = Run(tmp_path)
+    yield it
+    it.close()
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, found
+    assert found[0].kind == "recorder" and found[0].certainty == "proved"
+    assert (found[0].first_seen_s, found[0].detected_s) == (T_S, T_S)
+    return found[0]
+
+
+def test_a_recorder_that_sees_everything_says_nothing(run: Run) -> None:
+    facts = json.dumps({"torch": "2.13.0", "cuda": None, "backend": "gloo"})
+    for page in run.pages:
+        page.h.facts = page.text(facts)
+    run.writer.steps([StepRow(rank=0, step=1, step_ms=1.0)])
+    assert run.writer.commit()
+    assert run.look() == [] and run.own.found == []
+
+
+def test_records_that_did_not_fit_are_counted_with_their_rank(run: Run) -> None:
+    page = run.pages[1]
+    while page.text(f"{page.h.heap_used}" + "x" * 50_000):  # until the page's room for texts is used up
+        assert page.h.heap_used < HEAP_BYTES
+    f = only(run.look())
+    assert (f.cause, f.severity, f.culprits) == ("dropped", "info", (1,))
+    assert f.message.startswith("rank 1 dropped 1 ") and "incomplete" in f.message
+    page.text("y" * 50_000)
+    assert run.look() == []  # once per rank, not at every look
+
+
+def test_what_this_torch_lacks_is_named(run: Run) -> None:
+    for page in run.pages:
+        facts = {"torch": "2.10.0", "unsupported": "flight recorder (JSON), worker server"}
+        page.h.facts = page.text(json.dumps(facts))
+    found = run.look()
+    assert {f.cause for f in found} == {"unsupported_torch"} and {f.severity for f in found} == {"info"}
+    assert sorted(f.culprits for f in found) == [(0,), (1,)]
+    assert all("flight recorder (JSON), worker server" in f.message for f in found)
+    assert run.look() == []
+
+
+@pytest.mark.parametrize(("jump_s", "way"), [(3600.0, "forward by 3600 s"), (-120.0, "back by 120 s")])
+def test_a_wall_clock_that_was_set_is_said_with_its_way(jump_s: float, way: str, run: Run) -> None:
+    f = only(run.look(began_s_ago=T_S + jump_s))
+    assert (f.cause, f.severity, f.culprits) == ("clock_skew", "info", ())
+    assert way in f.message and "differences" in f.advice
+    assert run.look(began_s_ago=T_S + 2 * jump_s) == []
+
+
+def test_a_wall_clock_that_is_slowly_adjusted_is_no_fault(run: Run) -> None:
+    assert run.look(began_s_ago=T_S + 0.8 * CLOCK_JUMP_S) == []
+    assert run.look(began_s_ago=T_S - 0.8 * CLOCK_JUMP_S) == []
+
+
+def full(writer: Writer) -> None:
+    """SQLite gets no page more: its error is the one of a full disk."""
+    assert writer._con is not None
+    pages = writer._con.execute("PRAGMA page_count").fetchone()[0]
+    writer._con.execute(f"PRAGMA max_page_count = {pages}")
+
+
+def test_a_full_disk_is_said_once_and_kept_for_the_summary_and_the_database(run: Run) -> None:
+    full(run.writer)
+    run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
+    assert not run.writer.commit()
+    f = only(run.look())
+    assert (f.cause, f.severity, f.culprits) == ("disk_full", "warning", ())
+    assert "full" in f.message and "free the disk" in f.advice
+    run.writer.finding(f)
+    assert run.look() == [] and run.own.found == [f]
+    # once there is room again, the record says that it was not whole for a while
+    assert run.writer._con is not None
+    run.writer._con.execute("PRAGMA max_page_count = 1000000")
+    run.writer._retry_at = 0.0
+    assert run.writer.commit()
+    with open_run(run.directory) as reader:
+        assert [(x.kind, x.cause) for x in reader.findings()] == [("recorder", "disk_full")]
+
+
+def test_a_write_that_failed_and_was_made_good_before_the_look_is_no_fault(run: Run) -> None:
+    full(run.writer)
+    run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
+    assert not run.writer.commit() and run.writer._con is not None
+    run.writer._con.execute("PRAGMA max_page_count = 1000000")
+    run.writer._retry_at = 0.0
+    assert run.writer.commit() and run.writer.failed_writes == 1
+    assert run.look() == []
+
+
+def test_failures_of_the_recorder_and_of_rules_are_said_by_their_texts(run: Run) -> None:
+    run.pages[0].h.errors = 2
+    run.pages[0].h.error = run.pages[0].text("KeyError: 'x' at hooks.py:40")
+    failures = {"ZeroDivisionError: division by zero at speed.py:99": 12}
+    found = run.look(failures)
+    assert [(f.cause, f.severity, f.culprits) for f in found] == [("failed", "info", (0,)), ("failed", "info", ())]
+    assert "KeyError: 'x' at hooks.py:40" in found[0].message and "speed.py:99" in found[1].message
+    assert run.look(failures) == []
+    assert only(run.look({**failures, "TypeError: x at gpus.py:1": 1})).cause == "failed"  # a second rule
+
+
+def test_ranks_of_other_nodes_that_cannot_be_read_are_said(run: Run) -> None:
+    f = only(run.look(exchange="nodes/1.state cannot be read"))
+    assert (f.cause, f.severity) == ("nodes", "info") and "nodes/1.state" in f.message
+
+
+def test_each_fault_keeps_a_record_of_its_own(run: Run) -> None:
+    """The key of a finding is its identity in the database: one must not overwrite another."""
+    for page in run.pages:
+        page.h.dropped = 5
+        page.h.facts = page.text(json.dumps({"unsupported": "worker server"}))
+    found = run.look(began_s_ago=T_S + 60)
+    assert len(found) == 5 and len({f.key for f in found}) == 5
