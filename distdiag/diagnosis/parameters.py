@@ -16,7 +16,7 @@ BUFFERS_RELATIVE = 0.3  # statistics of different batches of the same data diffe
 
 def rules(s: Snapshot) -> list[Finding]:
     """Findings about parameters."""
-    return [*_unused(s), *_not_needed(s), *_drift(s), *_nonfinite(s)]
+    return [*_unused(s), *_frozen(s), *_not_needed(s), *_drift(s), *_nonfinite(s)]
 
 
 # -- unused ------------------------------------------------------------------------------------------------
@@ -71,12 +71,48 @@ def _unused(s: Snapshot) -> list[Finding]:
             ),
             names=names,
             step=max(m.unused_step for m in having.values()),
-            message=f"{len(names)} parameters ({elements:,} elements) got no gradient on {on}: {shown}{at(where_site)}",
+            message=f"{len(names)} parameters ({elements:,} elements) got no gradient on {on}: {shown}{at(where_site)}"
+            f"{_why(first)}",
             cost=crash if severity == Severity.ERROR else "they are never trained",
             advice="use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass "
             "find_unused_parameters=True"
             if not flagged
             else "freeze or remove them if they are meant to stay unused",
+        )
+    ]
+
+
+def _why(m: Model) -> str:
+    """Whether the modules of the unused parameters were entered at all, where that was seen."""
+    if m.never_called is None or m.unused_step > 1:
+        return ""
+    if not m.never_called:
+        return "; forward did call their modules: what they compute does not reach the loss"
+    names = [n or "the model itself" for n in m.never_called]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"; forward never called {shown}"
+
+
+def _frozen(s: Snapshot) -> list[Finding]:
+    """Parameters that are not trained on purpose: said once, so that nobody takes them for unused ones."""
+    models = {r.rank: m for r in s.ranks.values() for m in r.models if m.frozen and m.forwards}
+    if not models:
+        return []
+    m = next(iter(models.values()))
+    names = tuple(n for n, _ in m.frozen_names)
+    return [
+        Finding(
+            kind="unused_parameters",
+            cause="frozen",
+            certainty=Certainty.PROVED,
+            severity=Severity.INFO,
+            victims=tuple(sorted(models)),
+            where=tuple(where(s.ranks[q], None, x.site) for q, x in sorted(models.items())),
+            names=names,
+            message=f"{m.frozen} of {m.frozen + m.parameters} parameters are frozen (requires_grad False), "
+            f"so DDP does not wait for them: {', '.join(names[:4])}{f' and {m.frozen - 4} more' if m.frozen > 4 else ''}",
+            cost="none, where that is meant",
+            advice="set requires_grad before wrapping in DDP if they are to be trained",
         )
     ]
 

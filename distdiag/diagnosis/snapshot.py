@@ -92,6 +92,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0  # that require a gradient
     elements: int = 0
     frozen: int = 0
+    frozen_names: tuple[tuple[str, int], ...] = ()  # the first of them, with their elements
     shape_hash: int = 0
     find_unused: bool | None = None  # None: the constructor has not come back
     flag_of_library: bool = False  # find_unused was asked for by a library that wraps the model, not by the script
@@ -103,6 +104,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     unused_hits: int = 0
     unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last look that found any
     unused_step: int = 0
+    never_called: tuple[str, ...] | None = (
+        None  # modules of `unused` that the first forward did not enter; None: not seen
+    )
     unused_site: Site | None = None  # the forward that DDP refused because of them
     search_ms: float | None = None  # per step, spent looking for unused parameters
 

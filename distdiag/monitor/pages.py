@@ -373,6 +373,7 @@ class PageView:
                     parameters=m.parameters,
                     elements=m.parameter_elements,
                     frozen=m.frozen,
+                    frozen_names=tuple((str(n), int(k)) for n, k in self.parsed(m.frozen_names) or []),
                     shape_hash=m.shape_hash,
                     find_unused=None if m.find_unused < 0 else bool(m.find_unused),
                     flag_of_library=m.find_unused == 2,
@@ -384,6 +385,7 @@ class PageView:
                     unused_hits=m.unused_hits,
                     unused=tuple((str(n), int(k)) for n, k in unused),
                     unused_step=m.unused_step,
+                    never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
                     unused_site=self.site(m.unused_site),
                     search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
                 )

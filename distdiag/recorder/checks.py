@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
+NAMES_KEPT = 200
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 LOOKED_AT = 64  # parameters per step that are asked whether they have a gradient; models of more are asked more rarely
 _FLOAT32, _PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
@@ -232,8 +233,12 @@ class Checks:
 
     def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
         m.slot.unused_hits += 1
-        m.slot.unused = self.page.text(json.dumps(missing[:200]))
+        m.slot.unused = self.page.text(json.dumps(missing[:NAMES_KEPT]))
         m.slot.unused_step = step
+        ddp = m.ref()
+        if step <= 1 and m.first_forward is not None and ddp is not None:  # later the model may take another way
+            never = m.first_forward.never_called(ddp.module, [name for name, _ in missing])
+            m.slot.never_called = self.page.text(json.dumps(never[:NAMES_KEPT]))
 
     @guarded
     def crashed_unused(self, m: Model, error: BaseException, site: int) -> None:

@@ -201,7 +201,11 @@ class ModelSlot(Structure):
         ("search_ns", c_uint64),  # spent looking for unused parameters
         ("searches", c_uint64),
         ("unused_site", c_uint32),
-        ("never_called", c_uint32),  # JSON list of modules that no forward entered, where that was looked at
+        (
+            "never_called",
+            c_uint32,
+        ),  # JSON list of their modules that the first forward did not enter, where it was seen
+        ("frozen_names", c_uint32),  # JSON list of [name, elements]
     ]
 
 

@@ -8,6 +8,7 @@ backward from the moment its last gradient is ready to the end.
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from typing import Any
 
 import torch
 
-from distdiag.recorder import state
-from distdiag.recorder.checks import Checks
+from distdiag.recorder import first_forward, state
+from distdiag.recorder.checks import NAMES_KEPT, Checks
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.device_clock import DeviceClock
+from distdiag.recorder.first_forward import FirstForward
 from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.loaders import Loaders
 from distdiag.recorder.page import MODELS, LifeWord, ModelSlot, Phase, word
@@ -251,6 +253,7 @@ class Model:
         self.next_check = 0  # the step at which to look again at who has a gradient
         self.check_every = 1
         self.hook: Any = None
+        self.first_forward: FirstForward | None = None
 
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None
@@ -270,7 +273,9 @@ def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> Mo
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
     slot.parameters = len(shapes)
     slot.parameter_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    slot.frozen = sum(1 for p in module.parameters() if not p.requires_grad)
+    frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
+    slot.frozen = len(frozen)
+    slot.frozen_names = ph.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
     slot.shape_hash = hash_text(repr([s for _, s in shapes]))
     slot.group = 0xFFFFFFFF
     slot.find_unused = -1
@@ -313,11 +318,13 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
     m = ph.models.get(id(ddp))
     site = ph.r.user_site(sys._getframe(3))
     training = torch.is_grad_enabled()
+    first = False
     if m is not None:
         # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
         ph.col.mark_site("forward", site)
         if training:
-            m.slot.forwards += 1
+            m.slot.forwards = n = m.slot.forwards + 1
+            first = n == 1
             if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
                 ph.batch = ph.loaders.batch_length(inputs)
                 ph.samples += ph.batch
@@ -328,7 +335,10 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
             ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
         if ph.device is not None:
             ph.device.begin(Phase.FORWARD)
-    return ph.enter(FORWARD if training else _VALIDATE), m, site
+    began = ph.enter(FORWARD if training else _VALIDATE), m, site
+    if first and m is not None:
+        m.first_forward = first_forward.watch()  # last: what it begins, `forward_ends` ends
+    return began
 
 
 @guarded
@@ -336,6 +346,8 @@ def forward_ends(ph: Phases, began: tuple[int, Model | None, int], error: BaseEx
     started_ns, m, site = began
     t = ph.leave()
     ph.col.unblock()
+    if m is not None and m.first_forward is not None and m.slot.forwards == 1:
+        m.first_forward.end()
     if torch.is_grad_enabled():
         ph.forward_ns += t - started_ns
         if ph.device is not None:

@@ -1,0 +1,129 @@
+"""`distdiag dump` on a job that hangs: what it shows, what it saves, and what it says of a rank that cannot answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import Job, clean_env, distdiag, launch, rows, wait_for
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
+
+SCRIPT = """
+    import time
+    import torch
+    import torch.distributed as dist
+
+    def looks_for_its_file():
+        while True:
+            time.sleep(0.5)
+
+    def sums_up(x):
+        dist.all_reduce(x)
+
+    dist.init_process_group("gloo")
+    x = torch.ones(1024)
+    for _ in range(20):
+        sums_up(x)
+    if dist.get_rank() == 1:
+        looks_for_its_file()
+    sums_up(x)
+"""
+
+
+def line_of(script: Path, text: str) -> str:
+    """`FILE:LINE` of the only line with this text, as a dump shows it."""
+    found = [i for i, line in enumerate(script.read_text().splitlines(), 1) if text in line]
+    assert len(found) == 1
+    return f"{script}:{found[0]}"
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Job]:
+    """Rank 0 waits in its 21st all_reduce, rank 1 sleeps outside of it."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    with launch(["-m", "distdiag.run", "--run-dir", "R", script], cwd=tmp_path) as job:
+        waiting = "SELECT rank FROM rank WHERE waiting_op = 'all_reduce' AND waiting_seq = 21"
+        wait_for(lambda: rows(tmp_path / "R", waiting) == [(0,)], 90, "rank 0 to wait", job)
+        yield job
+
+
+def dump(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return distdiag("dump", "R", *options, cwd=tmp_path)
+
+
+def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job, tmp_path: Path) -> None:
+    script, run = tmp_path / "train.py", tmp_path / "R"
+    shown = dump(tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "1 rank (0)" in shown.stdout and "1 rank (1)" in shown.stdout
+    assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in shown.stdout
+    assert f"looks_for_its_file {line_of(script, 'time.sleep(0.5)')}" in shown.stdout
+    assert "in all_reduce #21 default_pg" in shown.stdout
+    assert "saved: " in shown.stderr  # stdout is data
+
+    given = dump(tmp_path, "--json", "--no-save")
+    assert given.returncode == 0, given.stderr
+    said = json.loads(given.stdout)
+    assert next(iter(said)) == "schema" and said["schema"] == "distdiag.stacks/1"
+    assert Path(said["run"]).samefile(run) and set(said["ranks"]) == {"0", "1"}
+    first, second = said["ranks"]["0"], said["ranks"]["1"]
+    assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in first["stack"]
+    assert (first["op"], second["op"]) == ("all_reduce #21 default_pg", None)
+    assert second["stack"][-1] == f"looks_for_its_file {line_of(script, 'time.sleep(0.5)')}"
+    assert given.stderr == ""  # nothing was saved, and nothing is said of it
+
+    assert json.loads((run / "stacks" / "latest.json").read_text())["ranks"]["1"] == second
+    records = {q: json.loads((run / "flight_recorder" / f"rank_{q}.json").read_text()) for q in (0, 1)}
+    assert [max(e["collective_seq_id"] for e in records[q]["entries"]) for q in (0, 1)] == [21, 20]
+
+
+def test_what_a_dump_saves_is_readable_by_torchs_own_analyser(hanging: Job, tmp_path: Path) -> None:
+    assert dump(tmp_path).returncode == 0
+    folder = tmp_path / "R" / "flight_recorder" / "torchfrtrace"
+    assert sorted(p.name for p in folder.iterdir()) == ["rank_0", "rank_1"]
+    read = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder, "-o", "database.pickle"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert read.returncode == 0, read.stdout + read.stderr
+    # -j prints what it read as a table: it is the job's, not an empty one
+    listed = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder, "-j"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    assert "all_reduce" in (listed.stdout + listed.stderr).replace("allreduce", "all_reduce")
+    _types, database = pickle.loads((tmp_path / "database.pickle").read_bytes())
+    assert database
+
+
+def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Job, tmp_path: Path) -> None:
+    script, pid = tmp_path / "train.py", hanging.rank_pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        state = Path(f"/proc/{pid}/stat")
+        wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 10, "rank 1 to stop", hanging)
+        late = dump(tmp_path, "--timeout", "2")
+        as_json = dump(tmp_path, "--timeout", "2", "--json", "--no-save")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert late.returncode == 5, late.stderr
+    said = [line for line in late.stderr.splitlines() if not line.startswith("saved: ")]
+    assert len(said) == 1 and "Traceback" not in late.stderr
+    assert "rank 1" in said[0].replace("ranks 1", "rank 1") and "0" not in said[0].partition("within")[0]
+    assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in late.stdout  # what the others said is not lost
+    assert as_json.returncode == 5
+    ranks = json.loads(as_json.stdout)["ranks"]
+    assert ranks["0"]["op"] == "all_reduce #21 default_pg" and ranks["1"]["note"]
+    assert hanging.process.poll() is None  # asking ended nothing

@@ -1,0 +1,72 @@
+"""Why a parameter got no gradient: its module was never called, or what it computes does not reach the loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import launch, rows
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
+
+JOB = """
+import sys
+import torch
+from torch import distributed as dist, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.aside, self.spare = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fixed = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.fixed(self.body(x))
+        if "aside" in sys.argv:
+            self.aside(x)
+        return x
+
+
+dist.init_process_group("gloo")
+net = Net()
+if "aside" in sys.argv:
+    del net.spare
+if "compiled" in sys.argv:
+    net.body = torch.compile(net.body, backend="eager")
+ddp = DDP(net)
+optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], 0.1)
+try:
+    for _ in range(3):
+        ddp(torch.randn(4, 8)).sum().backward()
+        assert not torch_module._global_forward_pre_hooks
+        optimizer.step()
+        optimizer.zero_grad()
+except RuntimeError as e:
+    assert "finished reduction in the prior iteration" in str(e)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("never", "forward never called aside, spare"),
+        ("aside", "what they compute does not reach the loss"),
+        ("compiled", ""),  # hooks of ours would be seen by its guards
+    ],
+)
+def test_the_cause_of_a_missing_gradient(case: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(JOB)
+    with launch(["-m", "distdiag.run", "--run-dir", "R", "net.py", case], nproc=1, cwd=tmp_path) as job:
+        assert job.wait() == 0, job.tail()
+    found = [json.loads(x) for (x,) in rows(tmp_path / "R", "select json from finding")]
+    by_cause = {f["cause"]: f for f in found if f["kind"] == "unused_parameters"}
+    assert set(by_cause) == {"never_used", "frozen"}
+    message = by_cause["never_used"]["message"]
+    assert says in message if says else "forward" not in message
+    assert by_cause["frozen"]["severity"] == "info" and by_cause["frozen"]["names"] == ["fixed.weight", "fixed.bias"]
