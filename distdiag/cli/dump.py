@@ -23,6 +23,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     keeps them beside the run: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
     torchfrtrace). RUN: default reports/latest.
     """
+    from distdiag.diagnosis.findings import rank_list
     from distdiag.diagnosis.text import printable
     from distdiag.monitor import dump
     from distdiag.store import rundir, stacks
@@ -37,7 +38,9 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
         import msgspec
 
         click.echo(
-            msgspec.json.encode({"schema": "distdiag.stacks/1", "run": str(run_dir), **msgspec.to_builtins(found)})
+            msgspec.json.encode(
+                {"schema": "distdiag.stacks/1", "run": str(run_dir.absolute()), **msgspec.to_builtins(found)}
+            )
         )
     else:
         for line in tree_lines(stacks.merge(found)):
@@ -49,7 +52,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
         except OSError as e:
             click.echo(f"distdiag: not saved: {e.strerror or e}", err=True)
     if silent:
-        click.echo(f"distdiag: no answer from ranks {', '.join(map(str, silent))} within {timeout_s:g} s", err=True)
+        click.echo(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
         return int(ExitCode.TIMEOUT)
     return int(ExitCode.OK)
 

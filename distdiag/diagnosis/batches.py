@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 
@@ -191,7 +193,7 @@ def _size(s: Snapshot) -> list[Finding]:
         if n < 0.9 * len(sizes):
             return []  # the sizes vary by themselves: token budgets, buckets
         usual[r.rank] = size
-    if len(set(usual.values())) < 2:
+    if len(set(usual.values())) < 2 or _weighed(s, usual):
         return []
     most = Counter(usual.values()).most_common()
     majority = most[0][0] if len(most) == 1 or most[0][1] > most[1][1] else None
@@ -217,6 +219,15 @@ def _size(s: Snapshot) -> list[Finding]:
             advice="use the same batch size on every rank, or weigh each rank's loss by its number of samples",
         )
     ]
+
+
+def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
+    """True where the losses stand to each other as the batches do: a sum over the samples, weighed on purpose."""
+    small, large = min(usual, key=lambda q: usual[q]), max(usual, key=lambda q: usual[q])
+    losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None and x.loss > 0} for q in (small, large)]
+    ratios = [math.log(losses[1][k] / losses[0][k]) for k in losses[0].keys() & losses[1].keys()]
+    expected = math.log(usual[large] / usual[small])
+    return len(ratios) >= SIZE_STEPS and 0.67 < statistics.median(ratios) / expected < 1.5
 
 
 # -- the same data -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+CONNECT = re.compile(r"connectFullMesh|timed out connecting|failed to connect|connection refused", re.IGNORECASE)
 _IN_TORCH = re.compile(
     r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
     r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
@@ -94,9 +95,33 @@ def rules(s: Snapshot, late: tuple[tuple[int, ...], tuple[int, ...]] | None = No
     if finished:
         return [_finished(s, finished, kinds)]
     if any(k == "timeout" for k in kinds.values()):
-        found = _timeout(s, kinds, late)
+        found = _timeout(s, kinds, late) or _unconnected(s, kinds)
         return [found] if found else []
     return []
+
+
+def _unconnected(s: Snapshot, kinds: dict[int, str]) -> Finding | None:
+    """Ranks that never came to a first collective together: nobody is to blame by what is known."""
+    tried = [
+        s.ranks[q] for q, k in sorted(kinds.items()) if k == "timeout" and CONNECT.search(s.ranks[q].exception or "")
+    ]
+    if not tried:
+        return None
+    first = tried[0]
+    return Finding(
+        kind="rank_lost",
+        cause="crashed",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        victims=tuple(r.rank for r in tried),
+        where=tuple(w for r in tried for w in where_stack(r, r.user_stack, None, 2)),
+        first_seen_s=min((r.ended_s for r in tried if r.ended_s is not None), default=None),
+        message=f"{rank_list([r.rank for r in tried])} could not connect: {(first.exception or '').splitlines()[0][:160]}"
+        f"{at(first.place)}",
+        cost="the job did not begin",
+        advice="did every rank start, and are its address and port reachable from the others? GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+    )
 
 
 def _all_killed_together(s: Snapshot, causes: list[RankState]) -> bool:

@@ -9,6 +9,8 @@ from distdiag.diagnosis.snapshot import Life, Model, RankState, Sample, Site, Sn
 from distdiag.diagnosis.wording import at, where
 
 NOT_NEEDED_CHECKS = 40  # looks at all gradients without a miss before the flag is called unneeded
+# Looks without a gradient at any of them, where DDP was told to expect unused parameters: worth a line; worth a warning
+SOME_LOOKS, NEVER_LOOKS = 30, 100
 NOT_NEEDED_SHARE = 0.001  # of the step, below which the search is not worth a word
 DRIFT_RELATIVE = 1e-5
 BUFFERS_RELATIVE = 0.3  # statistics of different batches of the same data differ by some per cent, and may
@@ -51,8 +53,16 @@ def _unused(s: Snapshot) -> list[Finding]:
         severity = Severity.ERROR
     if differs and not refused and severity != Severity.INFO and not _stuck_in_backward(s):
         severity = Severity.INFO  # the looks of the ranks fell on different steps; nothing has come of it
-    names = tuple(dict.fromkeys(n for m in having.values() for n, _ in m.unused))
-    elements = sum(dict(p for m in having.values() for p in m.unused).values())
+    unused = dict(p for m in having.values() for p in m.unused)
+    looks = min(m.unused_checks for m in having.values())
+    if flagged and not refused:  # branches that are skipped now and then are what the flag is for
+        unused, differs = _never(s, having), False
+        if not unused:
+            return []
+        if looks >= NEVER_LOOKS and not first.flag_of_library:
+            severity = Severity.WARNING
+    names = tuple(unused)
+    elements = sum(unused.values())
     culprits = tuple(sorted(having)) if differs and lacking else ()
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     on = "all ranks" if not differs else rank_list(sorted(having))
@@ -72,7 +82,7 @@ def _unused(s: Snapshot) -> list[Finding]:
             names=names,
             step=max(m.unused_step for m in having.values()),
             message=f"{len(names)} parameters ({elements:,} elements) got no gradient on {on}: {shown}{at(where_site)}"
-            f"{_why(first)}",
+            f"{f', at any of {looks} looks' if flagged else ''}{_why(first)}",
             cost=crash if severity == Severity.ERROR else "they are never trained",
             advice="use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass "
             "find_unused_parameters=True"
@@ -80,6 +90,15 @@ def _unused(s: Snapshot) -> list[Finding]:
             else "freeze or remove them if they are meant to stay unused",
         )
     ]
+
+
+def _never(s: Snapshot, having: dict[int, Model]) -> dict[str, int]:
+    """Name and elements of what no rank has ever had a gradient for, in some dozens of looks."""
+    models = list(having.values())
+    if len(having) < len(s.ranks) or any(m.unused_checks < SOME_LOOKS for m in models):
+        return {}
+    common = set.intersection(*({n for n, _ in m.never_trained} for m in models))
+    return {n: k for n, k in models[0].never_trained if n in common}
 
 
 def _why(m: Model) -> str:
@@ -179,7 +198,9 @@ def _drift(s: Snapshot) -> list[Finding]:
         cause = _drift_cause(s, kind, drifting)
         if cause is None:
             continue
-        return [_drift_finding(s, cause, drifting, {q: samples[q][drifting[-1]].value for q in ranks})]
+        began_alike = len([k for k in common if k < drifting[0]]) >= 2
+        values = {q: samples[q][drifting[-1]].value for q in ranks}
+        return [_drift_finding(s, cause, drifting, values, began_alike)]
     return []
 
 
@@ -211,7 +232,9 @@ def _drift_cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     return "different_init"
 
 
-def _drift_finding(s: Snapshot, cause: str, drifting: list[int], values: dict[int, float]) -> Finding:
+def _drift_finding(
+    s: Snapshot, cause: str, drifting: list[int], values: dict[int, float], began_alike: bool
+) -> Finding:
     spread = max(values.values()) - min(values.values())
     by_value: dict[float, list[int]] = {}
     for q, v in values.items():
@@ -229,6 +252,10 @@ def _drift_finding(s: Snapshot, cause: str, drifting: list[int], values: dict[in
         "different_init": "broadcast the parameters from rank 0 once after building the model (or seed alike, or use DDP)",
         "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
     }[cause]
+    if cause == "different_init" and began_alike:
+        cause = "gradients_not_synced"
+        what = "gradients are averaged and the replicas were alike before, but not every rank makes the same steps with them"
+        do = "is a step skipped, clipped or scaled by what only one rank sees? let all ranks decide it together (all_reduce)"
     sites = {r.rank: (r.phase_stacks.get("backward") or r.user_stack) for r in s.ranks.values()}
     return Finding(
         kind="replica_drift",
@@ -274,8 +301,9 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
             cause=cause,
             certainty=Certainty.PROVED,
             severity=Severity.ERROR,
-            culprits=() if everywhere and cause == "gradient" else ranks,
-            victims=tuple(sorted(r.rank for r in alive if r.rank not in ranks)),
+            # everywhere at once: it came through a collective of forward, or from what all have in common
+            culprits=() if everywhere and s.world_size > 1 else ranks,
+            victims=tuple(sorted(r.rank for r in alive if r.rank not in ranks or everywhere)),
             where=tuple(where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen),
             names=(name,) if name else (),
             step=first_step,
@@ -285,8 +313,12 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
             + (f" ({name})" if name else "")
             + at(x.site),
             cost="averaging carries it to every rank; what is trained from here on is lost",
-            advice=f"look at that rank's batch of step {first_step}, and at divisions and logarithms in the loss; "
-            "go back to the last checkpoint",
+            advice=(
+                f"look at the batches of step {first_step}, what collectives carry in forward, and the learning rate"
+                if everywhere
+                else f"look at that rank's batch of step {first_step}, and at divisions and logarithms in the loss"
+            )
+            + "; go back to the last checkpoint",
         )
     ]
 

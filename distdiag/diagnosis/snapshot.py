@@ -22,6 +22,7 @@ class Life(StrEnum):
     CRASHED = "crashed"  # ended by a Python exception
     KILLED = "killed"  # ended by a signal
     STOPPED = "stopped"  # SIGSTOP: alive, cannot run until SIGCONT
+    DETACHED = "detached"  # it goes on, but asked not to be watched
     SILENT = "silent"  # no heartbeat, and nothing can be learned about the process
 
 
@@ -103,6 +104,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     unused_checks: int = 0
     unused_hits: int = 0
     unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last look that found any
+    never_trained: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at every look so far
     unused_step: int = 0
     never_called: tuple[str, ...] | None = (
         None  # modules of `unused` that the first forward did not enter; None: not seen
@@ -198,8 +200,10 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
+    workers_starved: float | None = None  # share of their runnable time in which its loader's workers had no CPU
     phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # where samples of a phase fell, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one whole user stack of the most frequent place of a phase
+    workers: tuple[Site | None, ...] = ()  # where its DataLoader's workers stand in the user's code; None: idle
     holds_up: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (the kernel's own table)
     longest_usual_s: float = 0.0  # the longest it kept others waiting so far, and let them go on
 

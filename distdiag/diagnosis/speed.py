@@ -26,6 +26,7 @@ SHARES = ((3.0, 0.05), (1.6, 0.15))
 SHARES_QUIET_HOST = (*SHARES, (1.3, 0.10))
 ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
 BUSY_HOST_PCT = 85.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
+STARVED = 0.2
 CONTROL_MS = 0.3  # of optimizer time, from which on it tells how fast a rank's core is
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
@@ -118,6 +119,8 @@ def _straggler(
     if not needed or min(gain, excess) < max(MIN_MS, needed[0] * step_ms):
         return []
     r = s.ranks[q]
+    if phase == "data" and r.workers_starved is not None and r.workers_starved > STARVED:
+        return []  # its workers stand in the queue for a CPU: neighbours on the host, or too many workers on all ranks
     stack = _stack_of(r, phase)
     place: Site | None = stack[0] if stack else None
     return [

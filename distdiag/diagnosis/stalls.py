@@ -118,6 +118,8 @@ def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: 
     word = "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
     call = s.ranks[victims[0]].blocked
     assert call is not None
+    busy = [w for w in r.workers if w is not None] if word == "data" else []
+    of_worker = f", and {'a worker of it' if len(r.workers) > 1 else 'its worker'} stands{at(busy[0])}" if busy else ""
     usual = f" (its longest so far: {seconds(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
     return Finding(
         kind="stall",
@@ -127,15 +129,15 @@ def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: 
         culprits=(r.rank,),
         victims=tuple(victims),
         collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
-        where=where_stack(r, r.user_stack, r.activity),
+        where=(*where_stack(r, r.user_stack, r.activity), *(where(r, "data_worker", w) for w in dict.fromkeys(busy))),
         waiting=tuple(where(s.ranks[v]) for v in victims),
         step=r.step,
         first_seen_s=s.t_s - waited,
         message=f"rank {r.rank} has not entered {op_text(call)}"
         + (f", {size_text(call.bytes)}" if call.bytes else "")
-        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}; {rank_list(victims)} {'has' if len(victims) == 1 else 'have'} waited {seconds(waited)}{usual}",
+        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}{of_worker}; {rank_list(victims)} {'has' if len(victims) == 1 else 'have'} waited {seconds(waited)}{usual}",
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
-        advice=_DO.get(
-            word, "look at that line; `distdiag dump` saves all stacks; it is withdrawn if the rank goes on"
-        ),
+        advice="look at that line of the dataset: storage that hangs, a lock, a loop"
+        if busy
+        else _DO.get(word, "look at that line; `distdiag dump` saves all stacks; it is withdrawn if the rank goes on"),
     )

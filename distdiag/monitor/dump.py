@@ -134,6 +134,8 @@ def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
     folder = run_dir / "flight_recorder"
     trace = folder / "torchfrtrace"
     trace.mkdir(parents=True, exist_ok=True)
+    for old in trace.glob("rank_*"):  # of another moment: torch's analyser takes all that lies there
+        old.unlink()
     for d in dumps:
         if d.record is None or not d.record.raw:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -160,8 +161,10 @@ def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) 
     """The same, of a rank that holds the GIL: its C signal handler writes them into a file beside its page.
 
     Raises:
-        OSError: the process or the file is gone.
+        OSError: the process or the file is gone, or the handler: the interpreter shuts down, or it was replaced by exec.
     """
+    if not _catches(pid, number):  # without its handler the signal would end the process
+        raise OSError(errno.ESRCH, "does not listen any more")
     size = path.stat().st_size
     os.kill(pid, number)
     deadline = time.monotonic() + timeout_s
@@ -175,6 +178,35 @@ def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) 
             break
         text = more
     return parse_stacks(text)
+
+
+def loader_workers(pid: int, number: int) -> list[int]:
+    """Children of a rank that were forked with its signal handler: the workers of its DataLoaders.
+
+    A child without that handler would die of the signal; it is never sent one.
+    """
+    try:
+        children = (c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split())
+        return [int(c) for c in children if _catches(int(c), number)]
+    except OSError:  # the rank has gone
+        return []
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] | None:
+    """Frames within torch's worker loop, innermost first (below it lie those of the parent at the fork); None: no worker."""
+    for i, (file, _, function) in enumerate(frames):
+        if function == "_worker_loop" and file.endswith(os.path.join("data", "_utils", "worker.py")):
+            return frames[:i]
+    return None
 
 
 def parse_stacks(text: str) -> list[Thread]:

@@ -13,12 +13,15 @@ from distdiag.diagnosis.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor import evidence
 from distdiag.monitor.ranks import RankView
 from distdiag.recorder.frames import USER, kind_of_file
-from distdiag.recorder.page import Blocked
+from distdiag.recorder.page import Blocked, Phase
 from distdiag.store import stacks
 
 SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence
 SILENT_S = 1.5  # a pulse that missed six beats
 STACK_KEPT_S = 30.0
+LOADING_S = 3.0  # a rank that has waited for its data for so long, while others wait for it, has its workers asked
+WORKERS_KEPT_S = 10.0
+MOST_WORKERS = 4  # each takes some 50 ms of the monitor
 
 
 class Gatherer:
@@ -35,6 +38,7 @@ class Gatherer:
         self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
         self._asked: dict[int, float] = {}
+        self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
         """Ask ranks that stand still for their flight recorder, where somebody waits; never on a timer.
@@ -52,7 +56,7 @@ class Gatherer:
             for v in views.values()
             if v.ending is None
             and v.page is not None
-            and v.page.header.blocked not in (Blocked.NO, Blocked.STORE)
+            and (v.page.header.blocked not in (Blocked.NO, Blocked.STORE) or v.in_cpp_wait())
             and now_s - (v.still_since_s or now_s) >= SUSPECT_S
         ]
         if not waiting:
@@ -76,6 +80,9 @@ class Gatherer:
             path = v.text(v.page.header.witness)
             futures[v.rank] = (v._still_mark, self.pool.submit(evidence.flight_record, path, now_s, 1.0))
         self._gather_stacks(now_s, views, stopped)
+        for v in views.values():
+            if v.ending is None and v.rank not in stopped:
+                self._ask_workers(v, now_s)
         for q, (mark, future) in futures.items():
             record = future.result()
             if record is not None:
@@ -89,6 +96,28 @@ class Gatherer:
             silent_s = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0)
             if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
                 self._stack_of_silent(v, now_s)
+
+    def _ask_workers(self, v: RankView, now_s: float) -> None:
+        """Where the workers stand that a rank's DataLoader waits for, when others have waited for it for a while."""
+        assert v.page is not None
+        h = v.page.header
+        still_s = now_s - (v.still_since_s or now_s)
+        if h.phase != Phase.DATA or still_s < LOADING_S or not h.trace_signal or h.blocked != Blocked.NO:
+            self.workers.pop(v.rank, None)
+            return
+        kept = self.workers.get(v.rank)
+        if kept is not None and kept[0] == v._still_mark and now_s - kept[1] < WORKERS_KEPT_S:
+            return
+        found: list[Site | None] = []
+        for pid in evidence.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
+            try:
+                threads = evidence.stacks_by_signal(pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.2)
+            except OSError:
+                continue
+            frames = evidence.in_worker(evidence.main_stack(threads))
+            if frames is not None:
+                found.append(next((Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER), None))
+        self.workers[v.rank] = (v._still_mark, now_s, tuple(found))
 
     def _stack_of_silent(self, v: RankView, now_s: float) -> None:
         """The main thread's user frames by signal: the GIL is held, and Python itself cannot answer."""
@@ -140,6 +169,9 @@ class Gatherer:
 
     def with_stack(self, r: RankState, now_s: float) -> RankState:
         """The rank with the stack that was seen from outside, where it could not say where it stands by itself."""
+        loading = self.workers.get(r.rank)
+        if loading is not None and loading[2]:
+            r = msgspec.structs.replace(r, workers=loading[2])
         stuck = self.stuck_stacks.get(r.rank)
         fatal = r.life == Life.KILLED and r.signal not in (None, 9, 15)
         if stuck is not None and (fatal or (r.activity == "gil_held" and now_s - stuck[0] < STACK_KEPT_S)):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from typing import Any
 
 import psutil
 
 from distdiag.store.rows import HostRow, ProcessRow
+
+LOOKS = 10  # one a second: so far back what a rank's children got of the CPUs is looked at
 
 
 class Hosts:
@@ -24,6 +27,7 @@ class Hosts:
         # by rank: without pages of mapped files and of memory shared with others, which a growing share of a data set
         # may fill and which the kernel takes back when it needs them
         self.private_bytes: dict[int, int] = {}
+        self._loading: dict[int, deque[tuple[float, float]]] = {}  # by rank: what its children ran and waited, seconds
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -67,6 +71,7 @@ class Hosts:
                 cpu, memory, threads = p.cpu_percent(), p.memory_info(), p.num_threads()
             self.private_bytes[rank] = memory.rss - getattr(memory, "shared", 0)
             children = _children(pid)
+            self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(_ran_and_waited(children))
             io: Any = None
             try:
                 io = p.io_counters()
@@ -88,6 +93,17 @@ class Hosts:
             self._processes.pop(pid, None)
             return None
 
+    def starved(self, rank: int) -> float | None:
+        """Share of the time in which a rank's children (DataLoader workers) could have run, but had no CPU, lately."""
+        looks = self._loading.get(rank)
+        if not looks or len(looks) < 2:
+            return None
+        ran, waited = (b - a for a, b in zip(looks[0], looks[-1], strict=True))
+        if ran < 0 or waited < 0:  # other workers than before
+            looks.clear()
+            return None
+        return waited / (ran + waited) if ran + waited > 0.2 else None
+
 
 def _counters(read: Any) -> Any:
     """Counters of the node; None in containers that have none."""
@@ -104,6 +120,19 @@ def _children(pid: int) -> list[int]:
             return [int(c) for c in f.read().split()]
     except (OSError, ValueError):
         return []
+
+
+def _ran_and_waited(pids: list[int]) -> tuple[float, float]:
+    """Seconds on a CPU and seconds in its queue, of these processes' main threads since they began."""
+    ran = waited = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/schedstat") as f:
+                on, queued, _ = map(int, f.read().split())
+        except (OSError, ValueError):  # gone, or a kernel without it
+            continue
+        ran, waited = ran + on, waited + queued
+    return ran / 1e9, waited / 1e9
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -294,6 +294,7 @@ class Monitor:
                 if p is not None:
                     found.append(p)
                     v.cpu_pct = p.cpu_pct
+                    v.workers_starved = self.hosts.starved(q)
                     if p.rss_bytes is not None:
                         v.rss_bytes = p.rss_bytes
                         v.memory.append((s.t_s, self.hosts.private_bytes[q]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +11,7 @@ from distdiag.monitor.ranks import RankView
 from distdiag.store.writer import Writer
 
 CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
+DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
 ADVICE = {
     "disk_full": "free the disk",
     "clock_skew": "compare times of this run by their differences, not by the clock",
@@ -49,8 +51,8 @@ class OwnFaults:
             if h.errors:
                 text = f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}"
                 out.append(self._new(f"failed/{q}", t_s, "failed", text, q))
-            if h.dropped:
-                text = f"rank {q} dropped {h.dropped} records; its numbers are incomplete"
+            if h.dropped + v.missed:
+                text = f"rank {q} dropped {h.dropped + v.missed} records or more; its numbers are incomplete"
                 out.append(self._new(f"dropped/{q}", t_s, "dropped", text, q))
             missing = v.facts.get("unsupported")
             if missing:
@@ -67,11 +69,13 @@ class OwnFaults:
             out.append(
                 self._new("exchange", t_s, "nodes", f"{exchange}: ranks of other nodes are not judged with these")
             )
-        for failure in failures:
-            out.append(self._new(failure, t_s, "failed", f"a rule of the diagnosis failed: {failure}"))
+        failed = "; ".join(failures)  # one record for all of them
+        if failed:
+            out.append(self._new(failed, t_s, "failed", f"rules of the diagnosis failed: {failed}"))
         if writer.failed_writes and writer.last_error:
             text = f"the run could not be written: {writer.last_error}"
-            out.append(self._new(text, t_s, "disk_full", text, severity=Severity.WARNING))
+            full = DISK.search(writer.last_error) is not None
+            out.append(self._new(text, t_s, "disk_full" if full else "failed", text, severity=Severity.WARNING))
         new = [f for f in out if f is not None]
         self.found += new
         return new

@@ -75,10 +75,11 @@ class PageView:
     device_memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
     rss_bytes: int | None = None
     cpu_pct: float | None = None
+    workers_starved: float | None = None
     new_steps: list[Step] = field(default_factory=list)
     new_calls: list[Call] = field(default_factory=list)
     closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
-    _missed: int = 0
+    missed: int = 0  # records that were overwritten before they were read
     _json: dict[int, Any] = field(default_factory=dict)
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
@@ -128,7 +129,7 @@ class PageView:
     def _read_calls(self, page: Page, h: Header) -> None:
         self.new_calls, self.closed_calls = [], []
         if h.n_calls - self._calls_read > CALLS:
-            self._missed += h.n_calls - CALLS - self._calls_read
+            self.missed += h.n_calls - CALLS - self._calls_read
             self._calls_read = h.n_calls - CALLS
         for number, at in list(self._open.items()):
             rec = page.calls[at]
@@ -212,7 +213,7 @@ class PageView:
     def _read_steps(self, page: Page, h: Header) -> None:
         self.new_steps = []
         if h.n_steps - self._steps_read > STEPS:
-            self._missed += h.n_steps - STEPS - self._steps_read
+            self.missed += h.n_steps - STEPS - self._steps_read
             self._steps_read = h.n_steps - STEPS
         while self._steps_read < h.n_steps:
             r = page.steps[self._steps_read % STEPS]
@@ -248,7 +249,9 @@ class PageView:
         if page is None:
             return out
         h = page.header
-        self._scalars_read = max(self._scalars_read, h.n_scalars - SCALARS)
+        if h.n_scalars - self._scalars_read > SCALARS:
+            self.missed += h.n_scalars - SCALARS - self._scalars_read
+            self._scalars_read = h.n_scalars - SCALARS
         while self._scalars_read < h.n_scalars:
             rec = page.scalars[self._scalars_read % SCALARS]
             self._scalars_read += 1
@@ -385,6 +388,7 @@ class PageView:
                     unused_hits=m.unused_hits,
                     unused=tuple((str(n), int(k)) for n, k in unused),
                     unused_step=m.unused_step,
+                    never_trained=tuple((str(n), int(k)) for n, k in self.parsed(m.never_trained) or []),
                     never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
                     unused_site=self.site(m.unused_site),
                     search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,

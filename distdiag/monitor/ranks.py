@@ -20,6 +20,7 @@ from distdiag.recorder.page import (
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 PLACE_SAMPLES = 400
+_CPP_WAITS = ("_functional_collectives.", "_ops.")  # innermost Python frames below which C++ waits for a collective
 WARM_STEPS = 20
 
 
@@ -50,6 +51,8 @@ class RankView(PageView):
             return Life.STOPPED, None, None
         if h.life == LifeWord.RAISED:
             return Life.CRASHED, 1, None
+        if h.life == LifeWord.DETACHED:
+            return Life.DETACHED, None, None
         if h.life == LifeWord.EXITING:
             return (Life.FINISHED if h.exit_code == 0 else Life.CRASHED), h.exit_code, None
         if h.life == LifeWord.LEFT_GROUP and not h.blocked:
@@ -127,6 +130,7 @@ class RankView(PageView):
             device_bytes=h.device_peak_bytes or None,
             device_total_bytes=h.device_total_bytes or None,
             cpu_pct=self.cpu_pct,
+            workers_starved=self.workers_starved,
             phase_places={p: tuple(c.most_common(3)) for p, c in self.place_counts.items()},
             phase_stacks={p: self.place_stacks[(p, c.most_common(1)[0][0])] for p, c in self.place_counts.items() if c},
             longest_usual_s=self.longest_usual_s,
@@ -184,17 +188,51 @@ class RankView(PageView):
                 site=site or call.site,
                 entered_s=since,
             )
-        if h.blocked != Blocked.DDP or not idle:
+        if not idle:
+            return None
+        if h.blocked == Blocked.NO and self.in_cpp_wait():
+            return self._functional(page, enqueued, completed, record)
+        if h.blocked != Blocked.DDP:
             return None
         if h.heartbeat_ns < h.blocked_since_ns:
             return None  # its counters are older than its wait
-        key = self.group_key(page, h.blocked_at)
+        return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
+
+    def in_cpp_wait(self) -> bool:
+        """Whether the main thread was last seen in torch's own code that calls C++, as functional collectives do."""
+        assert self.page is not None
+        return self.text(self.page.header.raw_innermost).startswith(_CPP_WAITS)
+
+    def _functional(
+        self, page: Page, enqueued: dict[str, int], completed: dict[str, int], record: FlightRecord | None
+    ) -> Call | None:
+        """The collective that a rank waits for within C++ (functional collectives, DTensor, compiled code): no hook of ours
+        sees that wait, but the main thread sleeps in torch's call and one collective of one group is open."""
+        h = page.header
+        if self.still_since_s is None or h.stack_ns / 1e9 < self.still_since_s + self.start_ns / 1e9:
+            return None  # its stack is older than its standing still
+        stack = self._stack(h)
+        site = stack[0] if stack else None
+        found = [
+            call
+            for i in range(h.n_groups)
+            if not page.groups[i].destroyed
+            and (call := self._open_call(page, i, enqueued, completed, record, site, self.still_since_s)) is not None
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _open_call(
+        self, page: Page, group: int, enqueued: dict[str, int], completed: dict[str, int],
+        record: FlightRecord | None, site: Site | None, since: float | None,
+    ) -> Call | None:  # fmt: skip
+        """The oldest collective of a group that was issued and is not completed, by the flight recorder's counters."""
+        key = self.group_key(page, group)
         done = completed.get(key)
         if done is None or done >= enqueued.get(key, 0):
             return None
         entry = None
-        if record is not None and h.blocked_at < h.n_groups:
-            entry = record.entries.get((self.text(page.groups[h.blocked_at].name), done + 1))
+        if record is not None and group < page.header.n_groups:
+            entry = record.entries.get((self.text(page.groups[group].name), done + 1))
         return Call(
             op=entry.op if entry else "",
             group=key,

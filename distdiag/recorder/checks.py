@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
 NAMES_KEPT = 200
+UNUSED_TEXTS = 16
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 LOOKED_AT = 64  # parameters per step that are asked whether they have a gradient; models of more are asked more rarely
 _FLOAT32, _PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
@@ -229,16 +230,31 @@ class Checks:
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]
                 if len(missing) < len(named):
                     self._write_unused(m, missing, step)
+                    self._write_never(m, missing)
                 return
+        if m.never is None or m.never:
+            self._write_never(m, [])
 
     def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
         m.slot.unused_hits += 1
-        m.slot.unused = self.page.text(json.dumps(missing[:NAMES_KEPT]))
         m.slot.unused_step = step
+        names = json.dumps(missing[:NAMES_KEPT])
+        if names not in m.unused_texts:
+            if len(m.unused_texts) >= UNUSED_TEXTS:
+                return  # layers dropped at random: ever new sets of names would fill the heap
+            m.unused_texts.add(names)
+        m.slot.unused = self.page.text(names)
         ddp = m.ref()
         if step <= 1 and m.first_forward is not None and ddp is not None:  # later the model may take another way
             never = m.first_forward.never_called(ddp.module, [name for name, _ in missing])
             m.slot.never_called = self.page.text(json.dumps(never[:NAMES_KEPT]))
+
+    def _write_never(self, m: Model, missing: list[tuple[str, int]]) -> None:
+        now = {n for n, _ in missing}
+        never = now if m.never is None else m.never & now
+        if never != m.never:
+            m.never = never
+            m.slot.never_trained = self.page.text(json.dumps([x for x in missing if x[0] in never][:NAMES_KEPT]))
 
     @guarded
     def crashed_unused(self, m: Model, error: BaseException, site: int) -> None:
@@ -250,6 +266,7 @@ class Checks:
             indices = [int(i) for i in found.group(1).split()]
             missing = [(named[i][0], named[i][1].numel()) for i in indices if i < len(named)]
         m.slot.unused_site = site
+        m.unused_texts.clear()  # this one is said
         if missing:
             self._write_unused(m, missing, self.h.step)
 

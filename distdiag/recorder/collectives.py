@@ -31,6 +31,7 @@ from distdiag.recorder.page import (
     SITES,
     Blocked,
     LifeWord,
+    PeerSlot,
     SiteSlot,
     fold_ranks,
     word,
@@ -68,6 +69,7 @@ METHODS: dict[str, tuple[str, int]] = {
 _P2P = {"send", "recv", "recv_anysource"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _BLOCKING = {"monitored_barrier"}
+_BARRIER = -3  # stands for the peer in the count of monitored barriers, which must go on as long as the job
 
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
 _BLOCKED_SITE, _BLOCKED_SINCE, _STEP = word("blocked_site"), word("blocked_since_ns"), word("step")
@@ -90,7 +92,7 @@ class Collectives(Groups):
         self._site_slots: dict[tuple[int, int], SiteSlot] = {}
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
-        self._peers: dict[tuple[int, int, int, int], Any] = {}
+        self._peers: OrderedDict[tuple[int, bool, int, int], PeerSlot] = OrderedDict()  # by their last use
         self.wait_ns = 0  # of the main thread, since the phases took it last
         self.last_ready_ns = 0
         self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
@@ -126,7 +128,7 @@ class Collectives(Groups):
                 tag = args[2] if len(args) > 2 else kwargs.get("tag", 0)
             nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
-            nth = self._peer(g.slot_index, True, -3, 0)  # counted apart: it is built of send and recv
+            nth = self._peer(g.slot_index, True, _BARRIER, 0)  # counted apart: it is built of send and recv
         else:
             seq = g.slot.enqueued = pg._get_sequence_number_for_group() - g.offset + 1
             if op in _ROOTED:
@@ -177,17 +179,25 @@ class Collectives(Groups):
         return (off, dimensions, *sizes, elements, elements * value.element_size())
 
     def _peer(self, group: int, send: bool, peer: int, tag: int) -> int:
-        key = (group, int(send), peer, tag)
+        """Count a message of this kind; how many there have been.
+
+        A job that numbers its messages by their tag has ever new kinds: the one that was not used for longest makes room.
+        Its count would only tell a wait that ended long ago from one that did not.
+        """
+        key = (group, send, peer, tag)
         slot = self._peers.get(key)
         if slot is None:
             n = self.h.n_peers
-            if n >= PEERS:
-                self.h.dropped += 1
-                return 0
-            slot = self.page.page.peers[n]
-            slot.group, slot.send, slot.peer, slot.tag, slot.count = group, int(send), peer, tag, 0
-            self._peers[key] = slot
-            self.h.n_peers = n + 1
+            if n < PEERS:
+                slot = self.page.page.peers[n]
+            else:
+                slot = self._peers.pop(next(k for k in self._peers if k[2] != _BARRIER))
+            slot.count = 0  # first: a reader may look in between
+            slot.group, slot.send, slot.peer, slot.tag = group, int(send), peer, tag
+            self.h.n_peers = min(n + 1, PEERS)
+        else:
+            self._peers.move_to_end(key)
+        self._peers[key] = slot
         slot.count += 1
         return slot.count
 

@@ -102,5 +102,6 @@ class Handle:
     @guarded
     def detach(self) -> None:
         """This rank has done its training: what follows is not watched."""
-        if self._session:
-            self._session.close()
+        session, self._session = self._session, None
+        if session:
+            session.detach()

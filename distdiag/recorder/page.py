@@ -23,7 +23,7 @@ MAGIC = b"DISTDIAG"
 VERSION = 1
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
-GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 128, 256, 12, 6, 8
+GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
 
 
 class Phase(IntEnum):
@@ -58,6 +58,7 @@ class LifeWord(IntEnum):
     EXITING = 2  # interpreter shutdown began, exit_code holds
     RAISED = 3  # an exception left the script
     LEFT_GROUP = 4  # destroy_process_group of the default group
+    DETACHED = 5  # the script asked not to be watched any more, and goes on
 
 
 class Header(Structure):
@@ -206,6 +207,7 @@ class ModelSlot(Structure):
             c_uint32,
         ),  # JSON list of their modules that the first forward did not enter, where it was seen
         ("frozen_names", c_uint32),  # JSON list of [name, elements]
+        ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every look so far
     ]
 
 

@@ -254,6 +254,8 @@ class Model:
         self.check_every = 1
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
+        self.unused_texts: set[str] = set()
+        self.never: set[str] | None = None  # parameters without gradient at every look; None before the first
 
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None

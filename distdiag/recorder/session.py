@@ -116,6 +116,7 @@ class Session:
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
         """The exception that ends the script: its text, and the user's frames, innermost first."""
+        self.recorder.h.trace_signal = 0
         r, h = self.recorder, self.recorder.h
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
         inner: list[int] = []
@@ -166,6 +167,7 @@ class Session:
             h.life = LifeWord.EXITING
             h.phase = Phase.DONE
             h.phase_since_ns = now_ns()
+        h.trace_signal = 0  # its handler goes with the interpreter
         self.pulse.stop()
 
     def close(self) -> None:
@@ -178,6 +180,16 @@ class Session:
                 witness.stop(server)
             except Exception as e:
                 self.recorder.failed(e)
+
+    def detach(self) -> None:
+        """Stop watching a script that goes on. While its process group stands, nobody can say what it does there."""
+        h, group_left = self.recorder.h, self.recorder.h.life == LifeWord.LEFT_GROUP
+        self.close()
+        if self.phases is not None:
+            self.phases.main_thread = 0  # what the hooks see from now on is no thread of theirs
+        dist = sys.modules.get("torch.distributed")
+        if not group_left and dist is not None and dist.is_available() and dist.is_initialized():
+            h.life = LifeWord.DETACHED
 
 
 def _open(path: Path) -> int:

@@ -102,6 +102,8 @@ def resolve(run: str | Path | None = None) -> Path:
     path = Path(named) if named else ROOT / "latest"
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent
+        if has_run(path):
+            return path  # this very attempt
     if not path.is_dir():
         what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
         raise DistdiagError(what, f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run")

@@ -10,7 +10,7 @@ CREATE TABLE IF NOT EXISTS meta (          -- one value per key; written once or
 CREATE TABLE IF NOT EXISTS rank (          -- the newest state of every rank, for the sqlite3 shell and for pandas
   rank INTEGER PRIMARY KEY,
   node INTEGER, local_rank INTEGER, host TEXT, pid INTEGER, gpu INTEGER,
-  life TEXT,                               -- starting running finished crashed killed stopped silent
+  life TEXT,                               -- starting running finished crashed killed stopped detached silent
   exit_code INTEGER, signal INTEGER, exception TEXT,
   t_s REAL, heartbeat_age_s REAL,
   phase TEXT, phase_age_s REAL, step INTEGER, epoch INTEGER,

@@ -12,7 +12,7 @@ from distdiag.tui.text import cells, clean, clip, place, quote, seconds, wrap
 from distdiag.tui.ui import Ui
 
 _STATES = {
-    "user_code": "in its own code", "data": "waiting for data", "lock": "waiting for a lock", "queue": "waiting for a queue",
+    "user_code": "in its own code", "data": "waiting for data", "data_worker": "its data loader's worker", "lock": "waiting for a lock", "queue": "waiting for a queue",
     "socket": "waiting for a socket", "stdin": "waiting for standard input", "gil_held": "holding the GIL",
     "waiting": "waiting in a collective", "stopped": "stopped", "exited": "exited", "killed": "killed",
     "crashed": "crashed", "finished": "finished",

@@ -90,6 +90,8 @@ def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
         return "stopped", mark.style or WARN.style
     if life == Life.MISSING:
         return "no page", WAIT.style
+    if life == Life.DETACHED:
+        return "detached", "muted"
     if mark.level >= WARN.level:
         return mark.word, mark.style
     if life == Life.FINISHED:
@@ -107,4 +109,4 @@ def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
 
 def stale(row: RankRow) -> bool:
     """True where the row's numbers are old: drawn dim."""
-    return row.life in (Life.SILENT, Life.MISSING) or (row.heartbeat_age_s or 0.0) > STALE_S
+    return row.life in (Life.SILENT, Life.MISSING, Life.DETACHED) or (row.heartbeat_age_s or 0.0) > STALE_S

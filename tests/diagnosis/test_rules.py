@@ -62,6 +62,15 @@ def only(found: list[Finding]) -> Finding:
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"
 
 
+def test_ranks_that_could_not_connect_blame_nobody() -> None:
+    text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
+    crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
+    s = job(crashed, rank(1, life=Life.KILLED, signal=15, ended_s=9.5))
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
+    assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+
+
 def test_the_first_end_that_is_no_echo_is_the_cause() -> None:
     s = job(
         rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
@@ -252,15 +261,39 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
         ]
     )
     assert (f.cause, f.severity, f.names) == ("never_used", "error", ("head.weight", "head.bias"))
-    wanted = msgspec.structs.replace(unused, find_unused=True)
-    f = only(
-        [
-            f
-            for f in parameters.rules(job(rank(0, models=(wanted,)), rank(1, models=(wanted,))))
-            if f.kind == "unused_parameters"
-        ]
-    )
-    assert f.severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("never", "looks", "of_library", "severity"),
+    [
+        ((("head.weight", 40),), 120, False, "warning"),
+        ((("head.weight", 40),), 120, True, "info"),  # the script did not choose the flag, nor may it know the model
+        ((("head.weight", 40),), 50, False, "info"),
+        ((("head.weight", 40),), 10, False, None),
+        ((), 120, False, None),  # every parameter is used now and then: what the flag is for
+    ],
+)
+def test_expected_unused_parameters_are_said_if_they_are_never_used(
+    never: tuple[tuple[str, int], ...], looks: int, of_library: bool, severity: str | None
+) -> None:
+    m = msgspec.structs.replace(
+        MODEL, find_unused=True, flag_of_library=of_library, unused=(("head.weight", 40), ("body.bias", 4)),
+        unused_hits=3, unused_step=9, unused_checks=looks, never_trained=never,
+    )  # fmt: skip
+    other = msgspec.structs.replace(
+        m, unused=(("body.weight", 9), ("head.weight", 40))
+    )  # another branch at its last look
+    found = [
+        f
+        for f in parameters.rules(job(rank(0, models=(m,)), rank(1, models=(other,))))
+        if f.kind == "unused_parameters"
+    ]
+    if severity is None:
+        assert found == []
+    else:
+        f = only(found)
+        assert (f.cause, f.severity, f.names) == ("never_used", severity, ("head.weight",))
+        assert f"at any of {looks} looks" in f.message
 
 
 def drifting(
@@ -294,6 +327,9 @@ def test_models_without_averaging_may_differ() -> None:
 
 def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None:
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
+    later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # alike at first: one skips a step
+    assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
+    assert "makes the same steps" in later.message
     assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # experts of a rank's own beside what is shared
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
@@ -305,6 +341,9 @@ def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
     )
     f = only([f for f in parameters.rules(s) if f.kind == "nonfinite"])
     assert (f.cause, f.culprits, f.step) == ("loss", (1,), 12) and "inf" in f.message
+    both = job(*(rank(q, samples=(Sample("nonfinite_loss", 12, float("nan")),)) for q in range(2)))
+    f = only([f for f in parameters.rules(both) if f.kind == "nonfinite"])
+    assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or too high a rate: nobody was first
 
 
 # -- speed -------------------------------------------------------------------------------------------------
@@ -351,6 +390,31 @@ def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None
     assert stragglers(job(rank(0, steps=steps(wait_ms=3.0)), rank(1, steps=tuple(once)))) == []
     slower = [rank(0, steps=steps(wait_ms=6.0)), rank(1, steps=steps(6.0, "forward", seed=1))]
     assert stragglers(job(*slower, host_cpu_pct=100.0)) == []
+
+
+def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
+    def found(starved: float | None) -> list[Finding]:
+        late = rank(1, steps=steps(80.0, "data", seed=1), workers_starved=starved)
+        return stragglers(job(rank(0, steps=steps(wait_ms=80.0)), late, host_cpu_pct=100.0))
+
+    assert found(0.5) == []
+    assert only(found(0.05)).culprits == (1,) and only(found(None)).culprits == (1,)
+
+
+def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:
+    r = random.Random(batch)
+    return tuple(msgspec.structs.replace(x, batch=batch, loss=scale * r.uniform(0.8, 1.2)) for x in steps(n=n))
+
+
+def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them() -> None:
+    def found(*ranks: tuple[int, float]) -> list[Finding]:
+        states = (rank(q, steps=sized(batch, scale)) for q, (batch, scale) in enumerate(ranks))
+        return [f for f in batches.rules(job(*states), lambda _: None) if f.cause == "size"]
+
+    assert only(found((8, 1.0), (20, 1.0))).severity == "warning"
+    assert found((8, 0.6), (12, 0.9), (20, 1.5)) == []  # sums over samples, divided by what all ranks have
+    assert only(found((8, 1.5), (20, 0.6))).severity == "warning"  # the wrong way round
+    assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # nothing is known of such losses
 
 
 @pytest.mark.parametrize("world", [2, 4, 100])

@@ -130,7 +130,8 @@ def test_a_search_not_known_well_or_not_dear_is_not_worth_a_word(change: dict[st
 
 
 def test_the_cost_of_a_search_needs_the_usual_step_and_all_ranks() -> None:
-    assert not_needed(SEARCHED, msgspec.structs.replace(SEARCHED, unused_checks=3)) == []
+    for unknown in ({"unused_checks": 3}, {"search_ms": None}):
+        assert not_needed(SEARCHED, msgspec.structs.replace(SEARCHED, **unknown)) == []
     assert not_needed(SEARCHED, SEARCHED, usual_step_s=None) == []
     s = job(rank(0, models=(SEARCHED,)), rank(1, models=(SEARCHED,)), usual_step_s=0.1, world_size=3)
     assert of_kind(parameters.rules(s), "unused_parameters") == []  # the third has not reported
@@ -240,6 +241,19 @@ def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> No
     assert buffers(1.0, 3.0, model=MODEL) == []  # broadcast before each forward
     assert buffers(1.0, 3.0, model=msgspec.structs.replace(APART, synced_backwards=0)) == []
     assert buffers(1.0, 3.0, at=()) == [] and buffers(1.0, 3.0, at=(2,)) == []  # not, or not often, looked at
+
+
+@pytest.mark.parametrize("apart_at", [(16,), (2,), (2, 4)])
+def test_buffers_that_differ_once_or_agree_again_are_no_drift(apart_at: tuple[int, ...]) -> None:
+    ranks = [
+        rank(
+            q,
+            models=(APART,),
+            samples=tuple(Sample("buffers", k, 1.0 + 2 * q * (k in apart_at), key=5) for k in (2, 4, 8, 16)),
+        )
+        for q in (0, 1)
+    ]
+    assert of_kind(parameters.rules(job(*ranks)), "replica_drift") == []
 
 
 def test_buffers_of_different_models_are_not_compared() -> None:
