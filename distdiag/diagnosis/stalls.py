@@ -23,6 +23,7 @@ PATIENCE_S = {
 FIRST_STEP_S = 60.0  # compilation, lazy initialisation, reading an index
 USUAL_FACTOR = 3.0  # times the longest that this rank kept the others waiting before, and let them go on
 ERROR_FACTOR = 3.0
+SILENT_S = 30.0  # files of a network file system may be seen seconds late
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 _DOES = {
     "stdin": "waits for standard input",
@@ -59,7 +60,7 @@ def patience_s(r: RankState) -> float:
 
 def rules(s: Snapshot, graph: WaitGraph) -> list[Finding]:
     """One finding per living rank that others have waited for, longer than is usual."""
-    out: list[Finding] = []
+    out: list[Finding] = [*_silent(s, graph)]
     for q in graph.sinks:
         r = s.ranks.get(q)
         if r is None or r.life not in (Life.RUNNING, Life.STARTING):
@@ -75,6 +76,38 @@ def rules(s: Snapshot, graph: WaitGraph) -> list[Finding]:
             continue
         out.append(_stall(s, r, victims, waited, limit))
     return out
+
+
+def _silent(s: Snapshot, graph: WaitGraph) -> list[Finding]:
+    """Ranks of a node that is not heard of any more, while others wait for them. Alone it may be its monitor that is gone."""
+    ranks = tuple(
+        q
+        for q in sorted(graph.sinks)
+        if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= SILENT_S
+    )
+    victims = sorted({v for q in ranks for v in graph.victims_of(q) if s.ranks[v].blocked is not None})
+    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+    if not since or s.t_s - min(since) < SILENT_S:
+        return []
+    hosts = ", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in ranks))
+    silent_s = max(s.ranks[q].heartbeat_age_s or 0.0 for q in ranks)
+    return [
+        Finding(
+            kind="rank_lost",
+            cause="silent",
+            certainty=Certainty.SUSPECTED,
+            severity=Severity.ERROR,
+            culprits=ranks,
+            victims=tuple(victims),
+            where=tuple(where(s.ranks[q]) for q in ranks),
+            waiting=tuple(where(s.ranks[v]) for v in victims),
+            first_seen_s=s.t_s - silent_s,
+            message=f"nothing has been heard of {rank_list(ranks)} ({hosts}) for {seconds(silent_s)}, and "
+            f"{rank_list(victims)} {'waits' if len(victims) == 1 else 'wait'} for {'it' if len(ranks) == 1 else 'them'}",
+            cost=f"{len(victims)} of {s.world_size} ranks make no progress",
+            advice="is that host up, and does it still see the run directory? look at its console and its network",
+        )
+    ]
 
 
 def lock_cycles(s: Snapshot, graph: WaitGraph) -> list[Finding]:

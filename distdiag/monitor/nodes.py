@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Snapshot
+from distdiag.diagnosis.snapshot import DEAD, Call, Group, Life, RankState, Snapshot
 
 VERSION = 1
 PERIOD_S, STANDING_PERIOD_S = (
@@ -55,6 +55,7 @@ class Nodes:
         self._seen: dict[int, NodeState] = {}
         self._mtimes: dict[str, tuple[int, int]] = {}
         self._judged: dict[int, int] = {}
+        self._heard: set[int] = set()  # nodes that have been fresh once
 
     def several(self, s: Snapshot) -> bool:
         """Whether the job has ranks on other nodes."""
@@ -112,19 +113,25 @@ class Nodes:
                 self._seen[state.node] = state
 
     def merged(self, s: Snapshot, started_unix_s: float) -> tuple[Snapshot, bool]:
-        """(snapshot with the ranks of all nodes that are heard of, whether each has told news since the last such one).
+        """(snapshot with the ranks of all nodes that were ever heard of, whether each has told news since the last such one).
 
         A proof needs two looks between which nothing moved: only looks at new files count as two.
         """
         self.read()
         now = time.time()
         fresh = {k: x for k, x in self._seen.items() if x.closed or now - x.written_unix_s < STALE_S}
+        self._heard |= fresh.keys()
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
         for x in fresh.values():
             later_s = x.started_unix_s - started_unix_s
             ranks |= {q: shifted(r, later_s) for q, r in x.ranks.items() if q not in s.ranks}
             for name, g in x.groups.items():
                 groups.setdefault(name, g)
+            expected += x.local_world_size
+        for k in self._heard - fresh.keys():
+            x = self._seen[k]
+            silent_s = now - x.written_unix_s
+            ranks |= {q: _silent(r, silent_s) for q, r in x.ranks.items() if q not in s.ranks and r.life not in DEAD}
             expected += x.local_world_size
         news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items())
         if news:
@@ -133,6 +140,11 @@ class Nodes:
             s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
         )
         return whole, news
+
+
+def _silent(r: RankState, silent_s: float) -> RankState:
+    """A rank of a node that is not heard of any more: what it does now, nobody knows."""
+    return msgspec.structs.replace(r, life=Life.SILENT, blocked=None, heartbeat_age_s=silent_s, steps=(), calls=())
 
 
 def shifted(r: RankState, by_s: float) -> RankState:

@@ -11,6 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from distdiag.diagnosis import stalls
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.graph import build
 from distdiag.diagnosis.snapshot import Call, Group, RankState, Snapshot
 from distdiag.monitor.nodes import STALE_S, Nodes, NodeState
 from tests.jobs import distdiag, free_port, start, wait_for
@@ -65,6 +68,28 @@ def test_nothing_is_concluded_from_a_stale_or_foreign_file(tmp_path: Path) -> No
     whole, news = here.merged(snapshot(0, 1), now)
     assert sorted(whole.ranks) == [0, 1] and whole.expected == 2 and news
     assert here.failed is not None and "2.state" in here.failed
+
+
+def test_ranks_of_a_node_that_falls_silent_are_named_once_others_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node_1").mkdir()
+    here, there = Nodes(tmp_path, 0), Nodes(tmp_path / "node_1", 1)
+    began = time.time()
+    there.publish(snapshot(2, 3), began)
+    assert here.merged(snapshot(0, 1), began)[0].ranks[3].life == "running"
+
+    def later(by_s: float) -> list[Finding]:
+        monkeypatch.setattr(time, "time", lambda: began + by_s)
+        waiting = msgspec.structs.replace(snapshot(0, 1, entered_s=1.0), t_s=by_s)
+        whole = here.merged(waiting, began)[0]
+        assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4
+        return stalls.rules(whole, build(whole))
+
+    assert later(STALE_S + 1) == []
+    (f,) = later(40.0)
+    assert (f.kind, f.cause, f.certainty, f.culprits) == ("rank_lost", "silent", "suspected", (2, 3))
+    assert f.victims and set(f.victims) <= {0, 1}
 
 
 def test_a_directory_that_cannot_be_written_is_said_and_nothing_more(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Being watched ends no process: one that shuts down, one that became another program, one that is watched no more."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import Job, distdiag, launch, rows, wait_for
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
+
+# Rank 0 waits for rank 2, which waits for the end of rank 1's process: for some seconds rank 1 is silent, beside a wait.
+AWAITED = """
+    import ctypes, os, sys, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 2])
+    pids = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    x = torch.ones(4)
+    for _ in range(40):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1 and "exec" in sys.argv:
+        os.execv("/bin/sleep", ["sleep", "5"])
+    if dist.get_rank() == 1:  # Python has ended, C has not: CUDA, NCCL and profilers take such seconds
+        libc = ctypes.CDLL(None)
+        libc.__cxa_atexit(ctypes.cast(libc.sleep, ctypes.c_void_p), ctypes.c_void_p(5), None)
+        sys.exit()
+    while dist.get_rank() == 2 and os.path.exists(f"/proc/{pids[1]}"):
+        time.sleep(0.1)
+    dist.barrier(pair)
+"""
+ASKED = """
+    import ctypes, os, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    x = torch.ones(4)
+    for _ in range(20):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        libc = ctypes.CDLL(None)
+        libc.__cxa_atexit(ctypes.cast(libc.sleep, ctypes.c_void_p), ctypes.c_void_p(8), None)
+    while dist.get_rank() == 0 and not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+DETACHES = """
+    import time
+    import torch
+    import torch.distributed as dist
+    import distdiag
+
+    dist.init_process_group("gloo")
+    handle = distdiag.attach()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+
+    train(20)
+    handle.log(during=1.0)
+    if dist.get_rank() == 0:
+        handle.detach()
+        handle.log(after=1.0)
+        handle.step()
+        time.sleep(6)  # it writes a summary; the other waits for it
+    dist.barrier()
+    train(5)
+    dist.destroy_process_group()
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(text))
+    return script
+
+
+def serious(run_dir: Path) -> list[dict[str, Any]]:
+    """All that was ever said at warning or above, the withdrawn included."""
+    return [json.loads(text) for (text,) in rows(run_dir, "SELECT json FROM finding WHERE severity != 'info'")]
+
+
+def recorded(job: Job) -> None:
+    wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
+
+
+def test_a_rank_that_shuts_down_beside_a_wait_is_left_alone(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, AWAITED)], nproc=3, cwd=tmp_path) as job:
+        assert job.wait() == 0, job.tail()
+        recorded(job)
+    ends = rows(run, "SELECT rank, life, exit_code, signal FROM rank ORDER BY rank")
+    assert ends == [(q, "finished", 0, None) for q in (0, 1, 2)]
+    assert serious(run) == []
+
+
+def test_a_rank_that_becomes_another_program_is_left_alone(tmp_path: Path) -> None:
+    script = write(tmp_path, AWAITED)
+    with launch(["-m", "distdiag.run", "--run-dir", "R", script, "exec"], nproc=3, cwd=tmp_path) as job:
+        assert job.wait() == 0, job.tail()  # torchrun would end with 1 where a signal ended that program
+
+
+def test_a_dump_leaves_a_rank_alone_that_shuts_down(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, ASKED)], cwd=tmp_path) as job:
+        finished = "SELECT rank FROM rank WHERE life = 'finished'"
+        wait_for(lambda: rows(run, finished) == [(1,)], 90, "rank 1 to leave its script", job)
+        asked = 0
+        while 1 in job.rank_pids():
+            shown = distdiag("dump", run, "--timeout", "2", "--no-save", cwd=tmp_path)
+            assert shown.returncode in (0, 5), shown.stderr  # 5: a rank gave no answer
+            asked += 1
+        assert asked > 2  # the later ones found it silent
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.tail()
+
+
+def test_a_rank_that_detached_is_not_judged_and_not_recorded(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    with launch([write(tmp_path, DETACHES)], cwd=tmp_path, env={"DISTDIAG_RUN_DIR": str(run)}) as job:
+        assert job.wait() == 0, job.tail()
+        recorded(job)
+    steps = rows(run, "SELECT rank, count(*), max(step) FROM step GROUP BY rank ORDER BY rank")
+    assert steps == [(0, 20, 20), (1, 25, 25)]
+    logged = rows(run, "SELECT rank, name FROM scalar WHERE name IN ('during', 'after') ORDER BY rank, name")
+    assert logged == [(0, "during"), (1, "during")]
+    assert serious(run) == []
