@@ -254,13 +254,17 @@ def _duplicates(s: Snapshot) -> list[Finding]:
     out: list[Finding] = []
     epochs = {x.iterations_started for x in loaders.values()}
     groups: list[list[int]] = []
-    for q, x in sorted(loaders.items()):
-        for g in groups:
-            if len(epochs) == 1 and same_data(loaders[g[0]].first_fingerprints, x.first_fingerprints):
-                g.append(q)
-                break
-        else:
-            groups.append([q])
+    alike: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}  # groups by how their prints begin: no pair by pair
+    for q, x in sorted(loaders.items()) if len(epochs) == 1 else ():
+        begins = list(enumerate(_halves(x.first_fingerprints[:MIN_FINGERPRINTS])))
+        near = [g for b in begins for g in alike.get(b, ())]
+        found = next((g for g in near if same_data(loaders[g[0]].first_fingerprints, x.first_fingerprints)), None)
+        if found is None:
+            groups.append(found := [])
+            for b in begins:
+                if len(b[1]) == MIN_FINGERPRINTS and 0 not in b[1]:
+                    alike.setdefault(b, []).append(found)
+        found.append(q)
     doubled = [g for g in groups if len(g) > 1]
     if doubled:
         ranks = tuple(sorted(q for g in doubled for q in g))

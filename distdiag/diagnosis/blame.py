@@ -180,7 +180,7 @@ def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None
         n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
         if n_m > usual:
             found.add(m)
-        elif before >= n_m > n_p:
+        elif before >= n_m > n_p > 0:  # who has never been there has another part to play
             found.add(p)
     return ((found.pop(),), Reason.COUNT) if len(found) == 1 else None
 

@@ -406,6 +406,9 @@ def _cycle_advice(
             what = f"{matching.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
             return f"look for a condition on the rank around {what}: all ranks it concerns must come to it, or none"
         case "p2p_cycle":
+            tags = {c.tag for _, c in calls.values() if c.p2p}
+            if len(tags) > 1:
+                return f"tags {' and '.join(map(str, sorted(tags)))} never match: the same message needs the same tag on both ends"
             return (
                 "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
             )

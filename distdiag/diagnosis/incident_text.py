@@ -53,7 +53,8 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
         return f"{op} #{wait.seq:,} ({label}{size})"
     direction, peer = wait.key[2], wait.key[4]
     whom = "any rank" if peer is None else f"rank {peer:,}"
-    return f"{op} {'to' if direction == 'send' else 'from'} {whom} ({label}{size})"
+    tag = f", tag {call.tag}" if call is not None and call.tag else ""
+    return f"{op} {'to' if direction == 'send' else 'from'} {whom} ({label}{tag}{size})"
 
 
 def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:

@@ -22,27 +22,32 @@ DATASET = """
             self.rank = rank
 
         def __len__(self):
-            return 400
+            return 800
 
         def __getitem__(self, i):
-            if self.rank == 1 and i >= 200:
+            if self.rank == 1 and i >= 400:
                 while not os.path.exists("mounted"):
                     time.sleep(0.02)
             return torch.full((8,), float(i))
 """
 SCRIPT = """
+    import os, time
     import torch
     import torch.distributed as dist
     from photos import Photos
 
     dist.init_process_group("gloo")
-    loader = torch.utils.data.DataLoader(Photos(dist.get_rank()), batch_size=4, num_workers=2)
+    photos = Photos(dist.get_rank())
+    sampler = torch.utils.data.DistributedSampler(photos, shuffle=False)
+    loader = torch.utils.data.DataLoader(photos, batch_size=4, sampler=sampler, num_workers=2)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     for x in loader:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+    while not os.path.exists("seen"):
+        time.sleep(0.05)
     dist.destroy_process_group()
 """
 
@@ -71,11 +76,12 @@ def test_the_line_of_a_worker_that_waits_is_said(tmp_path: Path) -> None:
     with launch(["-m", "distdiag.run", "--run-dir", run, script], cwd=tmp_path) as job:
         found = wait_for(said, 90, "the worker to be named", job)
         (tmp_path / "mounted").touch()
+        wait_for(lambda: [f["cleared_s"] is not None for f in waits_of(run)] == [True], 60, "the end of the wait", job)
+        (tmp_path / "seen").touch()
         assert job.wait() == 0, job.tail()  # a worker that a signal had ended would have failed the rank
         recorded(job)
     assert found["culprits"] == [1]
     assert {(w["rank"], w["file"], w["line"]) for w in found["where"] if w["state"] == "data_worker"} <= places
     assert any(f"{dataset.name}:{n}" in found["message"] for _, _, n in places)
-    assert [f["cleared_s"] is not None for f in waits_of(run)] == [True]
     steps = rows(run, "SELECT rank, count(*) FROM step GROUP BY rank ORDER BY rank")
     assert steps == [(0, 100), (1, 100)]
