@@ -141,7 +141,11 @@ def test_each_injected_fault_is_found(
     assert finding["cause"] in causes
     assert finding["culprits"] == culprits
     if spec == "unused":
-        assert finding["names"] and all("weight" in n or "bias" in n for n in finding["names"])
+        assert sorted(finding["names"]) == ["auxiliary_head.bias", "auxiliary_head.weight"]
+        assert "never called auxiliary_head" in finding["message"]
+    elif culprits:
+        (at, *_) = [w for w in finding["where"] if w["rank"] == culprits[0]]
+        assert Path(at["file"]).is_relative_to(REPOSITORY / "distdiag") and at["line"] > 0
     assert {k for k, _, _ in serious(run)} <= {kind, "deadlock"}
 
 
