@@ -288,9 +288,10 @@ class Diagnosis:
                 record.finding = msgspec.structs.replace(f, severity=Severity.INFO, cleared_s=s.t_s)
                 changed.append(record.finding)
                 continue
-            if f.kind in STICKY or final or self._all_gone(s):
+            went_on = f.kind == "stall" and all(r.life == Life.FINISHED and not r.exit_code for r in s.ranks.values())
+            if not went_on and (f.kind in STICKY or final or self._all_gone(s)):
                 continue
-            if record.absent >= RELEASE.get(f.kind, 5):
+            if went_on or record.absent >= RELEASE.get(f.kind, 5):
                 record.finding = msgspec.structs.replace(f, cleared_s=s.t_s)
                 changed.append(record.finding)
         return changed

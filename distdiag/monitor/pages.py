@@ -79,7 +79,8 @@ class PageView:
     new_steps: list[Step] = field(default_factory=list)
     new_calls: list[Call] = field(default_factory=list)
     closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
-    missed: int = 0  # records that were overwritten before they were read
+    missed: int = 0  # steps and scalars that were overwritten before they were read
+    missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
     _json: dict[int, Any] = field(default_factory=dict)
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
@@ -129,7 +130,7 @@ class PageView:
     def _read_calls(self, page: Page, h: Header) -> None:
         self.new_calls, self.closed_calls = [], []
         if h.n_calls - self._calls_read > CALLS:
-            self.missed += h.n_calls - CALLS - self._calls_read
+            self.missed_calls += h.n_calls - CALLS - self._calls_read
             self._calls_read = h.n_calls - CALLS
         for number, at in list(self._open.items()):
             rec = page.calls[at]

@@ -540,6 +540,18 @@ def test_a_stall_is_withdrawn_when_the_rank_comes_and_its_record_stays() -> None
     assert f.cleared_s is not None and d.recovered[1] > 20.0
 
 
+@pytest.mark.parametrize(("life", "open_still"), [(Life.FINISHED, 0), (Life.KILLED, 1)])
+def test_a_stall_is_over_when_all_have_ended_well(life: str, open_still: int) -> None:
+    d = Diagnosis(source=lambda _: None)
+    for t in range(30):
+        d.update(waits_for_rank_one(1.0, float(t), activity="user_code"))
+    ended = job(
+        *(rank(q, life=life, ended_s=30.0, signal=9 if life == Life.KILLED else None) for q in (0, 1)), t_s=30.1
+    )
+    d.update(ended, final=True)
+    assert len([f for f in d.open() if f.kind == "stall"]) == open_still
+
+
 def test_a_proof_needs_two_looks_and_is_kept_when_the_job_is_killed() -> None:
     def stuck(t_s: float, life: str = Life.RUNNING, **more: Any) -> Snapshot:
         ranks = [

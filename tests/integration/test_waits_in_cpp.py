@@ -45,7 +45,7 @@ SHARDED = """
 """
 # The server answers every worker in turn; tags tell the rounds apart.
 BY_TAG = """
-    import sys
+    import sys, time
     import torch
     import torch.distributed as dist
 
@@ -126,6 +126,7 @@ def test_a_tag_that_is_off_by_one_after_hundreds(tmp_path: Path) -> None:
 
 
 def test_thousands_of_messages_are_nothing_to_speak_of(tmp_path: Path) -> None:
+    """They may come faster than they are read: the times of single ones are lost then, and nothing is to be said of it."""
     with launch([*job_of(tmp_path, BY_TAG), "1500"], nproc=3, cwd=tmp_path) as job:
         assert job.wait() == 0, job.tail()
         recorded(job)
