@@ -13,6 +13,7 @@ from distdiag.diagnosis.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.wording import at, where
 
 SIZE_STEPS = 24  # steps after which a difference in local batch size is a habit
+SIZE_LOOK = 40  # of the last steps
 MIN_FINGERPRINTS = 3
 
 
@@ -184,7 +185,7 @@ def _leaves(body: list[ast.stmt]) -> bool:
 def _size(s: Snapshot) -> list[Finding]:
     usual: dict[int, int] = {}
     for r in s.ranks.values():
-        sizes = [x.batch for x in r.steps if x.batch]
+        sizes = [x.batch for x in r.steps[-SIZE_LOOK:] if x.batch]
         if len(sizes) < SIZE_STEPS:
             return []
         size, n = sizes[0], sizes.count(sizes[0])

@@ -27,7 +27,7 @@ SHARES_QUIET_HOST = (*SHARES, (1.3, 0.10))
 ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
 BUSY_HOST_PCT = 85.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
 STARVED = 0.1
-ENOUGH = 64  # ranks, whose median is that of all
+ENOUGH = 24  # ranks, whose median is that of all
 CONTROL_MS = 0.3  # of optimizer time, from which on it tells how fast a rank's core is
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
@@ -53,6 +53,13 @@ def _window(s: Snapshot) -> dict[int, list[Step]] | None:
     ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.FINISHED)]
     if len(ranks) < 2 or len(ranks) < s.world_size:
         return None
+    # mostly every rank has all of its last steps: where they overlap is known from both ends
+    if all(r.steps and r.steps[-1].step - r.steps[0].step == len(r.steps) - 1 for r in ranks):
+        last = min(r.steps[-1].step for r in ranks)
+        first = max(last - WINDOW, WARM_UP, *(r.steps[0].step - 1 for r in ranks)) + 1
+        if last - first + 1 < MIN_STEPS:
+            return None
+        return {r.rank: list(r.steps[first - r.steps[0].step : last - r.steps[0].step + 1]) for r in ranks}
     common = set.intersection(*({x.step for x in r.steps if x.step > WARM_UP} for r in ranks))
     steps = sorted(common)[-WINDOW:]
     if len(steps) < MIN_STEPS:
@@ -87,16 +94,15 @@ def _straggler(
         top = max(column)
         at_top = column.index(top)
         slowest[ranks[at_top]] += 1
-        gains.append(top - max(column[:at_top] + column[at_top + 1 :]))
+        gains.append(top - max(max(column[:at_top], default=0.0), max(column[at_top + 1 :], default=0.0)))
     q, count = slowest.most_common(1)[0]
     if count < RECURRENCE * n:
         return []
     gain = statistics.median(gains)
     if gain < MIN_MS:
         return []
-    for i in range(n):
-        ready = [v for k in ranks if (v := window[k][i].ready_s) is not None]
-        if len(ready) == len(ranks):
+    for ready in zip(*([x.ready_s for x in window[k]] for k in ranks), strict=True):
+        if None not in ready:
             ready_known += 1
             latest[ranks[ready.index(max(ready))]] += 1
     if ready_known > n // 2 and latest[q] < RECURRENCE * ready_known:

@@ -420,6 +420,17 @@ def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them()
     assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # nothing is known of such losses
 
 
+def test_the_same_steps_of_all_ranks_are_compared_whichever_each_has() -> None:
+    every = steps(n=80)
+    ahead, behind, gaps = every[10:75], every[:70], tuple(x for x in every if x.step != 30)[:70]
+    whole = speed._window(job(rank(0, steps=ahead), rank(1, steps=behind)))
+    assert whole is not None and [x.step for x in whole[0]] == [x.step for x in whole[1]] == list(range(21, 71))
+    holes = speed._window(job(rank(0, steps=ahead), rank(1, steps=gaps)))
+    assert holes is not None and [x.step for x in holes[0]] == [x.step for x in holes[1]]
+    assert holes[0][-1].step == 71 and 30 not in [x.step for x in holes[0]] and len(holes[0]) == 50
+    assert speed._window(job(rank(0, steps=every[60:]), rank(1, steps=every[:62]))) is None
+
+
 @pytest.mark.parametrize("world", [2, 4, 100])
 @pytest.mark.parametrize("turns", [True, False])
 def test_ranks_that_are_slow_in_turns_are_no_single_straggler(world: int, turns: bool) -> None:
