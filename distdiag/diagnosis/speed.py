@@ -15,6 +15,7 @@ from distdiag.diagnosis.snapshot import Life, RankState, Site, Snapshot, Step
 from distdiag.diagnosis.wording import at, percent, where, where_stack
 
 WINDOW, MIN_STEPS, WARM_UP = 50, 30, 5
+MANY_RANKS, WINDOW_OF_MANY = 256, 32  # what is seen in so many ranks needs fewer steps, and a look must stay cheap
 RECURRENCE = 0.75  # of the window's steps in which it is the slowest
 MIN_MS = 3.0
 COMM_SHARE = 0.3
@@ -53,15 +54,16 @@ def _window(s: Snapshot) -> dict[int, list[Step]] | None:
     ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.FINISHED)]
     if len(ranks) < 2 or len(ranks) < s.world_size:
         return None
+    most = WINDOW if len(ranks) <= MANY_RANKS else WINDOW_OF_MANY
     # mostly every rank has all of its last steps: where they overlap is known from both ends
     if all(r.steps and r.steps[-1].step - r.steps[0].step == len(r.steps) - 1 for r in ranks):
         last = min(r.steps[-1].step for r in ranks)
-        first = max(last - WINDOW, WARM_UP, *(r.steps[0].step - 1 for r in ranks)) + 1
+        first = max(last - most, WARM_UP, *(r.steps[0].step - 1 for r in ranks)) + 1
         if last - first + 1 < MIN_STEPS:
             return None
         return {r.rank: list(r.steps[first - r.steps[0].step : last - r.steps[0].step + 1]) for r in ranks}
     common = set.intersection(*({x.step for x in r.steps if x.step > WARM_UP} for r in ranks))
-    steps = sorted(common)[-WINDOW:]
+    steps = sorted(common)[-most:]
     if len(steps) < MIN_STEPS:
         return None
     wanted = set(steps)
