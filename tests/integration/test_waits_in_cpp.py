@@ -127,4 +127,4 @@ def test_thousands_of_messages_are_nothing_to_speak_of(tmp_path: Path) -> None:
     with launch([*job_of(tmp_path, BY_TAG), "1500"], nproc=3, cwd=tmp_path) as job:
         assert job.wait() == 0, job.tail()
         recorded(job)
-    assert findings(tmp_path) == []
+    assert findings(tmp_path, "severity != 'info' OR kind = 'recorder'") == []
