@@ -18,8 +18,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.snapshot import Call, Group, Loader, Model, RankState, Site, Snapshot, Step
+from distdiag.probing.statistics import interval_of_median
 
 RESULTS = Path(__file__).parent / "results"
 ALLOWED_MS = 50.0
@@ -78,13 +81,6 @@ def measure(ranks: int, looks: int, what: str) -> list[float]:
     return out[1:]
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): bootstrap, 95 %."""
-    r = random.Random(0)
-    medians = sorted(statistics.median(r.choices(values, k=len(values))) for _ in range(2000))
-    return statistics.median(values), medians[50], medians[1949]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
@@ -106,10 +102,10 @@ def main() -> int:
             ("most looks", [v for i, v in enumerate(values) if i % 4 != 3]),
             ("every fourth", values[3::4]),
         ):
-            median, low, high = interval(some)
-            worst = max(worst, low)
+            of_median = interval_of_median(np.asarray(some))
+            worst = max(worst, of_median.low)
             lines.append(
-                f"| {o.ranks:,} ranks, {what}, {name} | {median:.1f} | {low:.1f} – {high:.1f} | {max(some):.1f} "
+                f"| {o.ranks:,} ranks, {what}, {name} | {statistics.median(some):.1f} | {of_median.low:.1f} – {of_median.high:.1f} | {max(some):.1f} "
                 f"| {len(some)} looks | {ALLOWED_MS:.0f} |"
             )
     text = "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from distdiag.diagnosis import blame, incidents, matching
+from distdiag.diagnosis import blame, incidents, matching, messages
 from distdiag.diagnosis.blame import Reason
 from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
@@ -315,9 +315,9 @@ def _gone_advice(cause: str, culprits: tuple[int, ...], call: Call | None, reaso
 
 def _cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int]) -> Finding:
     culprits, reason = blame.of_cycle(snapshot, incident, exhausted)
-    messages = [w for w in incident.waits if w.p2p]
-    kind, cause = "deadlock", "p2p_cycle" if messages else "group_cycle"
-    mixed = None if messages or reason not in (Reason.NONE, Reason.MAJORITY) else _one_site(incident)
+    by_message = any(w.p2p for w in incident.waits)
+    kind, cause = "deadlock", "p2p_cycle" if by_message else "group_cycle"
+    mixed = None if by_message or reason not in (Reason.NONE, Reason.MAJORITY) else _one_site(incident)
     if mixed is not None:
         kind, cause, culprits = "mismatch", "group", mixed
     elif culprits:
@@ -406,9 +406,16 @@ def _cycle_advice(
             what = f"{matching.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
             return f"look for a condition on the rank around {what}: all ranks it concerns must come to it, or none"
         case "p2p_cycle":
-            tags = {c.tag for _, c in calls.values() if c.p2p}
-            if len(tags) > 1:
-                return f"tags {' and '.join(map(str, sorted(tags)))} never match: the same message needs the same tag on both ends"
+            ends = {r: c for r, (_, c) in calls.items() if c.p2p}
+            for r, c in sorted(ends.items()):
+                other = ends.get(c.peer) if c.peer is not None else None
+                if (
+                    other is not None
+                    and other.peer == r
+                    and other.tag != c.tag
+                    and messages.direction_of(other) != messages.direction_of(c)
+                ):
+                    return f"tags {c.tag} and {other.tag} never match: a message needs the same tag at both of its ends"
             return (
                 "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
             )

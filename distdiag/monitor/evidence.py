@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distdiag.monitor import processes
+
 TIMEOUT_S = 3.0
 
 
@@ -163,7 +165,7 @@ def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) 
     Raises:
         OSError: the process or the file is gone, or the handler: the interpreter shuts down, or it was replaced by exec.
     """
-    if not _catches(pid, number):  # without its handler the signal would end the process
+    if not processes.catches(pid, number):  # without its handler the signal would end the process
         raise OSError(errno.ESRCH, "does not listen any more")
     size = path.stat().st_size
     os.kill(pid, number)
@@ -185,20 +187,7 @@ def loader_workers(pid: int, number: int) -> list[int]:
 
     A child without that handler would die of the signal; it is never sent one.
     """
-    try:
-        children = (c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split())
-        return [int(c) for c in children if _catches(int(c), number)]
-    except OSError:  # the rank has gone
-        return []
-
-
-def _catches(pid: int, number: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return [c for c in processes.children(pid, of_any_thread=True) if processes.catches(c, number)]
 
 
 def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] | None:

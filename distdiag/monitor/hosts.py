@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from distdiag.monitor import processes
 from distdiag.store.rows import HostRow, ProcessRow
 
 LOOKS = 10  # one a second: so far back what a rank's children got of the CPUs is looked at
@@ -70,7 +71,7 @@ class Hosts:
             with p.oneshot():
                 cpu, memory, threads = p.cpu_percent(), p.memory_info(), p.num_threads()
             self.private_bytes[rank] = memory.rss - getattr(memory, "shared", 0)
-            children = _children(pid)
+            children = processes.children(pid)
             self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(_ran_and_waited(children))
             io: Any = None
             try:
@@ -111,15 +112,6 @@ def _counters(read: Any) -> Any:
         return read()
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):
         return None
-
-
-def _children(pid: int) -> list[int]:
-    """Direct children (DataLoader workers), from the kernel's own list: no walk over all processes."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as f:
-            return [int(c) for c in f.read().split()]
-    except (OSError, ValueError):
-        return []
 
 
 def _ran_and_waited(pids: list[int]) -> tuple[float, float]:

@@ -20,13 +20,13 @@ class Handle:
     """What `attach()` returns; every method is optional and none raises into the job."""
 
     def __init__(self, session: Session | None) -> None:
-        self._session = session
-        self._previous: int | None = None
+        self._session = session  # None from `detach()` on
+        self._run_dir = session.run_dir if session else None
 
     @property
     def run_dir(self) -> Path | None:
         """Directory of this run; None where nothing could be recorded."""
-        return self._session.run_dir if self._session else None
+        return self._run_dir
 
     @guarded
     def step(self, samples: int | None = None) -> None:

@@ -202,10 +202,7 @@ class ModelSlot(Structure):
         ("search_ns", c_uint64),  # spent looking for unused parameters
         ("searches", c_uint64),
         ("unused_site", c_uint32),
-        (
-            "never_called",
-            c_uint32,
-        ),  # JSON list of their modules that the first forward did not enter, where it was seen
+        ("never_called", c_uint32),  # JSON list of their modules that the first forward did not enter; 0: not seen
         ("frozen_names", c_uint32),  # JSON list of [name, elements]
         ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every look so far
     ]
@@ -405,7 +402,7 @@ class PageWriter:
 
     def call_left(self, number: int, left_ns: int, waited_ns: int, failed: bool) -> None:
         """The host has done with a call, having waited so long in it."""
-        if number + CALLS <= self.u64[_N_CALLS]:
+        if not self.has_call(number):
             return
         at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
         if waited_ns:

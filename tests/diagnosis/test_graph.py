@@ -399,11 +399,14 @@ def test_a_ring_of_receives() -> None:
     f = only(s)
     assert said(f) == ("deadlock", "p2p_cycle", (), (0, 1, 2, 3))
     assert f.collective is not None and f.collective.seq is None
+    tagged = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4, tag=r)) for r in range(4)))
+    assert "never match" not in only(tagged).advice  # each may well be sent with its tag: nobody has sent yet
 
 
 def test_tags_that_do_not_meet() -> None:
     s = snapshot(messaging(0, p2p("send", 1, tag=1)), messaging(1, p2p("recv", 0, tag=2)))
     assert said(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
+    assert "tags 1 and 2 never match" in only(s).advice
 
 
 def test_a_message_that_has_met_its_other_end_waits_for_nobody() -> None:

@@ -72,6 +72,7 @@ DETACHES = """
     handle.log(during=1.0)
     if dist.get_rank() == 0:
         handle.detach()
+        assert handle.run_dir is not None
         handle.log(after=1.0)
         handle.step()
         time.sleep(6)  # it writes a summary; the other waits for it
