@@ -31,6 +31,7 @@ from distdiag.store.writer import Writer
 
 TICK_S = 0.25
 FRAME_S = 0.5
+DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
 
@@ -61,6 +62,9 @@ class Monitor:
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
+        self._expected = 1  # ranks of this node
+        self._discovered_s = -10.0
+        self._glanced = False  # the last look was a glance
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self.own = OwnFaults()
 
@@ -80,7 +84,7 @@ class Monitor:
             self.writer.event(0.0, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
         while True:
             began = time.monotonic()
-            if self.tick():
+            if not self._going_on() and self.tick():
                 break
             left = TICK_S - (time.monotonic() - began)
             if left > 0:
@@ -91,6 +95,28 @@ class Monitor:
     @property
     def now_s(self) -> float:
         return (time.monotonic_ns() - self.start_ns) / 1e9
+
+    def _going_on(self) -> bool:
+        """A glance: whether every rank has just been seen to go from phase to phase, so that every other look can be spared.
+
+        Where no core is free, a look takes its time from the ranks.
+        """
+        now_ns = time.monotonic_ns()
+        if (
+            self._glanced
+            or self.diagnosis.state != State.RUNNING
+            or self.endings.wake.is_set()
+            or len(self.views) < self._expected
+            or not all(v.ending is None and v.moves(now_ns) for v in self.views.values())
+        ):
+            self._glanced = False
+            return False
+        self._glanced = True
+        for v in self.views.values():
+            assert v.page is not None
+            self._idle[v.rank] = self.cpu.idle(v.page.header.pid)
+            v.sample_place(self._idle[v.rank][0])
+        return True
 
     def tick(self) -> bool:
         """One look at everything; True when the job is over."""
@@ -128,10 +154,13 @@ class Monitor:
         return s.t_s - self._gone_since > (0.4 if expected else LAST_RANK_S)
 
     def _discover(self) -> None:
+        if self.views and len(self.views) >= self._expected and self.now_s - self._discovered_s < DISCOVER_S:
+            return
         try:
-            names = sorted(p.name for p in self.pages.iterdir() if p.name.endswith(".page"))
+            names = sorted(n for n in os.listdir(self.pages) if n.endswith(".page"))
         except OSError:
             return
+        self._discovered_s = self.now_s
         known = {v.reader.path.name for v in self.views.values()} | self.bad_pages
         for name in names:
             if name in known:
@@ -149,6 +178,7 @@ class Monitor:
                 self._set_start(header.started_mono_ns, header.started_wall_ns)
             view.start_ns = self.start_ns
             self.views[view.rank] = view
+            self._expected = max(self._expected, header.local_world_size)
             self.endings.watch(header.pid)
 
     def _set_start(self, mono_ns: int, wall_ns: int) -> None:
@@ -163,7 +193,7 @@ class Monitor:
         if v.ending is None:
             ticks = v.page.header.process_start_ticks
             end = self.endings.ended.get(pid)
-            if end is None and ticks and processes.start_ticks(pid) not in (None, ticks):
+            if end is None and ticks and not self.endings.sure(pid) and processes.start_ticks(pid) not in (None, ticks):
                 end = processes.Ending(time.monotonic_ns())  # the pid belongs to another process by now
             if end is not None:
                 v.refresh(self.now_s)  # its last words, written after our last look

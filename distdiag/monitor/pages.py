@@ -33,6 +33,7 @@ from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 PLACE_SAMPLES = 400
+MOVES_NS = 100_000_000  # as the pulse has it
 WARM_STEPS = 20
 
 
@@ -106,9 +107,27 @@ class PageView:
 
     # -- reading ----------------------------------------------------------------------------------
 
+    def moves(self, now_ns: int) -> bool:
+        """Whether the main thread went from one phase or wait to the next a moment ago and what it left can be read later;
+        takes over the header.
+        """
+        if self.page is None:
+            return False
+        h = self.reader.header()
+        before = self.page.header
+        moved = now_ns - max(h.phase_since_ns, h.blocked_since_ns) < MOVES_NS
+        room = h.n_calls - self._calls_read < CALLS // 4 and h.n_steps - self._steps_read < STEPS // 4
+        same = (h.life, h.errors, h.dropped, h.n_samples, h.caught_ns, h.n_groups, h.n_models) == (
+            before.life, before.errors, before.dropped, before.n_samples, before.caught_ns, before.n_groups, before.n_models,
+        )  # fmt: skip
+        if moved and room and same and h.exception_ns == before.exception_ns:
+            self.page.header = h
+            return True
+        return False
+
     def refresh(self, now_s: float) -> None:
         """Read the page and take over what is new in its rings."""
-        self.page = page = self.reader.read()
+        self.page = page = self.reader.read(-1 if self._open else self._calls_read)
         h = page.header
         self._read_calls(page, h)
         self._read_steps(page, h)

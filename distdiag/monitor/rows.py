@@ -132,7 +132,11 @@ class Collectives:
 
 
 def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
+    if not values:
+        return None
+    values.sort()
+    n = len(values)
+    return values[n // 2] if n % 2 else (values[n // 2 - 1] + values[n // 2]) / 2
 
 
 def rank_rows(s: Snapshot, views: Mapping[int, RankView], findings: list[Finding]) -> list[RankRow]:
@@ -143,12 +147,13 @@ def rank_rows(s: Snapshot, views: Mapping[int, RankView], findings: list[Finding
             if q not in worst or at_least(f.severity, worst[q]):
                 worst[q] = str(f.severity)
     windows = {q: list(r.steps)[-WINDOW:] for q, r in s.ranks.items()}
-    selfs = {q: m for q, xs in windows.items() if (m := _median([self_ms(x) for x in xs])) is not None}
+    own = {q: [(x.step, self_ms(x)) for x in xs] for q, xs in windows.items()}
+    selfs = {q: m for q, xs in own.items() if (m := _median([ms for _, ms in xs])) is not None}
     slowest: dict[int, int] = dict.fromkeys(windows, 0)
     by_step: dict[int, dict[int, float]] = {}
-    for q, xs in windows.items():
-        for x in xs:
-            by_step.setdefault(x.step, {})[q] = self_ms(x)
+    for q, xs in own.items():
+        for step, ms in xs:
+            by_step.setdefault(step, {})[q] = ms
     for by_rank in by_step.values():
         if len(by_rank) > 1:
             slowest[max(by_rank, key=lambda q: by_rank[q])] += 1

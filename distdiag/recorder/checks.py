@@ -29,7 +29,8 @@ NONFINITE_REPORTS = 4
 NAMES_KEPT = 200
 UNUSED_TEXTS = 16
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
-LOOKED_AT = 64  # parameters per step that are asked whether they have a gradient; models of more are asked more rarely
+# Parameters per step that are asked whether they have a gradient, while a model is new and later: of more, more rarely.
+LOOKED_AT, LOOKED_AT_LATER, NEW_LOOKS = 64, 2, 128
 _FLOAT32, _PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
@@ -54,6 +55,38 @@ def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     return (ctypes.c_float * n).from_address(at)[:: max(1, n // most)][:most]
 
 
+class Gradients:
+    """Reads a few elements of a parameter's gradients, one after the other, in as few calls as can be.
+
+    Gradients lie in memory as their parameter does, autograd keeps it so, and mostly the next one takes the place of the
+    last. To ask all that of torch each time takes longer than everything else of ours in a step: caches are cold here.
+    """
+
+    __slots__ = ("_at", "_memory", "_stride", "_type")
+
+    def __init__(self, p: torch.Tensor) -> None:
+        n = p.numel()
+        self._type = ctypes.c_float * n if sampled(p.detach(), 1) is not None else None
+        self._stride = 1 if n <= 64 else n // 16 if n < 100_000 else n // 64
+        self._at = 0
+        self._memory: Any = ()
+
+    def sum(self, g: torch.Tensor) -> float:
+        """Sum of some elements, not finite where one of them is not; 0 where they cannot be looked at."""
+        if self._type is None or g.dtype is not _FLOAT32:
+            if not g.is_cpu or g.is_sparse:
+                return 0.0
+            n = g.numel()
+            few = g if n <= 4096 else (g.view(-1) if g.is_contiguous() else g[0].reshape(-1))[:: n // 64]
+            return float(few.sum())
+        at = g.data_ptr()
+        if at != self._at:
+            if not g.is_cpu or not at:
+                return 0.0
+            self._at, self._memory = at, self._type.from_address(at)
+        return sum(self._memory[:: self._stride])
+
+
 class Checks:
     def __init__(self, r: state.Recorder, col: Collectives) -> None:
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
@@ -69,6 +102,8 @@ class Checks:
         )
         self._models: dict[int, Model] = {}
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
+        self.next_look = 0  # the first step with something to look at before the optimizer, unless always
+        self.always = True
 
     def sample(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
         h = self.h
@@ -88,8 +123,8 @@ class Checks:
         if not isinstance(t, torch.Tensor) or t.numel() != 1:
             return None
         if t.is_cpu:
-            value = float(t.item())
-            if self._bad_losses or not isfinite(value):
+            value = t.item()
+            if self._bad_losses or value - value:  # NaN where it is not finite
                 self._loss_value(value, site, BAD_LOSSES)
             return value
         if micro_step % 8 == 0:
@@ -110,6 +145,7 @@ class Checks:
             self._convict()
 
     def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
+        self.always = True
         if len(self._suspects) < NONFINITE_REPORTS:
             self._suspects.append((kind, self.h.step + 1, value, p, site))
 
@@ -155,6 +191,8 @@ class Checks:
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
                 self._unused(m, step)
+        self.next_look = min((m.next_check for m in models.values()), default=0)
+        self.always = bool(self._suspects or self._reduced or not self.local_gradients)
 
     def _gradients(self, optimizer: Any, step: int) -> None:
         probe = self._grad_probe
@@ -177,25 +215,12 @@ class Checks:
                 self.sample(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))
                 return
 
-    def local_gradient(self, p: Any, site: int) -> None:
-        """A few elements of the last gradient, still this rank's own: what is not finite here began on this rank.
+    def local_gradient(self, p: Any, total: float, site: int) -> None:
+        """The last gradient, still this rank's own, is not finite: that began on this rank.
 
         Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
         """
-        g = p.grad
-        if g is None or self._nonfinite >= NONFINITE_REPORTS:
-            return
-        n = g.numel()
-        some = sampled(g, 64) if n <= 64 or n > 4096 else None
-        if some is not None:
-            total = sum(some)
-        elif not g.is_cpu or g.is_sparse:
-            return
-        elif n <= 4096:
-            total = float(g.sum())
-        else:
-            total = float((g.view(-1) if g.is_contiguous() else g[0].reshape(-1))[:: n // 64].sum())
-        if not isfinite(total):
+        if self._nonfinite < NONFINITE_REPORTS:
             self._suspect(SampleKind.NONFINITE_LOCAL_GRADIENT, total, p, site)
 
     def _name_of(self, p: Any) -> str:
@@ -215,7 +240,6 @@ class Checks:
             ignored = getattr(ddp, "parameters_to_ignore", None) or ()
             named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
             m.named = named
-            m.check_every = max(1, len(named) // LOOKED_AT)
         return named
 
     # -- unused parameters ------------------------------------------------------------------------------
@@ -224,7 +248,8 @@ class Checks:
         named = self._named(m)
         slot = m.slot
         slot.unused_checks = looks = slot.unused_checks + 1
-        m.next_check = step + (1 if looks < 4 else m.check_every)
+        each = 1 if looks < 4 else len(named) // (LOOKED_AT if looks < NEW_LOOKS else LOOKED_AT_LATER)
+        m.next_check = step + max(1, each)
         for _, p in named:  # mostly there is nothing to find
             if p.grad is None:
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]

@@ -32,7 +32,6 @@ from distdiag.recorder.page import (
     Blocked,
     LifeWord,
     PeerSlot,
-    SiteSlot,
     fold_ranks,
     word,
 )
@@ -89,7 +88,7 @@ class Collectives(Groups):
         super().__init__(recorder)
         # by id of its work: number of the call, and its site where torch itself waits for it, at the same place
         self.in_flight: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        self._site_slots: dict[tuple[int, int], SiteSlot] = {}
+        self._site_counts: dict[tuple[int, int], int] = {}  # (site, op): where its count lies among the page's words
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
         self._peers: OrderedDict[tuple[int, bool, int, int], PeerSlot] = OrderedDict()  # by their last use
@@ -147,7 +146,7 @@ class Collectives(Groups):
         if method in _BLOCKING:
             self.in_monitored_barrier = True
             if main:
-                self._block(_WAIT, number, site)
+                self.block(_WAIT, number, site)
         return number, g, main, site if asynchronous is False and main else 0
 
     def _op(self, op: str) -> int:
@@ -201,24 +200,28 @@ class Collectives(Groups):
         slot.count += 1
         return slot.count
 
-    def _count_site(self, site: int, op: int) -> None:
-        slot = self._site_slots.get((site, op))
-        if slot is None:
+    def _count_site(self, site: int, op: int) -> int:
+        at = self._site_counts.get((site, op))
+        if at is None:
             n = self.h.n_sites
             if n >= SITES:
                 self.h.dropped += 1
-                return
+                return -1
             slot = self.page.page.sites[n]
             slot.site, slot.op, slot.count = site, op, 0
-            self._site_slots[(site, op)] = slot
+            at = self._site_counts[(site, op)] = self.page.word_of(slot, "count")
             self.h.n_sites = n + 1
-        slot.count += 1
+        self.page.words[at] += 1
+        return at
 
-    def mark_site(self, op: str, site: int) -> None:
-        """Count a place that makes C++ issue collectives (DDP's forward and backward) like a call site."""
-        self._count_site(site, self._op(op))
+    def mark_site(self, op: str, site: int) -> int:
+        """Count a place that makes C++ issue collectives (DDP's forward and backward) like a call site.
 
-    def _block(self, kind: int, at: int, site: int) -> None:
+        Returns where its count lies among the page's words; -1 where it is not counted.
+        """
+        return self._count_site(site, self._op(op))
+
+    def block(self, kind: int, at: int, site: int) -> None:
         u32, u64 = self.page.u32, self.page.u64
         u64[_BLOCKED_AT] = at
         u32[_BLOCKED_SITE] = site
@@ -229,7 +232,7 @@ class Collectives(Groups):
         """The main thread enters C++ code of DDP that may wait for others."""
         g = self.group(pg)
         if g is not None:
-            self._block(_DDP, g.slot_index, site)
+            self.block(_DDP, g.slot_index, site)
 
     def unblock(self) -> int:
         """The main thread has come back; nanoseconds since it entered."""
@@ -275,7 +278,7 @@ class Collectives(Groups):
         page = self.page
         if page.u32[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
             return number, False
-        self._block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
+        self.block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
         self.last_ready_ns = page.u64[_BLOCKED_SINCE]
         return number, True
 
@@ -298,7 +301,7 @@ class Collectives(Groups):
         number = self.page.write_call(
             self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *_NO_TENSOR[1:], now_ns(), 0, 0, 0, self.page.u64[_STEP]
         )
-        self._block(_GROUP, number, site)
+        self.block(_GROUP, number, site)
 
     @guarded
     def new_group(self, args: tuple, kwargs: dict) -> None:

@@ -30,8 +30,8 @@ def install(r: state.Recorder, col: Collectives) -> Phases:
     _wrap_join(ph)
     if torch.version.cuda is not None:
         _wrap_copies(ph)
-    register_optimizer_step_pre_hook(lambda o, _a, _k: ph.optimizer_begins(o))
-    register_optimizer_step_post_hook(lambda o, _a, _k: ph.optimizer_ends(o))
+    register_optimizer_step_pre_hook(ph.optimizer_begins)
+    register_optimizer_step_post_hook(ph.optimizer_ends)
     return ph
 
 
@@ -70,7 +70,7 @@ def _wrap_ddp(ph: Phases) -> None:
     if original_sync is not None:
 
         def _sync_buffers(self: Any) -> Any:
-            waits = ph.buffers_begin(self, sys._getframe(1))
+            waits = ph.buffers_begin(self)
             try:
                 return original_sync(self)
             finally:
@@ -82,10 +82,12 @@ def _wrap_ddp(ph: Phases) -> None:
     original_prepare = reducer.prepare_for_backward
 
     def prepare_for_backward(self: Any, tensors: Any) -> None:
+        if not tensors:  # only find_unused_parameters hands over tensors to search from
+            return original_prepare(self, tensors)
         t = now_ns()
         original_prepare(self, tensors)
-        if tensors:  # only find_unused_parameters hands over tensors to search from
-            _searched(ph, now_ns() - t)
+        _searched(ph, now_ns() - t)
+        return None
 
     reducer.prepare_for_backward = prepare_for_backward  # type: ignore[method-assign]
 

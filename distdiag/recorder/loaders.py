@@ -8,6 +8,7 @@ batches only.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +21,13 @@ from distdiag.recorder.page import LOADERS, LoaderSlot
 from distdiag.recorder.state import guarded, now_ns
 
 FINGERPRINTS = 6
-_SCATTERED = torch.arange(1, 65) * 2654435761 % 2**31  # by the golden ratio: no rhythm of a batch's own
+_SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]  # by the golden ratio: no rhythm of a batch's own
+# Elements are read from memory; one operator of torch takes longer than this for all of them. Halves are told by their bits.
+_C_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float, torch.float64: ctypes.c_double, torch.float16: ctypes.c_uint16,
+    torch.bfloat16: ctypes.c_uint16, torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32,
+    torch.int16: ctypes.c_int16, torch.int8: ctypes.c_int8, torch.uint8: ctypes.c_uint8, torch.bool: ctypes.c_uint8,
+}  # fmt: skip
 
 
 class Loaders:
@@ -29,7 +36,9 @@ class Loaders:
     def __init__(self, r: state.Recorder) -> None:
         self.r, self.h, self.page = r, r.h, r.page
         self._slots: dict[int, LoaderSlot] = {}
-        self._by_iterator: dict[int, LoaderSlot] = {}
+        # by id of the iterator: its slot, and where its batches and its last time lie among the page's words
+        self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
+        self._words = r.page.words
         self._last: LoaderSlot | None = None  # the one whose batch came last
         self._trained: LoaderSlot | None = None  # the one marked as training last
 
@@ -96,15 +105,18 @@ class Loaders:
         slot.active_ns = now_ns()
         if len(self._by_iterator) > 64:
             self._by_iterator.clear()
-        self._by_iterator[id(iterator)] = slot
+        self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), self.page.word_of(slot, "active_ns")
         return slot
 
-    def gives(self, iterator: Any, batch: Any) -> None:
-        slot = self._by_iterator.get(id(iterator))
-        if slot is None:
+    def gives(self, iterator: Any, batch: Any, t: int) -> None:
+        """A batch was handed out at `t`."""
+        known = self._by_iterator.get(id(iterator))
+        if known is None:
             return
-        slot.batches = n = slot.batches + 1
-        slot.active_ns = now_ns()
+        slot, batches_at, active_at = known
+        words = self._words
+        words[batches_at] = n = words[batches_at] + 1
+        words[active_at] = t
         self._last = slot
         if n <= FINGERPRINTS:
             slot.first[n - 1] = fingerprint(batch)
@@ -112,10 +124,10 @@ class Loaders:
 
     @guarded
     def ends(self, iterator: Any) -> None:
-        slot = self._by_iterator.pop(id(iterator), None)
-        if slot is not None:
-            slot.exhausted = 1
-            slot.exhausted_ns = now_ns()
+        known = self._by_iterator.pop(id(iterator), None)
+        if known is not None:
+            known[0].exhausted = 1
+            known[0].exhausted_ns = now_ns()
 
     def trains(self) -> None:
         """A backward pass followed the last batch."""
@@ -181,9 +193,14 @@ def fingerprint(batch: Any) -> int:
 
 
 def _crc(t: torch.Tensor, distinct: int) -> int:
-    flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach()[:1].reshape(-1)
-    n = flat.numel()
-    part = (flat if n <= _SCATTERED.numel() else flat[_SCATTERED % n]).tolist()
+    if type(t) is not torch.Tensor or t.dtype not in _C_TYPES:
+        return 0
+    flat = t if t.is_contiguous() else t.detach()[:1].reshape(-1).contiguous()
+    n, at = flat.numel(), flat.data_ptr()
+    if not n or not at:
+        return 0
+    memory = (_C_TYPES[t.dtype] * n).from_address(at)
+    part = memory[:] if n <= len(_SCATTERED) else [memory[i % n] for i in _SCATTERED]
     if len(set(part)) < distinct:  # a constant, or a few classes in turn, say nothing about which data it is
         return 0
     return zlib.crc32(repr((n, part)).encode())

@@ -20,7 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 1
+VERSION = 2
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
@@ -126,6 +126,7 @@ class Header(Structure):
         ("witness", c_uint32),  # path of the worker server's socket
         ("max_steps", c_int64),
         ("trace_signal", c_int32),  # this signal makes C code write all stacks to r<rank>.trace; 0 = none
+        ("counted_ns", c_uint64),  # when the pulse last read the groups' counters
     ]
 
 
@@ -353,12 +354,16 @@ class PageWriter:
         self.h.max_steps = -1
         # The header as plain words, for what is written many times a step: a third of the time of ctypes' fields.
         header = memoryview(self._map)[: ctypes.sizeof(Header) // 8 * 8]
-        self.u64, self.u32 = header.cast("Q"), header.cast("I")
-        self._words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
+        self.u64, self.u32, self.i32 = header.cast("Q"), header.cast("I"), header.cast("i")
+        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
         self._strings: dict[str, int] = {"": 0}
         self._call_numbers = itertools.count(1)  # calls may come from several threads
         self.path = path
         self._fresh = fresh
+
+    def word_of(self, slot: Structure, field: str) -> int:
+        """Index in `words` of a 64-bit field of a slot of the page."""
+        return (ctypes.addressof(slot) - ctypes.addressof(self.page) + getattr(type(slot), field).offset) // 8
 
     def publish(self) -> None:
         """Make the page visible under its name: from now on a reader may find it. Magic is the last thing written."""
@@ -392,7 +397,7 @@ class PageWriter:
         number = next(self._call_numbers)
         at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
         CALL_FORMAT.pack_into(self._map, at, 0, *fields)
-        self._words[at >> 3] = number  # last: a half-written record is recognised
+        self.words[at >> 3] = number  # last: a half-written record is recognised
         self.u64[_N_CALLS] = number
         return number
 
@@ -406,17 +411,17 @@ class PageWriter:
             return
         at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
         if waited_ns:
-            self._words[at + _WAIT_AT >> 3] = waited_ns
+            self.words[at + _WAIT_AT >> 3] = waited_ns
         if failed:
             self._map[at + _FLAGS_AT] |= FAILED_CALL
-        self._words[at + _LEFT_AT >> 3] = left_ns
+        self.words[at + _LEFT_AT >> 3] = left_ns
 
     def write_step(self, *fields: object) -> None:
         """One more step record; `fields` are those of StepRecord after `number`."""
         number = self.u64[_N_STEPS] + 1
         at = _STEPS_AT + (number - 1) % STEPS * STEP_FORMAT.size
         STEP_FORMAT.pack_into(self._map, at, 0, *fields)
-        self._words[at >> 3] = number  # last: a half-written record is recognised
+        self.words[at >> 3] = number  # last: a half-written record is recognised
         self.u64[_N_STEPS] = number
 
 
@@ -440,13 +445,22 @@ class PageReader:
             raise PageError(f"{path.name}: page version {head.version}, this distdiag reads {VERSION}")
         self.path = path
         self._texts: dict[int, str] = {0: ""}
+        self._page = Page()
+        self._from, self._to = memoryview(self._map), memoryview(self._page).cast("B")
 
     def header(self) -> Header:
         return Header.from_buffer_copy(self._map)
 
-    def read(self) -> Page:
-        """A copy of the whole page at this instant."""
-        return Page.from_buffer_copy(self._map)
+    def read(self, calls_known: int = -1) -> Page:
+        """A copy of the page at this instant, but for its texts; each takes the place of the last.
+
+        The calls, its largest part, are as they were where there are still `calls_known` of them.
+        """
+        self._to[:_CALLS_AT] = self._from[:_CALLS_AT]
+        if self._page.header.n_calls != calls_known:
+            self._to[_CALLS_AT:_STEPS_AT] = self._from[_CALLS_AT:_STEPS_AT]
+        self._to[_STEPS_AT:_HEAP_AT] = self._from[_STEPS_AT:_HEAP_AT]
+        return self._page
 
     def text(self, offset: int) -> str:
         s = self._texts.get(offset)
@@ -465,6 +479,7 @@ class PageReader:
         return file, int(line), function
 
     def close(self) -> None:
+        self._from.release()
         self._map.close()
 
 

@@ -18,20 +18,23 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from distdiag.recorder import first_forward, state
-from distdiag.recorder.checks import NAMES_KEPT, Checks
+from distdiag.recorder.checks import NAMES_KEPT, Checks, Gradients, checksum_due
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.device_clock import DeviceClock
 from distdiag.recorder.first_forward import FirstForward
 from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.loaders import Loaders
-from distdiag.recorder.page import MODELS, LifeWord, ModelSlot, Phase, word
-from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.page import MODELS, Blocked, LifeWord, ModelSlot, PageWriter, Phase, word
+from distdiag.recorder.state import failed, guarded, now_ns
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
 _PHASE, _SINCE, _STEP, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("step"), word("micro_steps")
-_DEVICE_BYTES, _LIFE = word("device_bytes"), word("life")
+_DEVICE_BYTES, _LIFE, _EPOCH = word("device_bytes"), word("life"), word("epoch")
+_BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
+_BLOCKED_SITE, _BLOCKED_SINCE, _DDP = word("blocked_site"), word("blocked_since_ns"), int(Blocked.DDP)
 DATA, FORWARD, BACKWARD, OPTIMIZER = int(Phase.DATA), int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _CUDA = torch.version.cuda is not None  # this build knows CUDA
 _VALIDATE, _STARTING, _RUNNING = int(Phase.VALIDATE), int(LifeWord.STARTING), int(LifeWord.RUNNING)
@@ -42,7 +45,7 @@ class Phases:
 
     def __init__(self, r: state.Recorder, col: Collectives) -> None:
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
-        self.u32, self.u64 = r.page.u32, r.page.u64
+        self.u32, self.u64, self.i32 = r.page.u32, r.page.u64, r.page.i32
         self.main_thread = r.main_thread
         self.loaders = Loaders(r)
         self.checks = Checks(r, col)
@@ -56,7 +59,7 @@ class Phases:
         self.loss: float | None = None
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self._optimizer_start_ns = 0
-        self._backward_site = 0
+        self._backward_site, self._backward_count = 0, -1  # of the last backward, and where it is counted
         self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
 
     # -- phase word ---------------------------------------------------------------------------------
@@ -89,49 +92,63 @@ class Phases:
 
     # -- data -----------------------------------------------------------------------------------------
 
-    @guarded
     def given(self, iterator: Any, batch: Any, started_ns: int) -> None:
         """A loader handed out a batch that was asked for at `started_ns`."""
-        # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
-        self.data_ns += self.leave() - started_ns
-        self.loaders.gives(iterator, batch)
-        n = self.loaders.batch_length(batch)
-        if n:
-            self.samples += n
-            if not self.batch:
-                self.batch = n
+        try:
+            # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
+            self.u32[_PHASE] = self.idle
+            self.u64[_SINCE] = t = now_ns()
+            self.data_ns += t - started_ns
+            self.loaders.gives(iterator, batch, t)
+            n = self.loaders.batch_length(batch)
+            if n:
+                self.samples += n
+                if not self.batch:
+                    self.batch = n
+        except Exception as e:
+            failed(e)
 
     # -- the end of a step ----------------------------------------------------------------------------
 
-    @guarded
-    def optimizer_begins(self, optimizer: Any) -> None:
-        if get_ident() != self.main_thread:
-            return
-        self._optimizer_start_ns = self.enter(OPTIMIZER)
-        if self.device is not None:
-            self.device.begin(Phase.OPTIMIZER)
-        self.checks.before_optimizer(optimizer, self.models, self.u64[_STEP] + 1)
+    def optimizer_begins(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+        try:
+            if get_ident() != self.main_thread:
+                return
+            u64, checks = self.u64, self.checks
+            self.u32[_PHASE] = OPTIMIZER
+            u64[_SINCE] = self._optimizer_start_ns = now_ns()
+            if self.device is not None:
+                self.device.begin(Phase.OPTIMIZER)
+            step = u64[_STEP] + 1
+            if step >= checks.next_look or checks.always or self.col.reduced_elements:
+                checks.before_optimizer(optimizer, self.models, step)
+        except Exception as e:
+            failed(e)
 
-    @guarded
-    def optimizer_ends(self, optimizer: Any) -> None:
-        if not self._optimizer_start_ns or get_ident() != self.main_thread:
-            return
-        if self.device is not None:
-            self.device.end(Phase.OPTIMIZER)
-        t = self.leave()
-        self.optimizer_ns += t - self._optimizer_start_ns
-        self._optimizer_start_ns = 0
-        if self._leads(optimizer):
-            self.close_step(t)
-            self.checks.after_optimizer(optimizer, self.u64[_STEP])
+    def optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+        try:
+            if not self._optimizer_start_ns or get_ident() != self.main_thread:
+                return
+            if self.device is not None:
+                self.device.end(Phase.OPTIMIZER)
+            t = now_ns()
+            self.u32[_PHASE] = self.idle
+            self.u64[_SINCE] = t
+            self.optimizer_ns += t - self._optimizer_start_ns
+            self._optimizer_start_ns = 0
+            if (self.lead is not None and self.lead() is optimizer) or self._leads(optimizer):
+                self.lead_misses = 0
+                self.close_step(t)
+                step = self.u64[_STEP]
+                if checksum_due(step):
+                    self.checks.after_optimizer(optimizer, step)
+        except Exception as e:
+            failed(e)
 
     def _leads(self, optimizer: Any) -> bool:
         lead = self.lead() if self.lead is not None else None
         if lead is None:
             self.lead = weakref.ref(optimizer)
-            return True
-        if lead is optimizer:
-            self.lead_misses = 0
             return True
         self.lead_misses += 1
         if self.lead_misses > 32:  # the first one is not used any more
@@ -147,14 +164,18 @@ class Phases:
             ready = 0
         step = u64[_STEP] + 1
         loss = self.loss
-        times = (step, self.h.epoch, self.step_start_ns, t, self.data_ns)
-        rest = (
-            col.wait_ns, ready, self.samples, self.batch, 0.0 if loss is None else loss, loss is not None,
-            u64[_DEVICE_BYTES],
-        )  # fmt: skip
         if self.device is None:
-            self.page.write_step(*times, 0, self.forward_ns, self.backward_ns, self.optimizer_ns, *rest)
+            self.page.write_step(
+                step, self.i32[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns,
+                self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, 0.0 if loss is None else loss,
+                loss is not None, u64[_DEVICE_BYTES],
+            )  # fmt: skip
         else:
+            times = (step, self.i32[_EPOCH], self.step_start_ns, t, self.data_ns)
+            rest = (
+                col.wait_ns, ready, self.samples, self.batch, 0.0 if loss is None else loss, loss is not None,
+                u64[_DEVICE_BYTES],
+            )  # fmt: skip
             self.device.close(partial(self._write, times, self.forward_ns, self.backward_ns, self.optimizer_ns, rest))
         u64[_STEP] = step
         self.step_start_ns = t
@@ -179,79 +200,111 @@ class Phases:
 
     # -- forward and backward --------------------------------------------------------------------------
 
-    @guarded
     def backward_begins(self, tensors: Any) -> int:
         """Time of the beginning; 0 where it is not followed."""
-        if get_ident() != self.main_thread:
+        try:
+            if get_ident() != self.main_thread:
+                return 0
+            u32, u64, col = self.u32, self.u64, self.col
+            site = self.r.user_site(sys._getframe(2))
+            micro_step = u64[_MICRO_STEPS]
+            self.loss = self.checks.loss(tensors, site, micro_step)
+            u64[_MICRO_STEPS] = micro_step + 1
+            self.loaders.trains()
+            if col.reduced_elements:  # since the last step: parameters, averaged by hand
+                self.checks.averaged_elements = max(self.checks.averaged_elements, col.reduced_elements)
+                col.reduced_elements = 0
+            self.ready_ns = 0
+            if self.device is not None:
+                self.device.begin(Phase.BACKWARD)
+            model = self._syncing_model()
+            t = now_ns()
+            if model is not None:
+                if site == self._backward_site and self._backward_count >= 0:
+                    self.page.words[self._backward_count] += 1
+                else:
+                    self._backward_site, self._backward_count = site, col.mark_site("backward", site)
+                self.page.words[model.synced_at] += 1
+                if model.group_at >= 0:
+                    u64[_BLOCKED_AT] = model.group_at
+                    u32[_BLOCKED_SITE] = site
+                    u64[_BLOCKED_SINCE] = t
+                    u32[_BLOCKED] = _DDP
+            u32[_PHASE] = BACKWARD
+            u64[_SINCE] = t
+            return t
+        except Exception as e:
+            failed(e)
             return 0
-        site = self.r.user_site(sys._getframe(3))
-        micro_step = self.u64[_MICRO_STEPS]
-        self.loss = self.checks.loss(tensors, site, micro_step)
-        model = self._syncing_model()
-        if model is not None:
-            self.col.mark_site("backward", site)
-            self._backward_site = site
-            self.col.block_ddp(model.pg, site)
-            model.slot.synced_backwards += 1
-        self.loaders.trains()
-        if self.col.reduced_elements:  # since the last step: parameters, averaged by hand
-            self.checks.averaged_elements = max(self.checks.averaged_elements, self.col.reduced_elements)
-            self.col.reduced_elements = 0
-        self.u64[_MICRO_STEPS] = micro_step + 1
-        self.ready_ns = 0
-        if self.device is not None:
-            self.device.begin(Phase.BACKWARD)
-        return self.enter(BACKWARD)
 
-    @guarded
     def backward_ends(self, started_ns: int, error: BaseException | None) -> None:
-        if self.device is not None:
-            self.device.end(Phase.BACKWARD)
-        t = self.leave()
-        self.backward_ns += t - started_ns
-        self.col.unblock()
-        if self.ready_ns > started_ns:
-            self.col.wait_ns += t - self.ready_ns
-        if error is not None:
-            note_caught(self.r, error)
+        try:
+            if self.device is not None:
+                self.device.end(Phase.BACKWARD)
+            t = now_ns()
+            u32 = self.u32
+            u32[_PHASE] = self.idle
+            u32[_BLOCKED] = 0
+            self.u64[_SINCE] = t
+            self.backward_ns += t - started_ns
+            if self.ready_ns > started_ns:
+                self.col.wait_ns += t - self.ready_ns
+            if error is not None:
+                note_caught(self.r, error)
+        except Exception as e:
+            failed(e)
 
     @guarded
-    def buffers_begin(self, ddp: Any, caller: FrameType) -> bool:
-        """DDP is about to broadcast its buffers; whether the wait in it is to be counted."""
+    def buffers_begin(self, ddp: Any) -> bool:
+        """DDP is about to broadcast its buffers, in its forward; whether the wait in it is to be counted."""
         m = self.models.get(id(ddp))
-        if m is None or get_ident() != self.main_thread:
+        if m is None or m.group_at < 0 or get_ident() != self.main_thread:
             return False
-        self.col.block_ddp(m.pg, self.r.user_site(caller))
+        self.col.block(_DDP, m.group_at, m.forward_site)
         return True
 
     def _syncing_model(self) -> Model | None:
         for m in self.models.values():
-            ddp = m.ref()
-            if ddp is not None and m.forward_pending and ddp.require_backward_grad_sync:
-                m.forward_pending = False
-                return m
+            if m.forward_pending:
+                ddp = m.ref()
+                if ddp is not None and ddp.require_backward_grad_sync:
+                    m.forward_pending = False
+                    return m
         return None
 
-    @guarded
-    def gradient_ready(self, parameter: Any) -> None:
-        """The parameter that is usually the last has its gradient: what follows in backward is waiting."""
-        self.ready_ns = now_ns()
-        self.checks.local_gradient(parameter, self._backward_site)
+    def watch_last_gradient(self, parameter: Any) -> Any:
+        """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
+        gradients, checks = Gradients(parameter), self.checks
+
+        def ready(p: Any) -> None:
+            try:
+                self.ready_ns = now_ns()
+                g = p.grad
+                if g is not None:
+                    total = gradients.sum(g)
+                    if total - total:  # NaN where it is not finite
+                        checks.local_gradient(p, total, self._backward_site)
+            except Exception as e:
+                failed(e)
+
+        return parameter.register_post_accumulate_grad_hook(ready)
 
 
 class Model:
     """One DDP-wrapped module in this process."""
 
-    def __init__(self, ddp: Any, slot: ModelSlot) -> None:
+    def __init__(self, ddp: Any, slot: ModelSlot, page: PageWriter) -> None:
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and where its buffers lie, once asked for; not kept beyond its life
         self.named: list[tuple[str, Any]] | None = None
         self.buffer_places: list[tuple[Any, str]] | None = None
         self.slot = slot
         self.pg = ddp.process_group
+        self.group_at = -1  # slot of its process group; -1: not registered
+        self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
         self.forward_pending = False
+        self.forward_site, self.forward_count = 0, -1  # of the last forward, and where it is counted
         self.next_check = 0  # the step at which to look again at who has a gradient
-        self.check_every = 1
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
         self.unused_texts: set[str] = set()
@@ -291,9 +344,10 @@ def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> Mo
 
 @guarded
 def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
-    m = Model(ddp, slot)
+    m = Model(ddp, slot, ph.page)
     g = ph.col.group(m.pg)
-    slot.group = g.slot_index if g is not None else 0xFFFFFFFF
+    if g is not None:
+        slot.group = m.group_at = g.slot_index
     by_library = kind_of(caller.f_code) == PACKAGE
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
@@ -301,8 +355,9 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     ph.models[id(ddp)] = m
     first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
     if first is not None:
-        m.hook = first.register_post_accumulate_grad_hook(ph.gradient_ready)
+        m.hook = ph.watch_last_gradient(first)
         ph.checks.local_gradients = True
+    ph.checks.next_look = 0
 
 
 def hash_text(s: str) -> int:
@@ -312,54 +367,68 @@ def hash_text(s: str) -> int:
     return zlib.crc32(raw) << 32 | zlib.adler32(raw)
 
 
-@guarded
-def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | None, int] | None:
-    """(time, model, call site) of a forward on the main thread."""
-    if get_ident() != ph.main_thread:
-        return None
-    m = ph.models.get(id(ddp))
-    site = ph.r.user_site(sys._getframe(3))
-    training = torch.is_grad_enabled()
-    first = False
-    if m is not None:
-        # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
-        ph.col.mark_site("forward", site)
-        if training:
-            m.slot.forwards = n = m.slot.forwards + 1
-            first = n == 1
-            if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
-                ph.batch = ph.loaders.batch_length(inputs)
-                ph.samples += ph.batch
-            if ph.checks.later:
-                ph.checks.poll()
-    if training:
-        if ph.device is None and _CUDA and torch.cuda.is_initialized():
-            ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
-        if ph.device is not None:
-            ph.device.begin(Phase.FORWARD)
-    began = ph.enter(FORWARD if training else _VALIDATE), m, site
-    if first and m is not None:
-        m.first_forward = first_forward.watch()  # last: what it begins, `forward_ends` ends
-    return began
-
-
-@guarded
-def forward_ends(ph: Phases, began: tuple[int, Model | None, int], error: BaseException | None) -> None:
-    started_ns, m, site = began
-    t = ph.leave()
-    ph.col.unblock()
-    if m is not None and m.first_forward is not None and m.slot.forwards == 1:
-        m.first_forward.end()
-    if torch.is_grad_enabled():
-        ph.forward_ns += t - started_ns
-        if ph.device is not None:
-            ph.device.end(Phase.FORWARD)
+def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | None, bool] | None:
+    """(time, model, whether gradients are wanted) of a forward on the main thread."""
+    try:
+        if get_ident() != ph.main_thread:
+            return None
+        m = ph.models.get(id(ddp))
+        training = is_grad_enabled()
+        first = False
         if m is not None:
-            m.forward_pending = True
-    if error is not None:
-        note_caught(ph.r, error)
-        if m is not None and "finished reduction in the prior iteration" in str(error):
-            ph.checks.crashed_unused(m, error, site)
+            site = ph.r.user_site(sys._getframe(2))
+            # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
+            if site == m.forward_site and m.forward_count >= 0:
+                ph.page.words[m.forward_count] += 1
+            else:
+                m.forward_site, m.forward_count = site, ph.col.mark_site("forward", site)
+            if training:
+                words = ph.page.words
+                words[m.forwards_at] = n = words[m.forwards_at] + 1
+                first = n == 1
+                if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
+                    ph.batch = ph.loaders.batch_length(inputs)
+                    ph.samples += ph.batch
+                if ph.checks.later:
+                    ph.checks.poll()
+        if training:
+            if ph.device is None and _CUDA and torch.cuda.is_initialized():
+                ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+            if ph.device is not None:
+                ph.device.begin(Phase.FORWARD)
+        ph.u32[_PHASE] = FORWARD if training else _VALIDATE
+        ph.u64[_SINCE] = t = now_ns()
+        if first and m is not None:
+            m.first_forward = first_forward.watch()  # last: what it begins, `forward_ends` ends
+        return t, m, training
+    except Exception as e:
+        failed(e)
+        return None
+
+
+def forward_ends(ph: Phases, began: tuple[int, Model | None, bool], error: BaseException | None) -> None:
+    try:
+        started_ns, m, training = began
+        t = now_ns()
+        u32 = ph.u32
+        u32[_PHASE] = ph.idle
+        u32[_BLOCKED] = 0
+        ph.u64[_SINCE] = t
+        if training:
+            ph.forward_ns += t - started_ns
+            if ph.device is not None:
+                ph.device.end(Phase.FORWARD)
+        if m is not None:
+            if m.first_forward is not None and m.slot.forwards == 1:
+                m.first_forward.end()
+            if training:
+                m.forward_pending = True
+        if error is not None:
+            note_caught(ph.r, error)
+            if m is not None and "finished reduction in the prior iteration" in str(error):
+                ph.checks.crashed_unused(m, error, m.forward_site)
+    except Exception as e:
+        failed(e)
 
 
 def batches(ph: Phases, iterable: Any, length: int | None) -> Iterator[Any]:

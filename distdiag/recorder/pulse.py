@@ -2,20 +2,27 @@
 
 A daemon thread writes the heartbeat, the groups' counters, and the user's frames of the main thread into the page. It takes
 the GIL for a tenth of a millisecond a beat; where the GIL is held by others it misses beats, and that is what a reader sees.
+While the main thread is seen to go from phase to phase, the counters are read once a second only.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from types import CodeType
 from typing import Any
 
 from distdiag.recorder import state
 from distdiag.recorder.frames import raw_name, user_stack
-from distdiag.recorder.page import STACK
+from distdiag.recorder.page import STACK, Header, word
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
+STILL_NS = 100_000_000  # in the same phase for so long: it may be waiting
+_SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
+_BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
+_VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 4
+_RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 
 
 class Pulse(threading.Thread):
@@ -24,41 +31,53 @@ class Pulse(threading.Thread):
         self.r, self.h = r, r.h
         self.collectives: Any = None
         self.checks: Any = None
-        self._ending = threading.Event()  # `_stop` is a method of Thread's own
-        self._torch_cuda: Any = None
+        self._going_on = threading.Lock()  # held until the end: to wait for it is one call, for an Event it is many
+        self._going_on.acquire()
+        self._raw: dict[int, tuple[int, CodeType]] = {}  # by id of the code, which is kept
 
     def run(self) -> None:
-        while not self._ending.wait(PERIOD_S):
+        while not self._going_on.acquire(timeout=PERIOD_S):
             self.beat()
 
     def stop(self) -> None:
-        self._ending.set()
+        if self._going_on.locked():
+            self._going_on.release()
 
     @guarded
     def beat(self) -> None:
         """One beat: what `run` does every quarter of a second."""
         self._sample()
-        if self.collectives is not None:
+        u64 = self.r.page.u64
+        beats, t = u64[_BEATS], now_ns()
+        still = t - max(u64[_SINCE], u64[_BLOCKED_SINCE]) > STILL_NS
+        if (still or beats % 4 == 0) and self.collectives is not None:
             self.collectives.refresh_groups()
-        if self.h.beats % 4 == 0:
+            u64[_COUNTED] = t
+        if beats % 4 == 0:
             self._device()
-        self.h.beats += 1
-        self.h.heartbeat_ns = now_ns()
+        u64[_BEATS] = beats + 1
+        u64[_HEARTBEAT] = now_ns()
 
     def _sample(self) -> None:
         frame = sys._current_frames().get(self.r.main_thread or 0)
         if frame is None:
             return
-        h = self.h
+        code = frame.f_code
+        known = self._raw.get(id(code))
+        if known is None:
+            if len(self._raw) >= 4096:
+                self._raw.clear()
+            known = self._raw[id(code)] = self.r.page.text(raw_name(frame)), code
+        u32, at = self.r.page.u32, _STACK
         sites = [self.r.site(f) for f in user_stack(frame, STACK)]
-        raw = self.r.page.text(raw_name(frame))
-        h.stack_version += 1  # odd: being written
-        for i, s in enumerate(sites):
-            h.stack[i] = s
-        h.stack_depth = len(sites)
-        h.raw_innermost = raw
-        h.stack_ns = now_ns()
-        h.stack_version += 1
+        u32[_VERSION] += 1  # odd: being written
+        for s in sites:
+            u32[at] = s
+            at += 1
+        u32[_DEPTH] = len(sites)
+        u32[_RAW] = known[0]
+        self.r.page.u64[_STACK_NS] = now_ns()
+        u32[_VERSION] += 1
 
     def _device(self) -> None:
         torch = sys.modules.get("torch")
