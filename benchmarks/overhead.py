@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -73,6 +72,7 @@ def _methods() -> dict[tuple[Any, str], Any]:
 
 
 def _job(rounds: int, steps: int, hooks_only: bool) -> None:
+    import psutil
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -83,12 +83,12 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
     from distdiag.recorder import session
 
     before = _methods()
-    rss_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rss_before = psutil.Process().memory_info().rss
     distdiag.attach()
     switch = Switch(before, _methods())
     quiet = threading.Event()
     step_hooks = (dict(optimizers._global_optimizer_pre_hooks), dict(optimizers._global_optimizer_post_hooks))
-    rss_after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rss_after = psutil.Process().memory_info().rss
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     assert session.current is not None
@@ -247,7 +247,7 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
         ph.optimizer_ends(optimizer)
 
     out = []
-    for _ in range(30):
+    for _ in range(400):
         t = time.thread_time()
         for _ in range(256):
             hooks()

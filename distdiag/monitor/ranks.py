@@ -211,6 +211,8 @@ class RankView(PageView):
         h = page.header
         if self.still_since_s is None or h.stack_ns / 1e9 < self.still_since_s + self.start_ns / 1e9:
             return None  # its stack is older than its standing still
+        if h.counted_ns < h.stack_ns:
+            return None  # its counters are
         stack = self._stack(h)
         site = stack[0] if stack else None
         found = [

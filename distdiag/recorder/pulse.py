@@ -2,7 +2,7 @@
 
 A daemon thread writes the heartbeat, the groups' counters, and the user's frames of the main thread into the page. It takes
 the GIL for a tenth of a millisecond a beat; where the GIL is held by others it misses beats, and that is what a reader sees.
-While the main thread is seen to go from phase to phase, the counters are read once a second only.
+While the main thread is seen to go from phase to phase, the counters are read once a second only; `counted_ns` says when.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 
 from distdiag.recorder import state
 from distdiag.recorder.frames import raw_name, user_stack
-from distdiag.recorder.page import STACK, Header, word
+from distdiag.recorder.page import STACK, Blocked, Header, word
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
 STILL_NS = 100_000_000  # in the same phase for so long: it may be waiting
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
+_BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
 _VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 4
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 
@@ -50,7 +51,8 @@ class Pulse(threading.Thread):
         u64 = self.r.page.u64
         beats, t = u64[_BEATS], now_ns()
         still = t - max(u64[_SINCE], u64[_BLOCKED_SINCE]) > STILL_NS
-        if (still or beats % 4 == 0) and self.collectives is not None:
+        waits = self.r.page.u32[_BLOCKED] not in _GOES_ON
+        if (still or waits or beats % 4 == 0) and self.collectives is not None:
             self.collectives.refresh_groups()
             u64[_COUNTED] = t
         if beats % 4 == 0:
