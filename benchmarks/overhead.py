@@ -154,11 +154,16 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
                 times[on].append(step())
         return times[False], times[True]
 
+    shares: list[float] = []  # of one core, that the monitor took in each block; on the first rank
+
     def monitored() -> list[float]:
         let_monitor(run=True)
         record(on=True)
         step()
-        return [step() for _ in range(steps)]
+        began, cpu_s = time.perf_counter(), _cpu_s(monitor)
+        out = [step() for _ in range(steps)]
+        shares.append((_cpu_s(monitor) - cpu_s) / (time.perf_counter() - began))
+        return out
 
     found: list[tuple[list[float], list[float], list[float]]] = []
     for _ in range(rounds + 2):
@@ -169,7 +174,7 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
             watched = monitored()
             plain, recorded = in_turns()
         found.append((plain, recorded, watched))
-    del found[:2]
+    del found[:2], shares[:2]
     let_monitor(run=True)
     record(on=True)
     hooks_us = in_step_us = None
@@ -177,7 +182,7 @@ def _job(rounds: int, steps: int, hooks_only: bool) -> None:
         in_step_us = _hook_cost(step, record)
         hooks_us = _hooks_in_a_loop(model, optimizer, loader)
     all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, (found, rss_after - rss_before, hooks_us, in_step_us))
+    dist.all_gather_object(all_ranks, (found, rss_after - rss_before, hooks_us, in_step_us, shares))
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(all_ranks), flush=True)
     pulse.stop()
@@ -198,6 +203,13 @@ def _monitor() -> int:
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
+
+
+def _cpu_s(pid: int | None) -> float:
+    """CPU seconds of all threads of a process so far; 0 for None."""
+    if pid is None:
+        return 0.0
+    return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def _hook_cost(step: Callable[[], float], record: Callable[[bool], None]) -> list[float]:
@@ -255,15 +267,18 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
     return out
 
 
-def interval(rounds: list[list[float]], draws: int = 4000) -> tuple[float, float, float]:
-    """(median, low, high) of all values: bootstrap over rounds, 95 %."""
+def interval(
+    rounds: list[list[float]], center: Callable[..., Any] | None = None, draws: int = 4000
+) -> tuple[float, float, float]:
+    """(median, or another center, low, high) of all values: bootstrap over rounds, 95 %."""
     import numpy as np
 
+    center = center or np.median
     r = np.random.default_rng(0)
     values = np.asarray(rounds)
-    medians = [np.median(values[r.integers(0, len(values), len(values))]) for _ in range(draws)]
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return float(np.median(values)), float(low), float(high)
+    centers = [center(values[r.integers(0, len(values), len(values))]) for _ in range(draws)]
+    low, high = np.quantile(centers, (0.025, 0.975))
+    return float(center(values)), float(low), float(high)
 
 
 def _launch(arguments: list[str]) -> list[Any]:
@@ -299,6 +314,7 @@ def main() -> int:
     rounds = len(plain)
     step_ms = float(np.median(plain)) * 1e3
     recorded, recorded_low, recorded_high = interval((recorded_s / plain).tolist())
+    share, share_low, share_high = (100 * v for v in interval([[v] for v in ranks[0][4]], center=np.mean))
     ratio, low, high = interval((monitored_s.mean(1) / plain.mean(1))[:, None].tolist())
     memory = max(m for _, m, *_ in ranks)
     alone = _launch(["--rounds", "4", "--steps-per-round", "20", "--hooks"])
@@ -320,6 +336,7 @@ def main() -> int:
 |---|---|---|---|---|
 | recorded / plain step ({step_ms:.0f} ms): hooks and pulse | {recorded:.4f} | {recorded_low:.4f} – {recorded_high:.4f} | {recorded_s.size:,} pairs | {ALLOWED_RATIO} |
 | monitored / plain step: the monitor, too, no core to spare | {ratio:.4f} | {low:.4f} – {high:.4f} | {rounds} rounds | {ALLOWED_RATIO} |
+| the monitor, of one core, mean | {share:.2f} % | {share_low:.2f} – {share_high:.2f} % | {rounds} blocks | – |
 | hooks alone, no model between them, CPU per step | {hook:.1f} µs | {hook_low:.1f} – {hook_high:.1f} µs | {len(hooks)} blocks | {ALLOWED_HOOKS_US:.0f} µs |
 | the same, as added to a step of a model of one weight | {added:.1f} µs | {added_low:.1f} – {added_high:.1f} µs | {len(in_step)} blocks | – |
 | extra memory of a rank at attach | {memory / 2**20:.1f} MiB | – | {len(ranks)} ranks | {ALLOWED_BYTES / 2**20:.0f} MiB |
