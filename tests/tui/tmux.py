@@ -53,20 +53,21 @@ class Terminal:
             time.sleep(0.05)
 
     def ended(self, deadline_s: float = 60.0) -> int:
-        """Exit status of the command, once it has left.
+        """Exit status of the command, once it has left; minus the signal that ended it.
 
         Raises:
             AssertionError: it did not leave in time.
         """
         end = time.monotonic() + deadline_s
         while True:
-            dead, _, status = (
-                self.tmux("display-message", "-p", "-t", "main", "#{pane_dead} #{pane_dead_status}")
+            dead, status, signal = (
+                self.tmux("display-message", "-p", "-t", "main", "#{pane_dead},#{pane_dead_status},#{pane_dead_signal}")
                 .strip()
-                .partition(" ")
+                .split(",")
             )
-            if dead == "1":
-                return int(status or -1)
+            # the terminal is closed a moment before tmux learns how the command ended
+            if dead == "1" and (status or signal):
+                return int(status) if status else -int(signal)
             if time.monotonic() > end:
                 raise AssertionError(f"still running; the screen:\n{self.screen()}")
             time.sleep(0.05)
