@@ -20,6 +20,7 @@ from distdiag.recorder.page import (
     SAMPLES,
     SCALARS,
     STEPS,
+    STILL_NS,
     Blocked,
     CallRecord,
     Header,
@@ -33,7 +34,6 @@ from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 PLACE_SAMPLES = 400
-MOVES_NS = 100_000_000  # as the pulse has it
 WARM_STEPS = 20
 
 
@@ -115,7 +115,7 @@ class PageView:
             return False
         h = self.reader.header()
         before = self.page.header
-        moved = now_ns - max(h.phase_since_ns, h.blocked_since_ns) < MOVES_NS
+        moved = now_ns - max(h.phase_since_ns, h.blocked_since_ns) < STILL_NS
         room = h.n_calls - self._calls_read < CALLS // 4 and h.n_steps - self._steps_read < STEPS // 4
         same = (h.life, h.errors, h.dropped, h.n_samples, h.caught_ns, h.n_groups, h.n_models) == (
             before.life, before.errors, before.dropped, before.n_samples, before.caught_ns, before.n_groups, before.n_models,

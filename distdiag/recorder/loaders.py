@@ -193,8 +193,9 @@ def fingerprint(batch: Any) -> int:
 
 
 def _crc(t: torch.Tensor, distinct: int) -> int:
-    if type(t) is not torch.Tensor or t.dtype not in _C_TYPES:
+    if t.dtype not in _C_TYPES or hasattr(type(t), "__tensor_flatten__"):  # that wraps others and has no memory itself
         return 0
+    t = t.as_subclass(torch.Tensor)
     flat = t if t.is_contiguous() else t.detach()[:1].reshape(-1).contiguous()
     n, at = flat.numel(), flat.data_ptr()
     if not n or not at:

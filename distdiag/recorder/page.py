@@ -23,6 +23,7 @@ MAGIC = b"DISTDIAG"
 VERSION = 2
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
+STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
 
 

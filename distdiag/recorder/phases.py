@@ -33,8 +33,7 @@ from distdiag.recorder.state import failed, guarded, now_ns
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
 _PHASE, _SINCE, _STEP, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("step"), word("micro_steps")
 _DEVICE_BYTES, _LIFE, _EPOCH = word("device_bytes"), word("life"), word("epoch")
-_BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
-_BLOCKED_SITE, _BLOCKED_SINCE, _DDP = word("blocked_site"), word("blocked_since_ns"), int(Blocked.DDP)
+_BLOCKED, _DDP = word("blocked"), int(Blocked.DDP)
 DATA, FORWARD, BACKWARD, OPTIMIZER = int(Phase.DATA), int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _CUDA = torch.version.cuda is not None  # this build knows CUDA
 _VALIDATE, _STARTING, _RUNNING = int(Phase.VALIDATE), int(LifeWord.STARTING), int(LifeWord.RUNNING)
@@ -205,7 +204,7 @@ class Phases:
         try:
             if get_ident() != self.main_thread:
                 return 0
-            u32, u64, col = self.u32, self.u64, self.col
+            u64, col = self.u64, self.col
             site = self.r.user_site(sys._getframe(2))
             micro_step = u64[_MICRO_STEPS]
             self.loss = self.checks.loss(tensors, site, micro_step)
@@ -218,7 +217,6 @@ class Phases:
             if self.device is not None:
                 self.device.begin(Phase.BACKWARD)
             model = self._syncing_model()
-            t = now_ns()
             if model is not None:
                 if site == self._backward_site and self._backward_count >= 0:
                     self.page.words[self._backward_count] += 1
@@ -226,12 +224,9 @@ class Phases:
                     self._backward_site, self._backward_count = site, col.mark_site("backward", site)
                 self.page.words[model.synced_at] += 1
                 if model.group_at >= 0:
-                    u64[_BLOCKED_AT] = model.group_at
-                    u32[_BLOCKED_SITE] = site
-                    u64[_BLOCKED_SINCE] = t
-                    u32[_BLOCKED] = _DDP
-            u32[_PHASE] = BACKWARD
-            u64[_SINCE] = t
+                    col.block(_DDP, model.group_at, site)
+            self.u32[_PHASE] = BACKWARD
+            u64[_SINCE] = t = now_ns()
             return t
         except Exception as e:
             failed(e)

@@ -14,11 +14,10 @@ from typing import Any
 
 from distdiag.recorder import state
 from distdiag.recorder.frames import raw_name, user_stack
-from distdiag.recorder.page import STACK, Blocked, Header, word
+from distdiag.recorder.page import STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
-STILL_NS = 100_000_000  # in the same phase for so long: it may be waiting
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
