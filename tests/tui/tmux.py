@@ -65,9 +65,11 @@ class Terminal:
                 .strip()
                 .split(",")
             )
-            # the terminal is closed a moment before tmux learns how the command ended
             if dead == "1" and (status or signal):
                 return int(status) if status else -int(signal)
+            if dead == "1":
+                # tmux 3.3 may miss the end of a child; the end of another makes it look after both
+                self.tmux("run-shell", "true")
             if time.monotonic() > end:
                 raise AssertionError(f"still running; the screen:\n{self.screen()}")
             time.sleep(0.05)
