@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from distdiag.recorder.page import Phase
+from distdiag.recorder.layout import Phase
 
 # the innermost Python frame of all: torch's and the standard library's included
 _BY_FRAME = (

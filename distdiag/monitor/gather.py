@@ -13,7 +13,7 @@ from distdiag.diagnosis.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor import evidence
 from distdiag.monitor.ranks import RankView
 from distdiag.recorder.frames import USER, kind_of_file
-from distdiag.recorder.page import Blocked, Phase
+from distdiag.recorder.layout import Blocked, Phase
 from distdiag.store import stacks
 
 SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence

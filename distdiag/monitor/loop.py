@@ -24,7 +24,8 @@ from distdiag.monitor.own_faults import OwnFaults
 from distdiag.monitor.ranks import RankView
 from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
 from distdiag.monitor.speak import Voice
-from distdiag.recorder.page import LifeWord, PageError, PageReader
+from distdiag.recorder.layout import LifeWord
+from distdiag.recorder.page import PageError, PageReader
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer

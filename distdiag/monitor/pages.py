@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from distdiag.diagnosis.snapshot import Call, Loader, Model, Sample, Site, Step
 from distdiag.monitor.processes import Ending
-from distdiag.recorder.page import (
+from distdiag.recorder.layout import (
     ASYNC,
     CALLS,
     FAILED_CALL,
@@ -25,11 +25,11 @@ from distdiag.recorder.page import (
     CallRecord,
     Header,
     Page,
-    PageReader,
     Phase,
     SampleKind,
     unfold_ranks,
 )
+from distdiag.recorder.page import PageReader
 from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64

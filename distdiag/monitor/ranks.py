@@ -9,14 +9,7 @@ from distdiag.diagnosis.snapshot import Call, Life, RankState, Site
 from distdiag.monitor.activity import activity_of
 from distdiag.monitor.evidence import FlightRecord
 from distdiag.monitor.pages import PageView
-from distdiag.recorder.page import (
-    CALLS,
-    Blocked,
-    Header,
-    LifeWord,
-    Page,
-    Phase,
-)
+from distdiag.recorder.layout import CALLS, Blocked, Header, LifeWord, Page, Phase
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 PLACE_SAMPLES = 400

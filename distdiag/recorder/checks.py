@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distdiag.recorder import state
-from distdiag.recorder.page import SAMPLES, SampleKind
+from distdiag.recorder.layout import SAMPLES, SampleKind
 from distdiag.recorder.state import guarded, now_ns
 
 if TYPE_CHECKING:

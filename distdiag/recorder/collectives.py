@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as dist
 from distdiag.recorder import state
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.groups import Group, Groups
-from distdiag.recorder.page import (
+from distdiag.recorder.layout import (
     ASYNC,
     NO_GROUP,
     OTHER_THREAD,

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.recorder.page import Phase
+from distdiag.recorder.layout import Phase
 
 PENDING = 64  # steps whose events are outstanding; beyond it the device times of a step are given up
 

@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as dist
 
 from distdiag.recorder.collectives import Collectives, note_caught
-from distdiag.recorder.page import LifeWord, Phase
+from distdiag.recorder.layout import LifeWord, Phase
 from distdiag.recorder.state import guarded, now_ns
 
 

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as dist
 
 from distdiag.recorder import state
-from distdiag.recorder.page import GROUPS, GroupSlot, fold_ranks
+from distdiag.recorder.layout import GROUPS, GroupSlot, fold_ranks
 from distdiag.recorder.state import guarded
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.recorder.page import SCALARS
+from distdiag.recorder.layout import SCALARS
 from distdiag.recorder.state import guarded, now_ns
 
 if TYPE_CHECKING:

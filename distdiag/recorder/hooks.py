@@ -16,7 +16,7 @@ from torch.utils.data import dataloader as loader_module
 
 from distdiag.recorder import state
 from distdiag.recorder.collectives import Collectives, note_caught
-from distdiag.recorder.page import Phase
+from distdiag.recorder.layout import Phase
 from distdiag.recorder.phases import DATA, Phases, constructed, constructing, forward_begins, forward_ends
 from distdiag.recorder.state import guarded, now_ns
 

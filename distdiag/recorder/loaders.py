@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from distdiag.recorder import state
-from distdiag.recorder.page import LOADERS, LoaderSlot
+from distdiag.recorder.layout import LOADERS, LoaderSlot
 from distdiag.recorder.state import guarded, now_ns
 
 FINGERPRINTS = 6

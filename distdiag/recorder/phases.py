@@ -26,8 +26,9 @@ from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.device_clock import DeviceClock
 from distdiag.recorder.first_forward import FirstForward
 from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.recorder.layout import MODELS, Blocked, LifeWord, ModelSlot, Phase, word
 from distdiag.recorder.loaders import Loaders
-from distdiag.recorder.page import MODELS, Blocked, LifeWord, ModelSlot, PageWriter, Phase, word
+from distdiag.recorder.page import PageWriter
 from distdiag.recorder.state import failed, guarded, now_ns
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.

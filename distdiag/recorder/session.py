@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 from distdiag.recorder import place, state
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
-from distdiag.recorder.page import STACK, LifeWord, PageWriter, Phase, page_path
+from distdiag.recorder.layout import STACK, LifeWord, Phase, page_path
+from distdiag.recorder.page import PageWriter
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns
 

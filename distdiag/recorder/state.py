@@ -16,7 +16,8 @@ from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from distdiag.recorder.frames import USER, absolute, kind_of, user_frame
-from distdiag.recorder.page import PageWriter, Phase
+from distdiag.recorder.layout import Phase
+from distdiag.recorder.page import PageWriter
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.monitor.ranks import RankView
-from distdiag.recorder.page import Blocked, LifeWord, PageWriter, page_path
+from distdiag.recorder.layout import Blocked, LifeWord, page_path
+from distdiag.recorder.page import PageWriter
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder
 

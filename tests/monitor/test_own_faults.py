@@ -12,7 +12,8 @@ import pytest
 from distdiag.diagnosis.findings import Finding
 from distdiag.monitor.own_faults import CLOCK_JUMP_S, OwnFaults
 from distdiag.monitor.ranks import RankView
-from distdiag.recorder.page import HEAP_BYTES, PageWriter, page_path
+from distdiag.recorder.layout import HEAP_BYTES, page_path
+from distdiag.recorder.page import PageWriter
 from distdiag.store.reader import open_run
 from distdiag.store.rows import StepRow
 from distdiag.store.writer import Writer

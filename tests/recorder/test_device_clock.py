@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distdiag.recorder.device_clock import PENDING, DeviceClock
-from distdiag.recorder.page import Phase
+from distdiag.recorder.layout import Phase
 
 
 class Event:

@@ -10,18 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.recorder.page import (
-    CALLS,
-    FAILED_CALL,
-    HEAP_BYTES,
-    MAGIC,
-    PageError,
-    PageReader,
-    PageWriter,
-    fold_ranks,
-    page_path,
-    unfold_ranks,
-)
+from distdiag.recorder.layout import CALLS, FAILED_CALL, HEAP_BYTES, MAGIC, fold_ranks, page_path, unfold_ranks
+from distdiag.recorder.page import PageError, PageReader, PageWriter
 
 
 def fresh(tmp_path: Path, rank: int = 0) -> PageWriter:
@@ -90,7 +80,8 @@ def test_the_last_words_survive_sigkill(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from distdiag.recorder.page import PageWriter, page_path\n"
+        "from distdiag.recorder.layout import page_path\n"
+        "from distdiag.recorder.page import PageWriter\n"
         "w = PageWriter(page_path(Path(sys.argv[1]), 1))\n"
         "w.publish()\n"
         "w.h.step = 41\n"

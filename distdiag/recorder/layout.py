@@ -1,0 +1,333 @@
+"""The layout of a rank page: the fixed structures that a rank writes and the monitor reads, and their version."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from ctypes import Structure, c_char, c_double, c_int32, c_int64, c_uint8, c_uint32, c_uint64
+from enum import IntEnum
+from pathlib import Path
+
+MAGIC = b"DISTDIAG"
+VERSION = 2
+HEAP_BYTES = 192 * 1024
+CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
+STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
+GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
+
+
+class Phase(IntEnum):
+    """What the main thread does, by the hooks; `words` are what readers show."""
+
+    INIT = 0
+    DATA = 1
+    H2D = 2
+    FORWARD = 3
+    BACKWARD = 4
+    OPTIMIZER = 5
+    OTHER = 6
+    COLLECTIVE = 7
+    CHECKPOINT = 8
+    VALIDATE = 9
+    DONE = 10
+
+
+class Blocked(IntEnum):
+    """What kind of place the main thread may be waiting in; the number beside it says where."""
+
+    NO = 0
+    WAIT = 1  # inside Work.wait or a blocking call: index of the call record
+    DDP = 2  # inside C++ of DDP (constructor, buffer broadcast, backward's reducer): group slot
+    GROUP = 3  # creating a process group: index of the call record
+    STORE = 4  # reading a key of the TCPStore that another rank has to set
+
+
+class LifeWord(IntEnum):
+    STARTING = 0
+    RUNNING = 1
+    EXITING = 2  # interpreter shutdown began, exit_code holds
+    RAISED = 3  # an exception left the script
+    LEFT_GROUP = 4  # destroy_process_group of the default group
+    DETACHED = 5  # the script asked not to be watched any more, and goes on
+
+
+class Header(Structure):
+    _fields_ = [
+        ("magic", c_char * 8),
+        ("version", c_uint32),
+        ("page_bytes", c_uint32),
+        ("pid", c_int32),
+        ("rank", c_int32),
+        ("local_rank", c_int32),
+        ("world_size", c_int32),
+        ("local_world_size", c_int32),
+        ("node", c_int32),
+        ("attempt", c_int32),
+        ("gpu", c_int32),
+        ("started_wall_ns", c_uint64),
+        ("started_mono_ns", c_uint64),
+        ("process_start_ticks", c_uint64),
+        ("host", c_uint32),
+        ("script", c_uint32),
+        ("facts", c_uint32),  # JSON text: versions, backend, meta(**…) of the job; replaced whole
+        ("heap_used", c_uint32),
+        ("dropped", c_uint64),  # records and strings that did not fit
+        ("errors", c_uint64),  # failures of ours
+        ("error", c_uint32),  # text of the last one
+        ("life", c_uint32),
+        ("exit_code", c_int32),
+        ("exception", c_uint32),
+        ("exception_ns", c_uint64),
+        ("exception_depth", c_uint32),
+        ("exception_stack", c_uint32 * STACK),
+        ("caught", c_uint32),  # newest exception out of a collective or a step that the script may yet catch
+        ("caught_ns", c_uint64),
+        ("heartbeat_ns", c_uint64),
+        ("beats", c_uint64),
+        ("phase", c_uint32),
+        ("phase_since_ns", c_uint64),
+        ("step", c_uint64),
+        ("epoch", c_int32),
+        ("micro_steps", c_uint64),  # backward passes
+        ("stack_version", c_uint32),  # odd while the pulse writes the stack
+        ("stack_depth", c_uint32),
+        ("stack", c_uint32 * STACK),  # sites of the user's frames, innermost first
+        ("raw_innermost", c_uint32),  # "queue.get": the innermost Python frame of all, torch's and stdlib's included
+        ("stack_ns", c_uint64),
+        ("blocked", c_uint32),
+        ("blocked_at", c_int64),
+        ("blocked_site", c_uint32),
+        ("blocked_since_ns", c_uint64),
+        ("n_calls", c_uint64),
+        ("n_steps", c_uint64),
+        ("n_samples", c_uint64),
+        ("n_scalars", c_uint64),
+        ("n_groups", c_uint32),
+        ("n_peers", c_uint32),
+        ("n_sites", c_uint32),
+        ("n_loaders", c_uint32),
+        ("n_models", c_uint32),
+        ("in_join", c_uint32),
+        ("new_groups", c_uint64),  # how many process groups this rank asked for: they are collective calls, too
+        ("initialised", c_uint64),  # how often init_process_group was entered
+        ("device_bytes", c_uint64),
+        ("device_total_bytes", c_uint64),
+        ("device_peak_bytes", c_uint64),
+        ("witness", c_uint32),  # path of the worker server's socket
+        ("max_steps", c_int64),
+        ("trace_signal", c_int32),  # this signal makes C code write all stacks to r<rank>.trace; 0 = none
+        ("counted_ns", c_uint64),  # when the pulse last read the groups' counters
+    ]
+
+
+class GroupSlot(Structure):
+    _fields_ = [
+        ("name", c_uint32),
+        ("description", c_uint32),
+        ("backend", c_uint32),
+        ("ranks", c_uint32),  # "0-3,8"
+        ("generation", c_uint32),
+        ("destroyed", c_uint32),
+        ("enqueued", c_int64),  # newest collective issued
+        ("completed", c_int64),  # by the flight recorder; -1 not known
+        ("timeout_ms", c_int64),
+        ("flight_recorder_id", c_int64),
+    ]
+
+
+class PeerSlot(Structure):
+    _fields_ = [("group", c_uint32), ("send", c_uint32), ("peer", c_int32), ("tag", c_int32), ("count", c_uint64)]
+
+
+class SiteSlot(Structure):
+    _fields_ = [("site", c_uint32), ("op", c_uint32), ("count", c_uint64)]
+
+
+class LoaderSlot(Structure):
+    _fields_ = [
+        ("site", c_uint32),
+        ("dataset", c_uint32),
+        ("length", c_int64),
+        ("dataset_length", c_int64),
+        ("batch_size", c_int64),
+        ("drop_last", c_int32),
+        ("distributed_sampler", c_int32),
+        ("sampler_epoch", c_int64),
+        ("shuffle", c_int32),
+        ("workers", c_int32),
+        ("iterations", c_uint64),
+        ("batches", c_uint64),
+        ("exhausted", c_uint32),
+        ("in_training", c_uint32),
+        ("exhausted_ns", c_uint64),
+        ("active_ns", c_uint64),
+        ("n_first", c_uint32),
+        ("first", c_uint64 * 6),
+        ("n_previous", c_uint32),
+        ("previous", c_uint64 * 6),
+        ("wait_ns", c_uint64),
+        ("promised", c_uint32),  # the job itself said how many batches it will take
+    ]
+
+
+class ModelSlot(Structure):
+    """One DDP-wrapped module."""
+
+    _fields_ = [
+        ("name", c_uint32),
+        ("group", c_uint32),
+        ("site", c_uint32),
+        ("parameters", c_uint32),
+        ("parameter_elements", c_uint64),
+        ("shape_hash", c_uint64),
+        ("find_unused", c_int32),  # 1 asked for by the script, 2 by a library that wraps for it; -1 not known yet
+        ("static_graph", c_int32),
+        ("broadcast_buffers", c_int32),
+        ("forwards", c_uint64),  # with gradients
+        ("synced_backwards", c_uint64),
+        ("unused_checks", c_uint64),
+        ("unused_hits", c_uint64),
+        ("unused", c_uint32),  # JSON list of [name, elements]
+        ("unused_step", c_uint64),
+        ("frozen", c_uint32),  # number of parameters with requires_grad False
+        ("search_ns", c_uint64),  # spent looking for unused parameters
+        ("searches", c_uint64),
+        ("unused_site", c_uint32),
+        ("never_called", c_uint32),  # JSON list of their modules that the first forward did not enter; 0: not seen
+        ("frozen_names", c_uint32),  # JSON list of [name, elements]
+        ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every look so far
+    ]
+
+
+class CallRecord(Structure):
+    _fields_ = [
+        ("number", c_uint64),  # 1-based; written last, so that a half-written record is recognised
+        ("op", c_uint32),
+        ("group", c_uint32),
+        ("seq", c_int64),
+        ("nth", c_uint64),
+        ("peer", c_int32),  # root or peer, global rank; -1 none; -2 any
+        ("tag", c_int32),
+        ("dtype", c_uint32),
+        ("site", c_uint32),
+        ("ndim", c_int32),  # -1 not known
+        ("shape", c_int64 * 6),
+        ("elements", c_int64),
+        ("bytes", c_int64),
+        ("entered_ns", c_uint64),
+        ("wait_ns", c_uint64),  # time the host spent waiting in it
+        ("left_ns", c_uint64),  # 0 while in flight (as the host knows)
+        ("flags", c_uint8),  # 1 asynchronous, 2 rooted, 4 point-to-point, 8 failed, 16 not the main thread
+        ("step", c_uint64),
+    ]
+
+
+class StepRecord(Structure):
+    _fields_ = [
+        ("number", c_uint64),
+        ("step", c_uint64),
+        ("epoch", c_int32),
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("data_ns", c_uint64),
+        ("h2d_ns", c_uint64),
+        ("forward_ns", c_uint64),
+        ("backward_ns", c_uint64),
+        ("optimizer_ns", c_uint64),
+        ("wait_ns", c_uint64),
+        ("ready_ns", c_uint64),  # when this rank was ready for the step's (last) synchronisation; 0 unknown
+        ("samples", c_uint64),
+        ("batch", c_uint64),  # local batch size of the (first) batch
+        ("loss", c_double),
+        ("loss_known", c_uint32),
+        ("device_bytes", c_uint64),
+    ]
+
+
+class SampleKind(IntEnum):
+    PARAMETERS = 1  # checksum of sampled parameter elements after an optimizer step
+    BUFFERS = 2
+    NONFINITE_LOSS = 3
+    NONFINITE_GRADIENT = 4
+    NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
+    REDUCED = 5  # elements all-reduced during the step, against the parameters' elements
+    AVERAGED = 7  # the most of them between two steps so far
+
+
+class SampleRecord(Structure):
+    """One sampled check."""
+
+    _fields_ = [
+        ("number", c_uint64),
+        ("kind", c_uint32),
+        ("step", c_uint64),
+        ("value", c_double),
+        ("key", c_uint64),  # what was sampled: equal keys are comparable between ranks
+        ("name", c_uint32),
+        ("site", c_uint32),
+        ("t_ns", c_uint64),
+    ]
+
+
+class ScalarRecord(Structure):
+    _fields_ = [("number", c_uint64), ("name", c_uint32), ("step", c_uint64), ("value", c_double), ("t_ns", c_uint64)]
+
+
+class Page(Structure):
+    _fields_ = [
+        ("header", Header),
+        ("groups", GroupSlot * GROUPS),
+        ("peers", PeerSlot * PEERS),
+        ("sites", SiteSlot * SITES),
+        ("loaders", LoaderSlot * LOADERS),
+        ("models", ModelSlot * MODELS),
+        ("calls", CallRecord * CALLS),
+        ("steps", StepRecord * STEPS),
+        ("samples", SampleRecord * SAMPLES),
+        ("scalars", ScalarRecord * SCALARS),
+        ("heap", c_uint8 * HEAP_BYTES),
+    ]
+
+
+PAGE_BYTES = ctypes.sizeof(Page)
+# A whole record in one call, `number` apart: ctypes takes as long for each field as this for all of them.
+STEP_FORMAT = struct.Struct("=QQi4x11QdI4xQ")
+CALL_FORMAT = struct.Struct("=QIIqQiiIIi4x6q2q3QB7xQ")
+assert STEP_FORMAT.size == ctypes.sizeof(StepRecord) and CALL_FORMAT.size == ctypes.sizeof(CallRecord)
+
+
+def word(field: str) -> int:
+    """Index of a header field in `PageWriter.u64` or `u32`, by its size."""
+    at = getattr(Header, field)
+    return at.offset // at.size
+
+
+NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`
+ASYNC, ROOTED, P2P, FAILED_CALL, OTHER_THREAD = 1, 2, 4, 8, 16
+
+
+def page_path(pages: Path, rank: int) -> Path:
+    return pages / f"rank_{rank:05d}.page"
+
+
+def fold_ranks(ranks: list[int]) -> str:
+    """`[0, 1, 2, 3, 8]` as `0-3,8`: a group of a thousand ranks is a short string."""
+    out: list[str] = []
+    i = 0
+    rs = sorted(ranks)
+    while i < len(rs):
+        j = i
+        while j + 1 < len(rs) and rs[j + 1] == rs[j] + 1:
+            j += 1
+        out.append(str(rs[i]) if i == j else f"{rs[i]}-{rs[j]}")
+        i = j + 1
+    return ",".join(out)
+
+
+def unfold_ranks(text: str) -> tuple[int, ...]:
+    """Inverse of `fold_ranks`."""
+    out: list[int] = []
+    for part in filter(None, text.split(",")):
+        lo, _, hi = part.partition("-")
+        out.extend(range(int(lo), int(hi or lo) + 1))
+    return tuple(out)
