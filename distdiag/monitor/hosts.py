@@ -24,7 +24,6 @@ class Hosts:
         self.host = socket.gethostname()
         self.cores = os.cpu_count()
         self._last: dict[str, tuple[float, float]] = {}
-        self._processes: dict[int, psutil.Process] = {}
         # by rank: without pages of mapped files and of memory shared with others, which a growing share of a data set
         # may fill and which the kernel takes back when it needs them
         self.private_bytes: dict[int, int] = {}
@@ -63,36 +62,27 @@ class Hosts:
 
     def process_row(self, t_s: float, rank: int, pid: int) -> ProcessRow | None:
         """One rank's process and its children; None where it is gone or not ours to look at."""
-        try:
-            p = self._processes.get(pid)
-            if p is None:
-                p = self._processes[pid] = psutil.Process(pid)
-                p.cpu_percent()
-            with p.oneshot():
-                cpu, memory, threads = p.cpu_percent(), p.memory_info(), p.num_threads()
-            self.private_bytes[rank] = memory.rss - getattr(memory, "shared", 0)
-            children = processes.children(pid)
-            self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(_ran_and_waited(children))
-            io: Any = None
-            try:
-                io = p.io_counters()
-            except (psutil.AccessDenied, AttributeError):
-                pass
-            child_cpu = self._rate(f"children {pid}", sum(map(_cpu_seconds, children)))
-            return ProcessRow(
-                t_s=t_s,
-                rank=rank,
-                cpu_pct=cpu,
-                rss_bytes=memory.rss,
-                threads=threads,
-                children=len(children),
-                children_cpu_pct=None if child_cpu is None else child_cpu * 100,
-                read_bytes_per_s=self._rate(f"read {pid}", getattr(io, "read_bytes", None)),
-                write_bytes_per_s=self._rate(f"write {pid}", getattr(io, "write_bytes", None)),
-            )
-        except (psutil.Error, OSError):
-            self._processes.pop(pid, None)
+        use = processes.usage(pid)
+        if use is None:
             return None
+        self.private_bytes[rank] = use.rss_bytes - use.shared_bytes
+        children = processes.children(pid)
+        self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(_ran_and_waited(children))
+        cpu = self._rate(f"cpu {pid}", use.cpu_s)
+        child_cpu = self._rate(
+            f"children {pid}", sum(u.cpu_s for c in children if (u := processes.usage(c)) is not None)
+        )
+        return ProcessRow(
+            t_s=t_s,
+            rank=rank,
+            cpu_pct=None if cpu is None else cpu * 100,
+            rss_bytes=use.rss_bytes,
+            threads=use.threads,
+            children=len(children),
+            children_cpu_pct=None if child_cpu is None else child_cpu * 100,
+            read_bytes_per_s=self._rate(f"read {pid}", use.read_bytes),
+            write_bytes_per_s=self._rate(f"write {pid}", use.written_bytes),
+        )
 
     def starved(self, rank: int) -> float | None:
         """Share of the time in which a rank's children (DataLoader workers) could have run, but had no CPU, lately."""
@@ -109,7 +99,7 @@ class Hosts:
 def _counters(read: Any) -> Any:
     """Counters of the node; None in containers that have none."""
     try:
-        return read()
+        return read(nowrap=False)  # `_rate` takes a counter that began anew for no traffic
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):
         return None
 
@@ -125,12 +115,3 @@ def _ran_and_waited(pids: list[int]) -> tuple[float, float]:
             continue
         ran, waited = ran + on, waited + queued
     return ran / 1e9, waited / 1e9
-
-
-def _cpu_seconds(pid: int) -> float:
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            fields = f.read().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0

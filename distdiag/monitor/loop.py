@@ -31,6 +31,7 @@ from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
 TICK_S = 0.25
+GLANCES = 3  # between two full looks, while every rank goes from phase to phase
 FRAME_S = 0.5
 DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
@@ -65,7 +66,7 @@ class Monitor:
         self._gone_since: float | None = None
         self._expected = 1  # ranks of this node
         self._discovered_s = -10.0
-        self._glanced = False  # the last look was a glance
+        self._glances = 0  # since the last full look
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self.own = OwnFaults()
 
@@ -98,21 +99,21 @@ class Monitor:
         return (time.monotonic_ns() - self.start_ns) / 1e9
 
     def _going_on(self) -> bool:
-        """A glance: whether every rank has just been seen to go from phase to phase, so that every other look can be spared.
+        """A glance: whether every rank has just been seen to go from phase to phase, so that a full look can be spared.
 
         Where no core is free, a look takes its time from the ranks.
         """
         now_ns = time.monotonic_ns()
         if (
-            self._glanced
+            self._glances == GLANCES
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) < self._expected
             or not all(v.ending is None and v.moves(now_ns) for v in self.views.values())
         ):
-            self._glanced = False
+            self._glances = 0
             return False
-        self._glanced = True
+        self._glances += 1
         for v in self.views.values():
             assert v.page is not None
             self._idle[v.rank] = self.cpu.idle(v.page.header.pid)

@@ -83,6 +83,7 @@ class PageView:
     missed: int = 0  # steps and scalars that were overwritten before they were read
     missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
     _json: dict[int, Any] = field(default_factory=dict)
+    _places: dict[int, Site | None] = field(default_factory=dict)
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
     died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
@@ -99,8 +100,10 @@ class PageView:
         return (ns - self.start_ns) / 1e9 if ns else None
 
     def site(self, offset: int) -> Site | None:
-        found = self.reader.site(offset)
-        return Site(*found) if found else None
+        if offset not in self._places:
+            found = self.reader.site(offset)
+            self._places[offset] = Site(*found) if found else None
+        return self._places[offset]
 
     def text(self, offset: int) -> str:
         return self.reader.text(offset)
