@@ -1,0 +1,322 @@
+"""The job that `overhead.py` starts on its ranks: its steps, with the hooks on and off, and clocks around the hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# of those that `_methods` lists, what runs in the steps of this job
+STEP_METHODS = {"forward", "_sync_buffers", "__iter__", "__next__", "backward", "prepare_for_backward"}
+
+
+class Switch:
+    """The hooked methods and their originals, to take the recorder's hooks off and on within one process."""
+
+    def __init__(self, before: dict[tuple[Any, str], Any], after: dict[tuple[Any, str], Any]) -> None:
+        self.pairs = [(owner, name, before[owner, name], after[owner, name]) for owner, name in before
+                      if before[owner, name] is not after[owner, name]]  # fmt: skip
+
+    def on(self) -> None:
+        for owner, name, _, hooked in self.pairs:
+            setattr(owner, name, hooked)
+
+    def off(self) -> None:
+        for owner, name, plain, _ in self.pairs:
+            setattr(owner, name, plain)
+
+
+def _methods() -> dict[tuple[Any, str], Any]:
+    import torch
+    from torch._C import _distributed_c10d as c10d
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, dataloader
+
+    owners: list[tuple[Any, list[str]]] = [
+        (c10d.ProcessGroup, [n for n in dir(c10d.ProcessGroup) if not n.startswith("__")]),
+        (c10d.Work, ["wait"]),
+        (c10d.Reducer, ["prepare_for_backward"]),
+        (DDP, ["forward", "_sync_buffers"]),
+        (DataLoader, ["__iter__"]),
+        (dataloader._BaseDataLoaderIter, ["__next__"]),
+        (torch.autograd, ["backward"]),
+    ]
+    # as they lie in the class: a bound look-up of a C++ method would not bind again
+    return {(o, n): vars(o)[n] for o, names in owners for n in names if n in vars(o)}
+
+
+class Clocks:
+    """CPU time that our code takes: clocks around hooked methods, less those around the originals inside."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def around(self, f: Callable[..., Any], sign: int = 1) -> Callable[..., Any]:
+        import torch
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            t = (
+                time.thread_time_ns()
+            )  # of a CPU: the pulse's wait for the interpreter is no cost, and a neighbour's turn not ours
+            try:
+                return f(*args, **kwargs)
+            finally:
+                self.ns += sign * (time.thread_time_ns() - t)
+
+        # a frame of torch's, for all that a hook can see: it looks for the user's above it
+        timed.__code__ = timed.__code__.replace(co_filename=torch.__file__)
+        return timed
+
+    def inside(self) -> None:
+        """Before attach(): around what the hooks call."""
+        import torch
+
+        for (owner, name), original in _methods().items():
+            if name in STEP_METHODS:
+                setattr(owner, name, self.around(original, -1))
+        register = torch.Tensor.register_post_accumulate_grad_hook
+        torch.Tensor.register_post_accumulate_grad_hook = lambda p, hook: register(p, self.around(hook))
+
+    def outside(self) -> None:
+        """After attach(): around the hooks and the pulse."""
+        from torch.optim import optimizer
+
+        from distdiag.recorder import session
+
+        for (owner, name), hooked in _methods().items():
+            if name in STEP_METHODS:
+                setattr(owner, name, self.around(hooked))
+        for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
+            hooks.update({k: self.around(hook) for k, hook in hooks.items()})
+        assert session.current is not None
+        session.current.pulse.beat = self.around(session.current.pulse.beat)  # type: ignore[method-assign]
+
+
+def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
+    import psutil
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.optim import optimizer as optimizers
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import distdiag
+    from distdiag.recorder import session
+
+    clocks = Clocks()
+    if by_clocks:
+        clocks.inside()
+    before = _methods()
+    rss_before = psutil.Process().memory_info().rss
+    distdiag.attach()
+    switch = Switch(before, _methods())
+    if by_clocks:
+        clocks.outside()
+    quiet = threading.Event()
+    step_hooks = (dict(optimizers._global_optimizer_pre_hooks), dict(optimizers._global_optimizer_post_hooks))
+    rss_after = psutil.Process().memory_info().rss
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    assert session.current is not None
+    pulse = session.current.pulse
+    beat = pulse.beat
+    pulse.beat = lambda: None if quiet.is_set() else beat()  # type: ignore[method-assign]
+
+    if hooks_only:
+        net: torch.nn.Module = torch.nn.Linear(1, 1)
+        data = TensorDataset(torch.zeros(4 * 256, 1))
+        batch = 4
+    else:
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 48, 3, padding=1), torch.nn.BatchNorm2d(48), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Conv2d(48, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(), torch.nn.Linear(64 * 64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10),
+        )  # fmt: skip
+        data = TensorDataset(torch.randn(24 * 64, 3, 32, 32))
+        batch = 24
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    loader = DataLoader(data, batch)
+
+    def endless() -> Any:
+        while True:
+            yield from loader
+
+    batches = endless()
+
+    def step() -> float:
+        t = time.perf_counter()
+        (x,) = next(batches)
+        loss = model(x).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return time.perf_counter() - t
+
+    if by_clocks:
+        _print_of_all([_share(step, clocks, steps) for _ in range(rounds + 2)][2:])
+        return
+    monitor = _monitor() if dist.get_rank() == 0 else None
+
+    def let_monitor(run: bool) -> None:
+        if monitor is not None:
+            os.kill(monitor, signal.SIGCONT if run else signal.SIGSTOP)
+
+    def record(on: bool) -> None:
+        quiet.clear() if on else quiet.set()
+        (switch.on if on else switch.off)()
+        for target, hooks in zip(
+            (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks), step_hooks, strict=True
+        ):
+            target.update(hooks) if on else target.clear()
+
+    order = random.Random(1)
+
+    def in_turns() -> tuple[list[float], list[float]]:
+        """Times of plain and of recorded steps, pair by pair."""
+        let_monitor(run=False)
+        step()
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(steps):
+            for on in order.sample((False, True), 2):
+                record(on)
+                times[on].append(step())
+        return times[False], times[True]
+
+    shares: list[float] = []  # of one core, that the monitor took in each block; on the first rank
+
+    def monitored() -> list[float]:
+        let_monitor(run=True)
+        record(on=True)
+        step()
+        began, cpu_s = time.perf_counter(), _cpu_s(monitor)
+        out = [step() for _ in range(steps)]
+        shares.append((_cpu_s(monitor) - cpu_s) / (time.perf_counter() - began))
+        return out
+
+    found: list[tuple[list[float], list[float], list[float]]] = []
+    for _ in range(rounds + 2):
+        if order.random() < 0.5:
+            plain, recorded = in_turns()
+            watched = monitored()
+        else:
+            watched = monitored()
+            plain, recorded = in_turns()
+        found.append((plain, recorded, watched))
+    del found[:2], shares[:2]
+    let_monitor(run=True)
+    record(on=True)
+    hooks_us = in_step_us = None
+    if hooks_only:
+        in_step_us = _hook_cost(step, record)
+        hooks_us = _hooks_in_a_loop(model, optimizer, loader)
+    pulse.stop()
+    _print_of_all((found, rss_after - rss_before, hooks_us, in_step_us, shares))
+
+
+def _print_of_all(mine: Any) -> None:
+    """Hand the results of all ranks to `_launch`, and end."""
+    import torch.distributed as dist
+
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(all_ranks), flush=True)
+    dist.destroy_process_group()
+    time.sleep(0.5)
+
+
+def _share(step: Callable[[], float], clocks: Clocks, n: int) -> tuple[float, float]:
+    """(CPU time that our code took, length) of the steps of a block, in nanoseconds a step."""
+    before = clocks.ns
+    total_s = sum(step() for _ in range(n))
+    return (clocks.ns - before) / n, total_s * 1e9 / n
+
+
+def _monitor() -> int:
+    """The process that watches this job."""
+    from distdiag.errors import DistdiagError
+    from distdiag.store.reader import open_run
+
+    end = time.monotonic() + 30
+    while True:
+        try:
+            return int(open_run(os.environ["DISTDIAG_RUN_DIR"]).meta["monitor_pid"] or 0)
+        except (DistdiagError, KeyError):  # it is just starting
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _cpu_s(pid: int | None) -> float:
+    """CPU seconds of all threads of a process so far; 0 for None."""
+    if pid is None:
+        return 0.0
+    return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def _hook_cost(step: Callable[[], float], record: Callable[[bool], None]) -> list[float]:
+    """CPU microseconds that hooks add to a step without a model: process CPU time, blocks interleaved."""
+    n, out = 60, []
+
+    def cpu(recorded: bool) -> float:
+        record(recorded)
+        step()
+        t = time.thread_time()
+        for _ in range(n):
+            step()
+        return (time.thread_time() - t) / n * 1e6
+
+    for _ in range(30):
+        a, b = cpu(False), cpu(True)
+        out.append(b - a)
+    return out
+
+
+def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """CPU microseconds of all hooks of a step with nothing between them, by blocks of 256 steps."""
+    import torch
+
+    from distdiag.recorder import session
+    from distdiag.recorder.phases import DATA, forward_begins, forward_ends
+
+    assert session.current is not None
+    ph = session.current.phases
+    iterator = iter(loader)
+    batch = next(iterator)
+    loss = torch.zeros(())
+    parameter = next(model.parameters())
+    parameter.grad = torch.zeros_like(parameter)
+
+    [ready] = parameter._post_accumulate_grad_hooks.values()
+
+    def hooks() -> None:
+        t = ph.enter(DATA)
+        ph.given(iterator, batch, t)
+        began = forward_begins(ph, model, (batch,))
+        forward_ends(ph, began, None)
+        t = ph.backward_begins(loss)
+        ready(parameter)
+        ph.backward_ends(t, None)
+        ph.optimizer_begins(optimizer)
+        ph.optimizer_ends(optimizer)
+
+    out = []
+    for _ in range(400):
+        t = time.thread_time()
+        for _ in range(256):
+            hooks()
+        out.append((time.thread_time() - t) / 256 * 1e6)
+    return out
+
+
+if __name__ == "__main__":
+    kind, n_rounds, n_steps = sys.argv[1:]
+    job(int(n_rounds), int(n_steps), hooks_only=kind == "hooks", by_clocks=kind == "clocks")
