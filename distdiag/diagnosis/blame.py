@@ -2,13 +2,17 @@
 
 History is the set of call sites that each rank has been at. The odd one out stands at a site where the others have
 never been while theirs is common to both: it makes an extra call. Seen later, when the extra call has long been paired
-with something else, the odd one is the rank that has been everywhere the others were, and somewhere else too.
+with something else, the odd one is the rank that has been everywhere the others were, and somewhere else too. Where both
+know both sites, the rhythm may tell: a rank that comes to the barrier of its epoch after fewer collectives than ever has
+left its loop early; one that is in its loop when that barrier is due has stayed too long.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.diagnosis.graph import Wait, WaitGraph
@@ -25,6 +29,7 @@ class Reason(StrEnum):
     MAJORITY = "majority"
     SITE = "site"  # stands where the others have never been
     HISTORY = "history"  # has been where the others have never been
+    RHYTHM = "rhythm"  # came earlier than ever to its call, or has not come where it was due
     COUNT = "count"  # has been there more, or less, often than everybody else
     NONE = "none"
 
@@ -106,7 +111,63 @@ def of_conflict(snapshot: Snapshot, wait: Wait, exhausted: Collection[int] = ())
         a, b = test(states, here, first, second), test(states, here, second, first)
         if a != b:
             return tuple(first if a else second), reason
-    return NOBODY
+    odd = out_of_rhythm(snapshot, wait)
+    return (odd.ranks, Reason.RHYTHM) if odd is not None else NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """A rank at a site that all ranks of an incident have come to before, in collectives of the group since its last visit."""
+
+    ranks: tuple[int, ...]  # out of rhythm
+    gap: int  # that the ranks at the site made this time
+    usual: int  # and the times before
+
+    @property
+    def early(self) -> bool:
+        """Whether they came too early; else they have not come although they were due."""
+        return self.gap < self.usual
+
+
+def _gaps(snapshot: Snapshot, wait: Wait, side: Collection[int], others: Collection[int]) -> tuple[int, int] | None:
+    """(collectives since the last visit, the usual number) of a side at its site; None where there is no common rhythm.
+
+    Of the times before all that are known (two at most) must be alike, on both sides.
+    """
+    found: set[tuple[int, int]] = set()
+    states = snapshot.ranks
+    for r in side:
+        key = standing(states[r], wait.calls.get(r)) or ""
+        seen = states[r].visits.get(wait.group, {}).get(key, ())
+        if len(seen) < 3 or seen[-1] != wait.seq:
+            return None
+        gaps = [b - a for a, b in itertools.pairwise(seen)]
+        if len(set(gaps[:-1])) != 1:
+            return None
+        for q in others:
+            theirs = states[q].visits.get(wait.group, {}).get(key, ())
+            if theirs[1 - len(seen) :] != seen[:-1]:
+                return None
+        found.add((gaps[-1], gaps[0]))
+    return found.pop() if len(found) == 1 else None
+
+
+def out_of_rhythm(snapshot: Snapshot, wait: Wait) -> Rhythm | None:
+    """Which of two sides came too early to its call, or stays away from one that is due."""
+    if wait.p2p or wait.seq is None or len(wait.sides) != 2:
+        return None
+    first, second = (sorted(s) for s in wait.sides)
+    here = _gaps(snapshot, wait, first, second), _gaps(snapshot, wait, second, first)
+    early = [g is not None and g[0] < g[1] for g in here]
+    if all(early):
+        return None
+    for side, gaps, too_early in zip((first, second), here, early, strict=True):
+        if gaps is not None and too_early:
+            return Rhythm(tuple(side), *gaps)
+    due = [g[1] if g is not None and g[0] == g[1] else 0 for g in here]
+    if due[0] == due[1]:
+        return None
+    return Rhythm(tuple(second if due[0] > due[1] else first), max(due), max(due))
 
 
 def undecided(snapshot: Snapshot, graph: WaitGraph, wait: Wait, verdict: Verdict) -> bool:

@@ -97,7 +97,7 @@ def _kind_of_conflict(snapshot: Snapshot, wait: Wait, culprits: tuple[int, ...],
     cause = wait.conflict or "op"
     if cause != "op" or wait.p2p:
         return "mismatch", cause
-    if reason in (Reason.EXHAUSTED, Reason.SITE, Reason.HISTORY):
+    if reason in (Reason.EXHAUSTED, Reason.SITE, Reason.HISTORY, Reason.RHYTHM):
         return "deadlock", "missing_rank"
     states = snapshot.ranks
     here = {r: blame.standing(states.get(r), c) for r, c in wait.calls.items()}
@@ -153,6 +153,11 @@ def _conflict_message(snapshot: Snapshot, wait: Wait, cause: str, culprits: tupl
     if culprits:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
         end = "" if reason is not Reason.EXHAUSTED else f"; {rank_list(culprits)} ran out of batches"
+        odd = blame.out_of_rhythm(snapshot, wait) if reason is Reason.RHYTHM else None
+        if odd is not None and odd.early:
+            end = f"; {rank_list(culprits)} came there after {odd.gap:,} collectives, all ranks after {odd.usual:,} the times before"
+        elif odd is not None:
+            end = f"; {rank_list(culprits)} {verb(culprits, 'was', 'were')} due there, too, after {odd.usual:,} collectives as before"
         return f"{', '.join(texts)}{number} ({label}): it can never complete{end}"
     blame_text = (
         "they come to these calls in another order, or not equally often"
@@ -168,6 +173,14 @@ def _conflict_advice(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple
     both = f"{place_text(a.site)} and {place_text(b.site)}" if a.site and b.site else "the two calls"
     if reason is Reason.EXHAUSTED:
         return "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
+    odd = blame.out_of_rhythm(snapshot, wait) if reason is Reason.RHYTHM else None
+    if odd is not None and cause == "missing_rank":
+        left = "came early to" if odd.early else "has not come to"
+        call = a if odd.early else b
+        return (
+            f"find why {rank_list(culprits)} {left} {matching.op_name(call.op)}{at(call.site)}: fewer or more batches, a break, "
+            "return or skipped batch on some ranks only"
+        )
     match cause:
         case "missing_rank":
             one = f"{matching.op_name(a.op)}{at(a.site)}"

@@ -177,6 +177,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...] = ()  # newest last; as far back as is known
     p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> how often
+    # group -> site -> the collective sequence numbers of its last visits, oldest first; of calls in a row only the first
+    visits: dict[str, dict[str, tuple[int, ...]]] = {}
     host_blocked: bool | None = None  # the OS says that the main thread sleeps and used no CPU since the last snapshot
 
     # What the live recorder knows beyond the collectives; empty in dumps.

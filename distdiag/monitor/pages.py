@@ -33,6 +33,7 @@ from distdiag.recorder.page import PageReader
 from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
+VISITS_KEPT, VISITED_SITES = 4, 256
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
 
@@ -68,6 +69,8 @@ class PageView:
     ended_s: float | None = None
     place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
     place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
+    _visits: dict[str, dict[str, deque[int]]] = field(default_factory=dict)  # by group and site
+    _newest_at: dict[tuple[str, str], int] = field(default_factory=dict)  # by group and site: the newest number
     group_calls: dict[str, int] = field(default_factory=dict)
     group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     still_since_s: float | None = None
@@ -153,6 +156,7 @@ class PageView:
         self.new_calls, self.closed_calls = [], []
         if h.n_calls - self._calls_read > CALLS:
             self.missed_calls += h.n_calls - CALLS - self._calls_read
+            self._visits.clear()  # some are not known
             self._calls_read = h.n_calls - CALLS
         for number, at in list(self._open.items()):
             rec = page.calls[at]
@@ -170,6 +174,8 @@ class PageView:
             call = self._call(page, rec)
             self.calls.append(call)
             self.new_calls.append(call)
+            if rec.group != NO_GROUP and call.seq is not None and call.site is not None:
+                self._visited(call.group, f"{call.site.file}:{call.site.line}", call.seq)
             if rec.left_ns:
                 self.closed_calls.append((call, rec.wait_ns / 1e9))
             else:
@@ -179,6 +185,19 @@ class PageView:
             if rec.group == NO_GROUP and self.text(rec.op) == "new_group":
                 self.group_calls[call.group] = 1
                 self.group_members[call.group] = unfold_ranks(self.text(rec.dtype))
+
+    def _visited(self, group: str, site: str, seq: int) -> None:
+        before = self._newest_at.get((group, site))
+        if before is None and len(self._newest_at) >= VISITED_SITES:
+            return
+        self._newest_at[group, site] = seq
+        if before is None or seq > before + 1:
+            kept = self._visits.setdefault(group, {}).setdefault(site, deque(maxlen=VISITS_KEPT))
+            kept.append(seq)
+
+    def visits(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """As `RankState.visits`."""
+        return {g: {site: tuple(v) for site, v in sites.items()} for g, sites in self._visits.items()}
 
     def _replace(self, number: int, call: Call, waited_s: float) -> None:
         behind = self._calls_read - number

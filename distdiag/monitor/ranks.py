@@ -106,6 +106,7 @@ class RankView(PageView):
             calls=tuple(self.calls),
             p2p_issued=self._p2p(page),
             sites=self._sites(page),
+            visits=self.visits(),
             host_blocked=idle,
             user_stack=stack,
             loaders=self._loaders(page),

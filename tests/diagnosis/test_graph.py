@@ -234,6 +234,54 @@ def test_opposite_order_blames_nobody() -> None:
     assert [(w.rank, w.line) for w in f.where] == [(0, 58), (1, 88)]
 
 
+BOTH = {key(SAVE): 3, key(TRAIN): 90}
+
+
+def at_the_end_of_an_epoch(r: int, *visits: int) -> RankState:
+    """Stands in the barrier that both ranks know, at the newest of these sequence numbers."""
+    seen = {"default_pg": {key(SAVE): visits}}
+    return rank(r, call("barrier", visits[-1], SAVE), sites=BOTH, visits=seen)
+
+
+def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) -> RankState:
+    """Stands in the step of its loop; was in the barrier at these numbers."""
+    seen = {"default_pg": {key(SAVE): saved, key(TRAIN): trained}}
+    return rank(r, call("all_reduce", seq, TRAIN, shape=(7,)), sites=BOTH, visits=seen)
+
+
+@pytest.mark.parametrize(
+    ("waits", "trains", "culprits", "words"),
+    [
+        ((61, 121, 160), (160, 61, 121), (1,), "after 39 collectives, all ranks after 60"),
+        ((61, 121, 181), (181, 61, 121), (0,), "was due there"),
+        ((1, 61, 121, 160), (160, 1, 61, 121), (1,), "after 39"),
+        ((11, 61, 121, 160), (160, 11, 61, 121), (), "order"),  # no rhythm
+        ((61, 121, 200), (200, 61, 121), (), "order"),  # later than usual tells nothing
+        ((61, 121), (121, 61), (), "order"),  # one visit is no rhythm
+        ((61, 121, 160), (160, 61, 120), (), "order"),  # their pasts do not agree
+    ],
+)
+def test_two_ranks_that_know_both_places_the_rhythm_decides(
+    waits: tuple[int, ...], trains: tuple[int, ...], culprits: tuple[int, ...], words: str
+) -> None:
+    f = only(snapshot(in_the_loop(0, *trains), at_the_end_of_an_epoch(1, *waits)))
+    cause = "missing_rank" if culprits else "order_mismatch"
+    assert said(f) == ("deadlock", cause, culprits, tuple(r for r in (0, 1) if r not in culprits))
+    assert words in f.message
+
+
+def test_the_longer_rhythm_counts() -> None:
+    """Both came as they always do: but who runs through the end of an epoch is in the rhythm of its steps as well."""
+    loop = in_the_loop(0, 181, 61, 121, trained=(177, 179, 181))
+    end = rank(
+        1,
+        call("barrier", 181, SAVE),
+        sites=BOTH,
+        visits={"default_pg": {key(SAVE): (61, 121, 181), key(TRAIN): (175, 177, 179)}},
+    )
+    assert said(only(snapshot(loop, end))) == ("deadlock", "missing_rank", (0,), (1,))
+
+
 def test_the_operation_was_exchanged_on_one_rank() -> None:
     near = Site("/job/train.py", 90, "step")
     s = snapshot(
