@@ -153,11 +153,8 @@ def _conflict_message(snapshot: Snapshot, wait: Wait, cause: str, culprits: tupl
     if culprits:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
         end = "" if reason is not Reason.EXHAUSTED else f"; {rank_list(culprits)} ran out of batches"
-        odd = blame.out_of_rhythm(snapshot, wait) if reason is Reason.RHYTHM else None
-        if odd is not None and odd.early:
-            end = f"; {rank_list(culprits)} came there after {odd.gap:,} collectives, all ranks after {odd.usual:,} the times before"
-        elif odd is not None:
-            end = f"; {rank_list(culprits)} {verb(culprits, 'was', 'were')} due there, too, after {odd.usual:,} collectives as before"
+        odd = blame.rhythm_of(snapshot, wait) if reason is Reason.RHYTHM else None
+        end = end if odd is None else f"; {odd.text}"
         return f"{', '.join(texts)}{number} ({label}): it can never complete{end}"
     blame_text = (
         "they come to these calls in another order, or not equally often"
@@ -173,7 +170,7 @@ def _conflict_advice(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple
     both = f"{place_text(a.site)} and {place_text(b.site)}" if a.site and b.site else "the two calls"
     if reason is Reason.EXHAUSTED:
         return "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
-    odd = blame.out_of_rhythm(snapshot, wait) if reason is Reason.RHYTHM else None
+    odd = blame.rhythm_of(snapshot, wait) if reason is Reason.RHYTHM else None
     if odd is not None and cause == "missing_rank":
         left = "came early to" if odd.early else "has not come to"
         call = a if odd.early else b

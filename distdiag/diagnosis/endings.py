@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import signal as signals
 
+from distdiag.diagnosis.blame import Rhythm, out_of_rhythm, site_key
 from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.wording import at, op_text, place_text, seconds, where, where_stack
@@ -211,6 +212,8 @@ def _aborted(s: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Fi
             and all(s.ranks[q].sites.get(other) for other in by_site if other != site)
         ]
         odd = sorted(strange) if len(strange) < len(dead) else []
+    beat = _rhythm(s, by_site) if not odd and len(by_site) == 2 else None
+    odd = odd or list(beat.ranks if beat is not None else ())
     ranks = [r.rank for r in dead]
     rest = sorted(set(ranks) - set(odd))
     places = "; ".join(f"{rank_list(v)}{at(s.ranks[v[0]].place)}" for v in by_site.values())
@@ -226,10 +229,20 @@ def _aborted(s: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Fi
         step=aborted[0].step,
         first_seen_s=min((r.ended_s for r in dead if r.ended_s is not None), default=s.t_s),
         message=f"ranks met in one collective with tensors of different sizes, and gloo aborted "
-        f"{rank_list([r.rank for r in aborted])}: {places}",
+        f"{rank_list([r.rank for r in aborted])}: {places}" + (f"; {beat.text}" if beat is not None else ""),
         cost="the job ended",
         advice="compare the two places: every rank must make the same collective calls in the same order",
     )
+
+
+def _rhythm(s: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:
+    """Which of two places has the wrong ranks, by when they came there before; the collective is that of an open call."""
+    here = {q: site for site, members in by_site.items() for q in members}
+    for q in here:
+        call = s.ranks[q].calls[-1] if s.ranks[q].calls else None
+        if call is not None and call.completed_s is None and call.seq is not None and site_key(call.site) == here[q]:
+            return out_of_rhythm(s.ranks, (call.group, call.seq), here, *by_site.values())
+    return None
 
 
 def _model(s: Snapshot, kinds: dict[int, str]) -> Finding | None:

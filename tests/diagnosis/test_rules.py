@@ -136,6 +136,26 @@ def test_a_timeout_of_the_users_own_is_a_crash() -> None:
     assert only(endings.rules(s)).kind == "rank_lost"
 
 
+@pytest.mark.parametrize(("log", "culprits"), [((61, 121, 181), (1,)), ((61, 121, 170), (0,)), ((1, 50, 121, 170), ())])
+def test_two_places_in_an_abort_of_gloo_and_who_is_out_of_rhythm(
+    log: tuple[int, ...], culprits: tuple[int, ...]
+) -> None:
+    """Rank 0 was in a call that both know, rank 1 in the next backward: was it due, or too early?"""
+    call = Call(op="all_reduce", group="default_pg", seq=log[-1], site=Site("/job/train.py", 8, "log"), shape=(4,))
+    before = {"default_pg": {"/job/train.py:8": log[:-1]}}
+    sites = {"/job/train.py:8": 3, f"{LOOP.file}:{LOOP.line}": 170}
+    s = job(
+        rank(0, life=Life.KILLED, signal=6, ended_s=40.0, ended_waiting=True, place=call.site, calls=(call,), sites=sites,
+             visits={"default_pg": {"/job/train.py:8": log}}),
+        rank(1, life=Life.CRASHED, exception="RuntimeError: Connection reset by peer", ended_s=40.1, place=LOOP, sites=sites,
+             visits=before),
+    )  # fmt: skip
+    s = msgspec.structs.replace(s, groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")})
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", culprits)
+    assert ("collectives" in f.message) == bool(culprits)
+
+
 # -- stalls ------------------------------------------------------------------------------------------------
 
 
