@@ -68,6 +68,7 @@ class Monitor:
         self._discovered_s = -10.0
         self._glances = 0  # since the last full look
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
+        self._looked_at: set[int] = set()  # ranks, in this look
         self.own = OwnFaults()
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -104,21 +105,28 @@ class Monitor:
         Where no core is free, a look takes its time from the ranks.
         """
         now_ns = time.monotonic_ns()
+        self._looked_at.clear()
         if (
             self._glances == GLANCES
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) < self._expected
-            or not all(v.ending is None and v.moves(now_ns) for v in self.views.values())
+            or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look(v)) for v in self.views.values())
         ):
             self._glances = 0
             return False
         self._glances += 1
         for v in self.views.values():
-            assert v.page is not None
-            self._idle[v.rank] = self.cpu.idle(v.page.header.pid)
             v.sample_place(self._idle[v.rank][0])
         return True
+
+    def _cpu_look(self, v: RankView) -> bool | None:
+        """Whether a rank's main thread sleeps and has used no CPU since the last look; asked for once in a look."""
+        assert v.page is not None
+        if v.rank not in self._looked_at:
+            self._looked_at.add(v.rank)
+            self._idle[v.rank] = self.cpu.idle(v.page.header.pid)
+        return self._idle[v.rank][0]
 
     def tick(self) -> bool:
         """One look at everything; True when the job is over."""
@@ -202,9 +210,10 @@ class Monitor:
                 v.ending = end
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
                 self.gatherer.of_death(v, self.now_s)
-        self._idle[v.rank] = (None, None) if v.ending is not None else self.cpu.idle(pid)
         if v.ending is None:
-            v.sample_place(self._idle[v.rank][0])
+            v.sample_place(self._cpu_look(v))
+        else:
+            self._idle[v.rank] = (None, None)
 
     # -- the snapshot -------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from distdiag.recorder.page import PageReader
 from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
+COMPUTES_NS = 500_000_000
 VISITS_KEPT, VISITED_SITES = 4, 256
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
@@ -113,15 +114,19 @@ class PageView:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def moves(self, now_ns: int) -> bool:
-        """Whether the main thread went from one phase or wait to the next a moment ago and what it left can be read later;
-        takes over the header.
+    def goes_on(self, now_ns: int, idle: bool | None) -> bool:
+        """Whether the main thread cannot be waiting for another rank and what it left can be read later; takes over the header.
+
+        It went from one phase or wait to the next a moment ago, or it computes: on a GPU that may be a wait that spins, and so
+        it is believed for a while only.
         """
         if self.page is None:
             return False
         h = self.reader.header()
         before = self.page.header
-        moved = now_ns - max(h.phase_since_ns, h.blocked_since_ns) < STILL_NS
+        still_ns = now_ns - max(h.phase_since_ns, h.blocked_since_ns)
+        computes = idle is False and h.blocked in (Blocked.NO, Blocked.DDP)
+        moved = still_ns < (COMPUTES_NS if computes else STILL_NS)
         room = h.n_calls - self._calls_read < CALLS // 4 and h.n_steps - self._steps_read < STEPS // 4
         same = (h.life, h.errors, h.dropped, h.n_samples, h.caught_ns, h.n_groups, h.n_models) == (
             before.life, before.errors, before.dropped, before.n_samples, before.caught_ns, before.n_groups, before.n_models,

@@ -40,11 +40,31 @@ def moves(page: PageWriter) -> int:
 
 
 def test_a_rank_that_moved_a_moment_ago_goes_on(page: PageWriter, view: RankView) -> None:
-    assert not view.moves(time.monotonic_ns())
+    assert not view.goes_on(time.monotonic_ns(), None)
     page.h.step = 7
     now = moves(page)
-    assert view.moves(now) and view.page is not None and view.page.header.step == 7
-    assert not view.moves(now + LONG_AGO_NS)
+    assert view.goes_on(now, None) and view.page is not None and view.page.header.step == 7
+    assert not view.goes_on(now + LONG_AGO_NS, None)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "idle", "still_s", "goes_on"),
+    [
+        (Blocked.NO, False, 0.4, True),  # a long forward
+        (Blocked.DDP, False, 0.4, True),  # a long backward
+        (Blocked.NO, False, 0.6, False),  # on a GPU it may spin
+        (Blocked.NO, True, 0.4, False),
+        (Blocked.DDP, True, 0.4, False),
+        (Blocked.NO, None, 0.4, False),  # not known
+        (Blocked.WAIT, False, 0.4, False),
+        (Blocked.WAIT, False, 0.05, True),
+    ],
+)
+def test_a_rank_that_computes_waits_for_nobody(
+    page: PageWriter, view: RankView, blocked: Blocked, idle: bool | None, still_s: float, goes_on: bool
+) -> None:
+    page.h.blocked = blocked
+    assert view.goes_on(moves(page) + int(still_s * 1e9), idle) is goes_on
 
 
 def raises(page: PageWriter) -> None:
@@ -69,7 +89,7 @@ def test_what_a_full_look_must_see_is_not_passed_over(
     happens: Callable[[PageWriter], None], page: PageWriter, view: RankView
 ) -> None:
     happens(page)
-    assert not view.moves(moves(page))
+    assert not view.goes_on(moves(page), False)
 
 
 class Groups:
