@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from distdiag.diagnosis import messages
 from distdiag.diagnosis.findings import rank_list
 from distdiag.diagnosis.graph import Wait, WaitGraph
 from distdiag.diagnosis.incidents import Incident
@@ -246,6 +247,8 @@ def of_cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int] 
     states = snapshot.ranks
     if ran_out := _exhausted(members, exhausted):
         return ran_out, Reason.EXHAUSTED
+    if left_out := _by_messages(snapshot, incident):
+        return left_out
     calls = {r: w.calls.get(r) for w in incident.waits for r in w.ranks}
     here = {r: standing(states[r], calls.get(r)) for r in members}
     known_to = Counter(site for r in members for site in states[r].sites)
@@ -279,6 +282,24 @@ def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None
         elif before >= n_m > n_p > 0:  # who has never been there has another part to play
             found.add(p)
     return ((found.pop(),), Reason.COUNT) if len(found) == 1 else None
+
+
+def _by_messages(snapshot: Snapshot, incident: Incident) -> Verdict | None:
+    """Rank m waits for a message of p, who stands in a collective with others: did all of these send m theirs, and p not?"""
+    states = snapshot.ranks
+    for w in incident.waits:
+        if not w.p2p or len(w.ranks) != 1 or len(w.missing) != 1:
+            continue
+        (m,), (p,) = w.ranks, w.missing
+        call = w.calls.get(m)
+        if call is None or messages.direction_of(call) != "recv":
+            continue
+        together = next((x.ranks for x in incident.waits if not x.p2p and p in x.ranks), [])
+        sent = {q: messages.count(states[q], "send", m, call.tag, call.group) for q in together if q != m}
+        others = [n for q, n in sent.items() if q != p]
+        if others and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
+            return (p,), Reason.COUNT
+    return None
 
 
 def _alone(incident: Incident) -> Verdict | None:

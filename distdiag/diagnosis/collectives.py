@@ -357,7 +357,7 @@ def _cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int]) -
         step=newest_step(snapshot, members),
         message=_cycle_message(snapshot, incident, cause, culprits, main, call),
         cost=COST,
-        advice=_cycle_advice(snapshot, cause, culprits, calls),
+        advice=_cycle_advice(snapshot, cause, culprits, calls, main),
     )
 
 
@@ -395,6 +395,12 @@ def _cycle_message(
     more = f" and {len(order) - 4:,} more" if len(order) > 4 else ""
     if culprits and cause == "missing_rank":
         others = sorted(incident.victims - set(culprits))
+        if main.p2p:
+            done = "sent" if main.key[2] == "recv" else "received"
+            return (
+                f"{rank_list(culprits)} {verb(culprits, 'has', 'have')} not {done} what {rank_list(main.ranks)} waits for in "
+                f"{collective_text(snapshot, main, call)}{at(call.site if call else None)}, and {parts[0]}"
+            )
         return (
             f"{rank_list(culprits)} {verb(culprits, 'has', 'have')} not entered {collective_text(snapshot, main, call)}; "
             f"{rank_list(others)} {verb(others, 'waits', 'wait')} for {verb(culprits, 'it', 'them')}, "
@@ -406,7 +412,7 @@ def _cycle_message(
 
 
 def _cycle_advice(
-    snapshot: Snapshot, cause: str, culprits: tuple[int, ...], calls: dict[int, tuple[Wait, Call]]
+    snapshot: Snapshot, cause: str, culprits: tuple[int, ...], calls: dict[int, tuple[Wait, Call]], main: Wait
 ) -> str:
     match cause:
         case "missing_rank":
@@ -414,6 +420,9 @@ def _cycle_advice(
             if call is not None and call.op == "new_group":
                 return NEW_GROUP_ADVICE
             what = f"{matching.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
+            if main.p2p:
+                other = "send to" if main.key[2] == "recv" else "recv from"
+                return f"look for the {other} {rank_list(main.ranks)} that {rank_list(culprits)} has left out before {what}"
             return f"look for a condition on the rank around {what}: all ranks it concerns must come to it, or none"
         case "p2p_cycle":
             ends = {r: c for r, (_, c) in calls.items() if c.p2p}

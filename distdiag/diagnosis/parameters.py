@@ -252,10 +252,15 @@ def _drift_finding(
         "different_init": "broadcast the parameters from rank 0 once after building the model (or seed alike, or use DDP)",
         "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
     }[cause]
-    if cause == "different_init" and began_alike:
+    models = [m for r in s.ranks.values() for m in r.models]
+    averaged = cause == "different_init" or (models and all(m.synced_backwards >= 0.9 * m.forwards > 0 for m in models))
+    if averaged and began_alike and cause != "buffers":
         cause = "gradients_not_synced"
-        what = "gradients are averaged and the replicas were alike before, but not every rank makes the same steps with them"
-        do = "is a step skipped, clipped or scaled by what only one rank sees? let all ranks decide it together (all_reduce)"
+        what = "gradients are averaged and the replicas were alike before, but not every rank does the same with its parameters"
+        do = (
+            "are weights loaded, or a step skipped, clipped or scaled, by what only one rank sees? let all ranks decide it "
+            "together (all_reduce, broadcast)"
+        )
     sites = {r.rank: (r.phase_stacks.get("backward") or r.user_stack) for r in s.ranks.values()}
     return Finding(
         kind="replica_drift",

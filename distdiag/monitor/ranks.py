@@ -148,7 +148,7 @@ class RankView(PageView):
             enqueued[key] = slot.enqueued
             if slot.completed >= 0:
                 completed[key] = slot.completed
-            if record is not None:
+            if record is not None and not slot.offset:  # else its numbers are others
                 name = self.text(slot.name)
                 if name in record.enqueued and not slot.destroyed:
                     enqueued[key] = max(slot.enqueued, record.enqueued[name])
@@ -228,7 +228,8 @@ class RankView(PageView):
             return None
         entry = None
         if record is not None and group < page.header.n_groups:
-            entry = record.entries.get((self.text(page.groups[group].name), done + 1))
+            slot = page.groups[group]
+            entry = record.entries.get((self.text(slot.name), done + 1 + slot.offset))
         return Call(
             op=entry.op if entry else "",
             group=key,

@@ -143,8 +143,10 @@ class Collectives(Groups):
             self.page.u64[_STEP],
         )  # fmt: skip
         self._count_site(site, op_text)
-        if method in _BLOCKING:
-            self.in_monitored_barrier = True
+        if method in _P2P:
+            g.message_begins()
+        elif method in _BLOCKING:
+            g.message_begins()
             if main:
                 self.block(_WAIT, number, site)
         return number, g, main, site if asynchronous is False and main else 0
@@ -246,12 +248,9 @@ class Collectives(Groups):
     def issued(self, number: int, g: Group, main: bool, site: int, work: Any, method: str) -> None:
         """The call came back; the work may still be in flight."""
         if method in _P2P:
-            # gloo counts point-to-point in the same counter, NCCL does not: what the counter shows beyond the
-            # collectives that were issued is the offset
-            g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
+            g.message_ends()
         elif method in _BLOCKING:
-            self.in_monitored_barrier = False
-            g.offset = g.pg._get_sequence_number_for_group() - g.slot.enqueued
+            g.message_ends()
             waited = self.unblock() if main else 0
             self.wait_ns += waited
             self.page.call_left(number, now_ns(), waited, failed=False)
@@ -261,8 +260,9 @@ class Collectives(Groups):
                 self.in_flight.popitem(last=False)
 
     @guarded
-    def failed(self, number: int, error: BaseException) -> None:
-        self.in_monitored_barrier = False
+    def failed(self, number: int, g: Group, method: str, error: BaseException) -> None:
+        if method in _P2P or method in _BLOCKING:
+            g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
         if self.page.u32[_BLOCKED] == _WAIT:
             self.unblock()
@@ -374,7 +374,7 @@ def _wrap(col: Collectives, method: str, original: Any) -> Any:
             work = original(self, *args, **kwargs)
         except BaseException as e:
             if began is not None:
-                col.failed(began[0], e)
+                col.failed(*began[:2], method, e)
             raise
         finally:
             _local.inside = False

@@ -1,13 +1,15 @@
 """Process groups of this rank: who is in them, and how far their counters have come.
 
-Sequence numbers are the flight recorder's: collectives of one group, counted from 1. gloo's counter also counts
-point-to-point; those are learned from the counter's step at each of them and taken off again.
+Sequence numbers are those of the collectives of one group, from 1: the same on all its members. gloo's own, which its flight
+recorder shows, count point-to-point calls, too, of which ranks make different numbers; those are learned from the counter's step
+at each of them and taken off again.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -17,17 +19,56 @@ from distdiag.recorder import state
 from distdiag.recorder.layout import GROUPS, GroupSlot, fold_ranks
 from distdiag.recorder.state import guarded
 
+OFFSETS_KEPT = 16  # the flight recorder's newest numbers are few collectives old
+
 
 class Group:
     """What is known of one process group in this process."""
 
-    __slots__ = ("last_fr", "members", "offset", "pg", "slot", "slot_index", "to_global")
+    __slots__ = ("_offsets", "members", "offset", "open_messages", "pg", "slot", "slot_index", "to_global")
 
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
         self.pg, self.slot, self.slot_index = pg, slot, slot_index
         self.members = members
         self.to_global = dict(enumerate(members))
         self.offset = 0  # of the backend's counter over the number of collectives
+        self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
+        self.open_messages = 0  # point-to-point calls that have begun and not come back: the counter may be ahead
+
+    def shift(self, offset: int) -> None:
+        """From the next collective on the backend counts so much more than collectives."""
+        issued = self.slot.enqueued
+        self.offset = self.slot.offset = offset
+        if self._offsets[-1][0] == issued:
+            self._offsets[-1] = issued, offset
+        else:
+            self._offsets.append((issued, offset))
+
+    def number(self, raw: int) -> int:
+        """How many collectives of the group were issued up to the one with this sequence number of the backend's.
+
+        gloo counts point-to-point calls in the same counter, and its flight recorder numbers collectives by it.
+        """
+        if raw <= 0:
+            return raw
+        offset = 0
+        for issued, offset in reversed(self._offsets):
+            if raw - offset > issued:
+                break
+        return raw - offset
+
+    def message_begins(self) -> None:
+        """A point-to-point call: what the counter shows beyond the collectives issued so far will be the offset."""
+        if not self.open_messages:  # DDP may have issued some since we last looked
+            self.slot.enqueued = self.pg._get_sequence_number_for_group() - self.offset
+        self.open_messages += 1
+
+    def message_ends(self) -> None:
+        self.open_messages -= 1
+        if not self.open_messages:
+            offset = self.pg._get_sequence_number_for_group() - self.slot.enqueued
+            if offset != self.offset:
+                self.shift(offset)
 
 
 class Groups:
@@ -39,7 +80,6 @@ class Groups:
         self.page = recorder.page
         self.groups: dict[int, Group] = {}  # by id of the ProcessGroup object
         self.generation = 0
-        self.in_monitored_barrier = False
         self._lock = threading.Lock()
 
     def group(self, pg: Any) -> Group | None:
@@ -87,7 +127,7 @@ class Groups:
         if known and count not in known:
             below = [k for k in known if 0 <= k < count]
             if len(known) == 1 and below:
-                g.offset = count - below[0]
+                g.shift(count - below[0])
 
     @guarded
     def refresh_groups(self) -> None:
@@ -102,10 +142,9 @@ class Groups:
                 continue
             fr = self._recorder_entry(g, status, issued)
             if fr is not None:
-                # the flight recorder counts collectives only; gloo's own counter is ahead inside a point-to-point call
-                g.slot.enqueued = int(fr["last_enqueued_collective"])
-                g.slot.completed = int(fr["last_completed_collective"])
-            elif not self.in_monitored_barrier:
+                g.slot.enqueued = g.number(int(fr["last_enqueued_collective"]))
+                g.slot.completed = g.number(int(fr["last_completed_collective"]))
+            elif not g.open_messages:
                 g.slot.enqueued = issued
                 g.slot.completed = -1
 
@@ -113,7 +152,9 @@ class Groups:
         """The flight recorder's counters of a group: by order of creation, and only where its own count agrees."""
         if g.slot.flight_recorder_id >= 0:
             return status.get(str(g.slot.flight_recorder_id))
-        by_count = [k for k, s in status.items() if int(s["last_enqueued_collective"]) == issued]
+        if g.open_messages:
+            return None
+        by_count = [k for k, s in status.items() if g.number(int(s["last_enqueued_collective"])) == issued]
         order = str(g.slot_index)
         if issued > 0 and order in by_count:
             g.slot.flight_recorder_id = g.slot_index

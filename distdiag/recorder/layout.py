@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 2
+VERSION = 3
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
 STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
@@ -132,6 +132,7 @@ class GroupSlot(Structure):
         ("completed", c_int64),  # by the flight recorder; -1 not known
         ("timeout_ms", c_int64),
         ("flight_recorder_id", c_int64),
+        ("offset", c_int64),  # of the backend's own sequence numbers over the number of collectives, now
     ]
 
 

@@ -234,6 +234,20 @@ def test_opposite_order_blames_nobody() -> None:
     assert [(w.rank, w.line) for w in f.where] == [(0, 58), (1, 88)]
 
 
+@pytest.mark.parametrize(("sent", "culprits"), [((146, 143), (2,)), ((146, 146), (0,)), ((146, 40), (0,))])
+def test_a_message_that_one_of_several_senders_left_out(sent: tuple[int, int], culprits: tuple[int, ...]) -> None:
+    """Rank 0 collects from ranks 1 and 2, then all meet in a broadcast; rank 2 came there with fewer messages sent, or not."""
+    recv = Call(op="recv", group="default_pg", peer=2, nth=sent[1] + 1, site=SEND)
+    s = snapshot(
+        rank(0, recv, enqueued={"default_pg": 75}, completed={"default_pg": 75},
+             p2p_issued={"recv:1:0:default_pg": sent[0], "recv:2:0:default_pg": sent[1] + 1}),
+        *(rank(r, call("broadcast", 76, SAVE, root=0), p2p_issued={"send:0:0:default_pg": n}) for r, n in zip((1, 2), sent, strict=True)),
+    )  # fmt: skip
+    f = only(s)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", culprits)
+    assert ("rank 2 has not sent what rank 0 waits for" in f.message) == (culprits == (2,))
+
+
 BOTH = {key(SAVE): 3, key(TRAIN): 90}
 
 

@@ -349,7 +349,7 @@ def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
     later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # alike at first: one skips a step
     assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
-    assert "makes the same steps" in later.message
+    assert "does the same with" in later.message
     assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # experts of a rank's own beside what is shared
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
