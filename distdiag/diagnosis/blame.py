@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.diagnosis import messages
+from distdiag.diagnosis import conditions, messages
+from distdiag.diagnosis.conditions import Source
 from distdiag.diagnosis.findings import rank_list
 from distdiag.diagnosis.graph import Wait, WaitGraph
 from distdiag.diagnosis.incidents import Incident
@@ -31,6 +32,7 @@ class Reason(StrEnum):
     MAJORITY = "majority"
     SITE = "site"  # stands where the others have never been
     HISTORY = "history"  # has been where the others have never been
+    CONDITION = "condition"  # stands behind a condition on the rank, and the others do not
     RHYTHM = "rhythm"  # came earlier than ever to its call, or has not come where it was due
     COUNT = "count"  # has been there more, or less, often than everybody else
     NONE = "none"
@@ -95,7 +97,9 @@ def _exhausted(ranks: Collection[int], exhausted: Collection[int]) -> tuple[int,
     return out if len(out) < len(ranks) else ()
 
 
-def of_conflict(snapshot: Snapshot, wait: Wait, exhausted: Collection[int] = ()) -> Verdict:
+def of_conflict(
+    snapshot: Snapshot, wait: Wait, exhausted: Collection[int] = (), source: Source | None = None
+) -> Verdict:
     """Who is wrong among ranks whose calls do not fit together."""
     members = frozenset().union(*wait.sides)
     if ran_out := _exhausted(members, exhausted):
@@ -114,7 +118,31 @@ def of_conflict(snapshot: Snapshot, wait: Wait, exhausted: Collection[int] = ())
         if a != b:
             return tuple(first if a else second), reason
     odd = rhythm_of(snapshot, wait)
-    return (odd.ranks, Reason.RHYTHM) if odd is not None else NOBODY
+    if odd is not None:
+        return odd.ranks, Reason.RHYTHM
+    behind = condition_of(snapshot, wait, source)
+    return (behind[0], Reason.CONDITION) if behind is not None else NOBODY
+
+
+def condition_of(
+    snapshot: Snapshot, wait: Wait, source: Source | None
+) -> tuple[tuple[int, ...], conditions.Condition] | None:
+    """(ranks, condition) where one of two sides stands behind a condition on the rank, and the other behind none."""
+    if source is None or len(wait.sides) != 2:
+        return None
+    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r)) for r in map(min, wait.sides)]
+    found = [conditions.around(stacks[i], stacks[1 - i], source) for i in (0, 1)]
+    for side, mine, theirs in zip(wait.sides, found, reversed(found), strict=True):
+        if mine is not None and theirs is None:
+            return tuple(sorted(side)), mine
+    return None
+
+
+def _stack(st: RankState, call: Call | None) -> tuple[Site, ...]:
+    site = call.site if call is not None else None
+    if site is None or st.user_stack[:1] == (site,):
+        return st.user_stack
+    return site, *st.user_stack[1:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from distdiag.diagnosis import blame, incidents, matching, messages
 from distdiag.diagnosis.blame import Reason
+from distdiag.diagnosis.conditions import Source
 from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.graph import Wait, WaitGraph, build
@@ -22,7 +23,7 @@ from distdiag.diagnosis.incident_text import (
     verb,
 )
 from distdiag.diagnosis.incidents import Incident, Root
-from distdiag.diagnosis.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.wording import at, place_text
 
 COST = "the job makes no progress"
@@ -36,6 +37,7 @@ def rules(
     *,
     exhausted: Collection[int] = (),
     lost: Collection[int] = (),
+    source: Source | None = None,
 ) -> list[Finding]:
     """Findings `deadlock` and `mismatch` of one snapshot, one for each incident.
 
@@ -45,12 +47,13 @@ def rules(
         graph: `graph.build(snapshot)`, where the caller has it already.
         exhausted: Ranks known to have run out of batches while others have not; they are the culprits then.
         lost: Ranks that another finding names as lost: that others wait for them is not said again.
+        source: Text of a source file, or None: whether a call stands behind a condition on the rank is read from it.
     """
     graph = build(snapshot) if graph is None else graph
     out: list[Finding] = []
     for incident in incidents.find(graph):
         if incident.root is Root.CONFLICT:
-            finding = _conflict(snapshot, graph, incident, exhausted)
+            finding = _conflict(snapshot, graph, incident, exhausted, source)
         elif incident.root is Root.GONE:
             out += _gone(snapshot, graph, incident, exhausted, set(lost))
             continue
@@ -64,9 +67,11 @@ def rules(
 # -- ranks meet in one collective with different calls ---------------------------------------------------------------
 
 
-def _conflict(snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int]) -> Finding | None:
+def _conflict(
+    snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], source: Source | None
+) -> Finding | None:
     (wait,) = incident.waits
-    verdict = blame.of_conflict(snapshot, wait, exhausted)
+    verdict = blame.of_conflict(snapshot, wait, exhausted, source)
     if blame.undecided(snapshot, graph, wait, verdict):
         return None
     culprits, reason = verdict
@@ -85,7 +90,7 @@ def _conflict(snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhauste
         where=places(snapshot, culprits or incident.members, calls),
         waiting=places(snapshot, victims if culprits else victims - incident.members, calls),
         step=newest_step(snapshot, incident.members),
-        message=_conflict_message(snapshot, wait, cause, culprits, reason),
+        message=_conflict_message(snapshot, wait, cause, culprits, reason, source),
         cost=COST if not wait.died else "the backend aborts the job",
         advice=_conflict_advice(snapshot, wait, cause, culprits, reason),
     )
@@ -97,7 +102,7 @@ def _kind_of_conflict(snapshot: Snapshot, wait: Wait, culprits: tuple[int, ...],
     cause = wait.conflict or "op"
     if cause != "op" or wait.p2p:
         return "mismatch", cause
-    if reason in (Reason.EXHAUSTED, Reason.SITE, Reason.HISTORY, Reason.RHYTHM):
+    if reason in (Reason.EXHAUSTED, Reason.SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION):
         return "deadlock", "missing_rank"
     states = snapshot.ranks
     here = {r: blame.standing(states.get(r), c) for r, c in wait.calls.items()}
@@ -144,7 +149,9 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
     return f"{what}{at(call.site)}"
 
 
-def _conflict_message(snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple[int, ...], reason: Reason) -> str:
+def _conflict_message(
+    snapshot: Snapshot, wait: Wait, cause: str, culprits: tuple[int, ...], reason: Reason, source: Source | None
+) -> str:
     label = group_label(snapshot, wait.group)
     what = wait.conflict or "op"
     sides = sorted(wait.sides, key=lambda s: (not (s & set(culprits)), -len(s), min(s)))[:3]
@@ -155,6 +162,10 @@ def _conflict_message(snapshot: Snapshot, wait: Wait, cause: str, culprits: tupl
         end = "" if reason is not Reason.EXHAUSTED else f"; {rank_list(culprits)} ran out of batches"
         odd = blame.rhythm_of(snapshot, wait) if reason is Reason.RHYTHM else None
         end = end if odd is None else f"; {odd.text}"
+        behind = blame.condition_of(snapshot, wait, source) if reason is Reason.CONDITION else None
+        if behind is not None:
+            _, (file, line, text) = behind
+            end = f"; only {rank_list(culprits)} {verb(culprits, 'comes', 'come')} there, by `{text}`{at(Site(file, line))}"
         return f"{', '.join(texts)}{number} ({label}): it can never complete{end}"
     blame_text = (
         "they come to these calls in another order, or not equally often"

@@ -154,7 +154,7 @@ class Diagnosis:
                 if _blocked_kind(r.finding) and mark and not r.finding.cleared_s
             ]
         exhausted = batches.exhausted_ranks(s)
-        found = collectives.rules(s, graph, exhausted=exhausted, lost=lost)
+        found = collectives.rules(s, graph, exhausted=exhausted, lost=lost, source=self.source)
         if not stable:
             found = [f for f in found if f.kind == "mismatch"]
         if any(f.kind in _FATAL for f in ended):

@@ -1,0 +1,151 @@
+"""Which condition on the rank leads to a call: read from sources as people write them."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from distdiag.diagnosis import collectives
+from distdiag.diagnosis.conditions import Condition, around
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.snapshot import Site
+from tests.diagnosis.test_graph import call, key, rank, snapshot
+
+FILE = "/job/train.py"
+
+
+def places(source: str) -> tuple[str, dict[str, int]]:
+    """The source, and the lines that end in `# A`, `# B`, …"""
+    text = textwrap.dedent(source).strip() + "\n"
+    return text, {line[-1]: n for n, line in enumerate(text.splitlines(), 1) if "# " in line}
+
+
+def found(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> str | None:
+    """The condition's text; frames are (mark, function), innermost first."""
+    text, at = places(source)
+    stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
+    c = around(stacks[0], stacks[1], {FILE: text}.get)
+    assert c is None or c == Condition(
+        FILE, text.splitlines().index(next(x for x in text.splitlines() if x.strip() == c.text)) + 1, c.text
+    )
+    return c.text if c is not None else None
+
+
+SAVE = """
+    def gather(model):
+        return [p.full_tensor() for p in model]  # A
+
+    def save(model, rank):
+        if rank == 0:
+            torch.save(gather(model), "x")  # B
+        dist.barrier()  # C
+
+    def main(rank):
+        for epoch in range(3):
+            train()
+            save(model, rank)  # D
+"""
+
+
+def test_a_call_behind_if_rank() -> None:
+    inside = [("A", "gather"), ("B", "save"), ("D", "main")]
+    beside = [("C", "save"), ("D", "main")]
+    assert found(SAVE, inside, beside) == "if rank == 0:"
+    assert found(SAVE, beside, inside) is None
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "if dist.get_rank() == 0:",
+        "if self.is_main_process and step % 10 == 0:",
+        "if not args.local_rank:",
+        "if isMaster():",
+    ],
+)
+def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
+    source = f"""
+    def main(self, args, step):
+        {condition}
+            dist.all_reduce(x)  # A
+        loss.backward()  # B
+    """
+    assert found(source, [("A", "main")], [("B", "main")]) == condition
+
+
+@pytest.mark.parametrize(
+    "condition", ["if step % 10 == 0:", "if ranking.best > 3:", 'if __name__ == "__main__":', "if args.remainder:"]
+)
+def test_other_conditions_tell_nothing(condition: str) -> None:
+    source = f"""
+    {condition}
+        dist.all_reduce(x)  # A
+    loss.backward()  # B
+    """
+    assert found(source, [("A", "<module>")], [("B", "<module>")]) is None
+
+
+def test_a_branch_that_has_another_beside_it_is_no_extra_call() -> None:
+    source = """
+    def share(rank):
+        if rank == 0:
+            dist.broadcast(x, 0)  # A
+        else:
+            dist.broadcast(y, 0)  # B
+        dist.barrier()  # C
+    """
+    assert found(source, [("A", "share")], [("C", "share")]) is None
+    assert found(source, [("B", "share")], [("A", "share")]) is None
+
+
+def test_an_early_return_of_the_others() -> None:
+    source = """
+    def log(rank, x):
+        if rank != 0:
+            return
+        dist.all_reduce(x)  # A
+
+    def main(rank):
+        for _ in loader:
+            step()  # B
+            log(rank, x)  # C
+    """
+    assert found(source, [("A", "log"), ("C", "main")], [("B", "main")]) == "if rank != 0:"
+    assert found(source, [("B", "main")], [("A", "log"), ("C", "main")]) is None
+
+
+def test_both_behind_the_same_condition() -> None:
+    source = """
+    def main(rank):
+        if rank < 2:
+            dist.all_reduce(x)  # A
+            dist.barrier()  # B
+    """
+    assert found(source, [("A", "main")], [("B", "main")]) is None
+
+
+def test_what_cannot_be_read_tells_nothing() -> None:
+    site, other = Site(FILE, 3, "main"), Site(FILE, 9, "main")
+    for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
+        assert around([site], [other], source) is None
+    assert around([], [other], {}.get) is None
+    assert around([site], [Site("/job/other.py", 9, "main")], {FILE: "if rank:\n\n  x()\n"}.get) is None
+
+
+def test_the_finding_of_two_ranks_names_the_condition() -> None:
+    text, at = places(SAVE)
+    a, b, c, d = (Site(FILE, at[m], f) for m, f in (("A", "gather"), ("B", "save"), ("C", "save"), ("D", "main")))
+    s = snapshot(
+        rank(0, call("all_gather", 7, a), sites={key(a): 1}, user_stack=(a, b, d)),
+        rank(1, call("barrier", 7, c), sites={key(c): 1}, user_stack=(c, d)),
+    )
+
+    def said(source: dict[str, str]) -> Finding:
+        (f,) = collectives.rules(s, source=source.get)
+        return f
+
+    f = said({FILE: text})
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "missing_rank", (0,), (1,))
+    assert f"only rank 0 comes there, by `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
+    assert said({}).culprits == ()
