@@ -162,8 +162,8 @@ def _conflict_message(
         end = "" if reason is not Reason.EXHAUSTED else f"; {rank_list(culprits)} ran out of batches"
         odd = blame.rhythm_of(snapshot, wait) if reason is Reason.RHYTHM else None
         end = end if odd is None else f"; {odd.text}"
-        behind = blame.condition_of(snapshot, wait, source) if reason is Reason.CONDITION else None
-        if behind is not None:
+        behind = blame.condition_of(snapshot, wait, source) if not end else None
+        if behind is not None and behind[0] == culprits:
             _, (file, line, text) = behind
             end = f"; only {rank_list(culprits)} {verb(culprits, 'comes', 'come')} there, by `{text}`{at(Site(file, line))}"
         return f"{', '.join(texts)}{number} ({label}): it can never complete{end}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -63,17 +63,20 @@ def _tree(text: str) -> ast.Module | None:
 def _condition(text: str, line: int, beside: int | None) -> int | None:
     """Line of the condition that holds at `line` and not at `beside`, another line of the same function."""
     tree = _tree(text)
+    if tree is None:
+        return None
+    ranks = _names_of_the_rank(text)
     found = None
-    for block, at in _path(tree, line) if tree is not None else ():
+    for block, at in _path(tree, line):
         statement = block[at]
         if isinstance(statement, _Function):
             found = None  # what holds where a function is defined says nothing of its calls
             continue
-        guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test))
+        guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test, ranks))
         for guard in guards:
             if beside is None or beside <= (guard.end_lineno or guard.lineno):
                 found = guard.lineno
-        if isinstance(statement, ast.If) and not statement.orelse and _asks_for_rank(statement.test):
+        if isinstance(statement, ast.If) and not statement.orelse and _asks_for_rank(statement.test, ranks):
             inside = beside is not None and statement.lineno <= beside <= (statement.end_lineno or beside)
             if not inside and line > statement.test.lineno:
                 found = statement.lineno
@@ -99,6 +102,29 @@ def _leaves(guard: ast.If) -> bool:
     return not guard.orelse and isinstance(guard.body[-1], (ast.Return, ast.Continue, ast.Raise, ast.Break))
 
 
-def _asks_for_rank(test: ast.expr) -> bool:
+def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
     names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)}
-    return any(w.lower() in _RANK_WORDS for name in names for w in _WORDS.findall(name))
+    return any(name in ranks or any(w.lower() in _RANK_WORDS for w in _WORDS.findall(name)) for name in names)
+
+
+@lru_cache(16)
+def _names_of_the_rank(text: str) -> frozenset[str]:
+    """Names that some line of a source gives the rank, or a comparison with it: `r = dist.get_rank()`, `first = rank == 0`."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(text) or ast.Module([], [])):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        for name, given in pairs:
+            name = getattr(name, "attr", None) or getattr(name, "id", "")
+            asked = isinstance(given, ast.Compare) and _asks_for_rank(given)
+            if isinstance(given, ast.Call):
+                asked = _asks_for_rank(given.func) or any(
+                    isinstance(n, ast.Constant) and n.value in ("RANK", "LOCAL_RANK") for n in ast.walk(given)
+                )
+            if asked and name:
+                found.add(name)
+    return frozenset(found)

@@ -86,6 +86,28 @@ def test_other_conditions_tell_nothing(condition: str) -> None:
     assert found(source, [("A", "<module>")], [("B", "<module>")]) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("r = dist.get_rank()", True),
+        ("r = int(os.environ['RANK'])", True),
+        ("w, r = dist.get_world_size(), dist.get_rank()", True),
+        ("r = args.local_rank == 0", True),
+        ("r = DDP(net, device_ids=[rank])", False),
+        ("r = dist.get_world_size()", False),
+        ("r, w = pair(rank)", False),
+    ],
+)
+def test_a_name_of_ones_own_for_the_rank(given: str, asked: bool) -> None:
+    source = f"""
+    {given}
+    if step == 60 and not r:
+        evaluate()  # A
+    train()  # B
+    """
+    assert (found(source, [("A", "<module>")], [("B", "<module>")]) is not None) is asked
+
+
 def test_a_branch_that_has_another_beside_it_is_no_extra_call() -> None:
     source = """
     def share(rank):
