@@ -31,6 +31,7 @@ UNUSED_TEXTS = 16
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 # Parameters per step that are asked whether they have a gradient, while a model is new and later: of more, more rarely.
 LOOKED_AT, LOOKED_AT_LATER, NEW_LOOKS = 64, 2, 128
+LATER_STEPS = 8  # at least, between two looks later
 _FLOAT32, _PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
@@ -249,7 +250,7 @@ class Checks:
         slot = m.slot
         slot.unused_checks = looks = slot.unused_checks + 1
         each = 1 if looks < 4 else len(named) // (LOOKED_AT if looks < NEW_LOOKS else LOOKED_AT_LATER)
-        m.next_check = step + max(1, each)
+        m.next_check = step + max(1 if looks < NEW_LOOKS else LATER_STEPS, each)
         for _, p in named:  # mostly there is nothing to find
             if p.grad is None:
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]
