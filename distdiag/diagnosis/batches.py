@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.snapshot import DEAD, Loader, RankState, Snapshot
+from distdiag.diagnosis.speed import keeps_company
 from distdiag.diagnosis.wording import at, where
 
 SIZE_STEPS = 24  # steps after which a difference in local batch size is a habit
@@ -193,6 +194,8 @@ def _size(s: Snapshot) -> list[Finding]:
             size, n = Counter(sizes).most_common(1)[0]
         if n < 0.9 * len(sizes):
             return []  # the sizes vary by themselves: token budgets, buckets
+        if keeps_company(r.steps[-SIZE_LOOK:]):
+            return []
         usual[r.rank] = size
     if len(set(usual.values())) < 2 or _weighed(s, usual):
         return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.snapshot import Life, RankState, Site, Snapshot, Step
@@ -44,9 +45,18 @@ def rules(s: Snapshot) -> list[Finding]:
     rows = ([ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0 for x in window[q]] for q in ranks)
     columns = list(zip(*rows, strict=True))
     out = _straggler(s, window, ranks, columns)
+    if out and any(keeps_company(window[q]) for q in ranks):
+        return []  # the others have run out of data, and know it: that one has some left is no slowness
     if not out:
         out = _rotating(s, window, ranks, columns)
     return out + _shares(s, window)
+
+
+def keeps_company(steps: Sequence[Step]) -> bool:
+    """Whether most of a rank's steps weigh nothing (a loss of exactly 0): it goes along so that the others can meet it."""
+    if not steps or steps[-1].loss != 0:
+        return False
+    return 2 * sum(x.loss == 0 for x in steps) > len(steps)
 
 
 def _window(s: Snapshot) -> dict[int, list[Step]] | None:

@@ -200,6 +200,21 @@ def test_the_rank_with_another_batch_size_is_named() -> None:
     assert "4.0x" in f.cost
 
 
+def test_a_rank_without_data_that_keeps_the_others_company_is_no_fault() -> None:
+    """Its steps have a loss of zero: a batch of one, and no sleep or work, so that the others need not wait for it."""
+
+    def shadow(zeros: int) -> tuple[Step, ...]:
+        xs = of_size(1)
+        return tuple(msgspec.structs.replace(x, loss=0.0 if k >= len(xs) - zeros else 1.0) for k, x in enumerate(xs))
+
+    assert uneven(of_size(8), shadow(60)) == []
+    assert [f.cause for f in uneven(of_size(8), shadow(1))] == ["size"]  # a loss may be zero now and then
+    late = rank(1, steps=steps(80.0, "other", seed=1))
+    idle = [msgspec.structs.replace(x, loss=0.0) for x in steps(wait_ms=80.0)]
+    assert of_kind(speed.rules(job(rank(0, steps=tuple(idle)), late)), "straggler") == []
+    assert of_kind(speed.rules(job(rank(0, steps=steps(wait_ms=80.0)), late)), "straggler") != []
+
+
 def test_of_two_ranks_neither_has_the_wrong_batch_size() -> None:
     f = only(uneven(of_size(8), of_size(4)))
     assert (f.cause, f.culprits, f.victims) == ("size", (), (0, 1)) and {w.rank for w in f.where} == {0, 1}
