@@ -208,6 +208,7 @@ class Monitor:
             if end is not None:
                 v.refresh(self.now_s)  # its last words, written after our last look
                 v.ending = end
+                self.cpu.forget(pid)
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
                 self.gatherer.of_death(v, self.now_s)
         if v.ending is None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from distdiag.diagnosis.snapshot import Call, Loader, Model, Sample, Site, Step
 from distdiag.monitor.processes import Ending
+from distdiag.rank_ranges import unfold_ranks
 from distdiag.recorder.layout import (
     ASYNC,
     CALLS,
@@ -27,13 +28,12 @@ from distdiag.recorder.layout import (
     Page,
     Phase,
     SampleKind,
-    unfold_ranks,
 )
 from distdiag.recorder.page import PageReader
 from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
-COMPUTES_NS = 500_000_000
+COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
 VISITS_KEPT, VISITED_SITES = 4, 256
 PLACE_SAMPLES = 400
 WARM_STEPS = 20

@@ -18,6 +18,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as dist
 
+from distdiag.rank_ranges import fold_ranks
 from distdiag.recorder import state
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.groups import Group, Groups
@@ -32,7 +33,6 @@ from distdiag.recorder.layout import (
     Blocked,
     LifeWord,
     PeerSlot,
-    fold_ranks,
     word,
 )
 from distdiag.recorder.state import guarded, now_ns
@@ -68,6 +68,7 @@ METHODS: dict[str, tuple[str, int]] = {
 _P2P = {"send", "recv", "recv_anysource"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _BLOCKING = {"monitored_barrier"}
+_COUNTED_APART = _P2P | _BLOCKING  # gloo's counter of collectives runs ahead in them
 _BARRIER = -3  # stands for the peer in the count of monitored barriers, which must go on as long as the job
 
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
@@ -143,12 +144,10 @@ class Collectives(Groups):
             self.page.u64[_STEP],
         )  # fmt: skip
         self._count_site(site, op_text)
-        if method in _P2P:
+        if method in _COUNTED_APART:
             g.message_begins()
-        elif method in _BLOCKING:
-            g.message_begins()
-            if main:
-                self.block(_WAIT, number, site)
+        if method in _BLOCKING and main:
+            self.block(_WAIT, number, site)
         return number, g, main, site if asynchronous is False and main else 0
 
     def _op(self, op: str) -> int:
@@ -247,10 +246,9 @@ class Collectives(Groups):
     @guarded
     def issued(self, number: int, g: Group, main: bool, site: int, work: Any, method: str) -> None:
         """The call came back; the work may still be in flight."""
-        if method in _P2P:
+        if method in _COUNTED_APART:
             g.message_ends()
-        elif method in _BLOCKING:
-            g.message_ends()
+        if method in _BLOCKING:
             waited = self.unblock() if main else 0
             self.wait_ns += waited
             self.page.call_left(number, now_ns(), waited, failed=False)
@@ -261,7 +259,7 @@ class Collectives(Groups):
 
     @guarded
     def failed(self, number: int, g: Group, method: str, error: BaseException) -> None:
-        if method in _P2P or method in _BLOCKING:
+        if method in _COUNTED_APART:
             g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
         if self.page.u32[_BLOCKED] == _WAIT:

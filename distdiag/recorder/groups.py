@@ -15,8 +15,9 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as dist
 
+from distdiag.rank_ranges import fold_ranks
 from distdiag.recorder import state
-from distdiag.recorder.layout import GROUPS, GroupSlot, fold_ranks
+from distdiag.recorder.layout import GROUPS, GroupSlot
 from distdiag.recorder.state import guarded
 
 OFFSETS_KEPT = 16  # the flight recorder's newest numbers are few collectives old

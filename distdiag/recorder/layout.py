@@ -309,26 +309,3 @@ ASYNC, ROOTED, P2P, FAILED_CALL, OTHER_THREAD = 1, 2, 4, 8, 16
 
 def page_path(pages: Path, rank: int) -> Path:
     return pages / f"rank_{rank:05d}.page"
-
-
-def fold_ranks(ranks: list[int]) -> str:
-    """`[0, 1, 2, 3, 8]` as `0-3,8`: a group of a thousand ranks is a short string."""
-    out: list[str] = []
-    i = 0
-    rs = sorted(ranks)
-    while i < len(rs):
-        j = i
-        while j + 1 < len(rs) and rs[j + 1] == rs[j] + 1:
-            j += 1
-        out.append(str(rs[i]) if i == j else f"{rs[i]}-{rs[j]}")
-        i = j + 1
-    return ",".join(out)
-
-
-def unfold_ranks(text: str) -> tuple[int, ...]:
-    """Inverse of `fold_ranks`."""
-    out: list[int] = []
-    for part in filter(None, text.split(",")):
-        lo, _, hi = part.partition("-")
-        out.extend(range(int(lo), int(hi or lo) + 1))
-    return tuple(out)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from distdiag.diagnosis.findings import Finding, Report
+from distdiag.rank_ranges import unfold_ranks
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.frames import Frame, RankRow, unpack_table
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, inode, locate, rows, unreadable
@@ -33,7 +34,6 @@ from distdiag.store.rows import (
     ScalarRow,
     StepRow,
     StepTotal,
-    unfold_ranks,
 )
 
 if TYPE_CHECKING:

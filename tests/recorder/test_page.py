@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.recorder.layout import CALLS, FAILED_CALL, HEAP_BYTES, MAGIC, fold_ranks, page_path, unfold_ranks
+from distdiag.rank_ranges import fold_ranks, unfold_ranks
+from distdiag.recorder.layout import CALLS, FAILED_CALL, HEAP_BYTES, MAGIC, page_path
 from distdiag.recorder.page import PageError, PageReader, PageWriter
 
 
