@@ -158,6 +158,18 @@ def test_gloo_lists_no_members(tmp_path: Path) -> None:
     assert culprits(tmp_path) == {3}
 
 
+def test_gloo_counts_messages_along_in_its_status(tmp_path: Path) -> None:
+    """A group of messages only leaves no entries there, and its members need not have sent equally many."""
+    job = Job(3, {"1": ("undefined", (0, 1, 2))}, backend="gloo")
+    job.collective()
+    for r, messages in enumerate((12, 8, 4)):
+        dump = job.dump(r)
+        dump["pg_config"] = {str(n): {"name": str(n), "desc": "", "ranks": "[0, 1, 2]"} for n in range(2)}
+        dump["pg_status"]["1"] = {"last_enqueued_collective": messages, "last_completed_collective": messages - (r == 0)}
+        (tmp_path / f"rank{r}.json").write_bytes(as_json(dump))
+    assert culprits(tmp_path) == set()
+
+
 def test_after_a_split_one_name_stands_for_several_groups(tmp_path: Path) -> None:
     job = Job(4)
     for r in range(4):
