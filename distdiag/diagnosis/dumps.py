@@ -12,6 +12,7 @@ from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, St
 from distdiag.diagnosis.graph import Wait, build
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, verb
 from distdiag.diagnosis.snapshot import Snapshot
+from distdiag.diagnosis.wording import NO_PROGRESS
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
@@ -19,7 +20,6 @@ YOUNG_S = 0.5  # a rank that others had waited for less than this when its dump 
 REAL_TIME_S = 0.1  # recordings that took less were not made by a job
 APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
-_COST = "the job makes no progress"
 
 
 def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
@@ -153,7 +153,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         where=_where(snapshot, culprits, blame),
         waiting=_where(snapshot, blame.victims, blame),
         message=message,
-        cost="none known: the job was running when the dumps were taken" if young else _COST,
+        cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,
         advice=advice,
         evidence=evidence,
     )
@@ -208,7 +208,7 @@ def _without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: l
                 where=tuple(Where(r) for r in blamed),
                 waiting=_where(snapshot, waiting, blame),
                 message=f"{rank_list(blamed)} left no dump: dead, or stuck outside torch{tail}",
-                cost=_COST if waiting else "what these ranks did is not known",
+                cost=NO_PROGRESS if waiting else "what these ranks did is not known",
                 advice=f"see how the {verb(blamed, 'process', 'processes')} of {rank_list(blamed)} ended: exit code, "
                 "`dmesg -T` for oom-kill or Xid, the launcher's log",
             )
@@ -279,7 +279,7 @@ def _in_flight(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         message=f"{what} ran into its timeout with no rank missing: a link or a device between these ranks stopped"
         if given_up
         else f"{what} was in flight with no rank missing: a running job, or a link or device that stopped",
-        cost=_COST if given_up else "none known",
+        cost=NO_PROGRESS if given_up else "none known",
         advice="check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, `distdiag probe pairs`"
         if given_up
         else "take a second set of dumps: if the numbers have not moved, check the network between these ranks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.snapshot import GpuState, Life, Snapshot
-from distdiag.diagnosis.wording import seconds
+from distdiag.diagnosis.wording import NO_PROGRESS, seconds
 
 # The driver's error numbers, by what they say of the card: NVIDIA's list of Xid errors.
 XIDS = {
@@ -61,7 +61,7 @@ def rules(s: Snapshot) -> list[Finding]:
         if busy and len(busy) >= len(s.ranks):
             out.append(_finding("busy_without_progress", tuple(g.rank for g in busy if g.rank is not None), Severity.WARNING,
                             f"GPUs show over 95 % use, but no rank made a step for {seconds(still_s)}: kernels spin in a collective",
-                            "the job makes no progress", "`distdiag dump` shows where every rank stands"))  # fmt: skip
+                            NO_PROGRESS, "`distdiag dump` shows where every rank stands"))  # fmt: skip
     return out
 
 

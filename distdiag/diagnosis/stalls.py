@@ -5,7 +5,7 @@ from __future__ import annotations
 from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list, size_text
 from distdiag.diagnosis.graph import WaitGraph
 from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.wording import at, op_text, seconds, where, where_stack
+from distdiag.diagnosis.wording import NO_PROGRESS, at, op_text, seconds, where, where_stack
 
 # How long a rank may keep the others waiting before that is worth a word, by what it is seen to do. A person asked at a
 # terminal will not answer; a checkpoint to a slow disk takes its time.
@@ -140,7 +140,7 @@ def lock_cycles(s: Snapshot, graph: WaitGraph) -> list[Finding]:
                 step=r.step,
                 message=f"rank {q} waits{at(r.place)} for a file lock that {rank_list(holders)} holds, and "
                 f"{rank_list(holders)} waits for rank {q} in {op_text(call)}{at(s.ranks[holders[0]].place)}",
-                cost="the job makes no progress",
+                cost=NO_PROGRESS,
                 advice="release the lock before the collective: no lock may be held across one",
             )
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from distdiag.diagnosis.findings import Where
 from distdiag.diagnosis.snapshot import Call, RankState, Site
 
+NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
+
 
 def place_text(site: Site | None) -> str:
     """`train.py:88 in evaluate`; empty where the place is not known."""
