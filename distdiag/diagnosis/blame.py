@@ -42,17 +42,12 @@ Verdict = tuple[tuple[int, ...], Reason]
 NOBODY: Verdict = ((), Reason.NONE)
 
 
-def site_key(site: Site | None) -> str | None:
-    """`file:line`, as `RankState.sites` is keyed."""
-    return None if site is None else f"{site.file}:{site.line}"
-
-
 def standing(st: RankState | None, call: Call | None) -> str | None:
     """Where a rank stands with its call; the main thread's own place where the call has none."""
     site = call.site if call is not None else None
     if site is None and st is not None and st.blocked is call:
         site = st.place
-    return site_key(site)
+    return site.key if site is not None else None
 
 
 def _past(st: RankState, here: str | None) -> set[str]:

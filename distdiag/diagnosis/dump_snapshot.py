@@ -341,6 +341,5 @@ class _Builder:
                 for e in f.entries:
                     site = user_site(e.get("frames"))
                     if site is not None:
-                        key = f"{site.file}:{site.line}"
-                        mine[key] = mine.get(key, 0) + 1
+                        mine[site.key] = mine.get(site.key, 0) + 1
         return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal as signals
 
-from distdiag.diagnosis.blame import Rhythm, out_of_rhythm, site_key
+from distdiag.diagnosis.blame import Rhythm, out_of_rhythm
 from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.wording import at, op_text, place_text, seconds, where, where_stack
@@ -198,7 +198,7 @@ def _aborted(s: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Fi
     by_site: dict[str, list[int]] = {}
     for r in dead:
         if r.place is not None:
-            by_site.setdefault(f"{r.place.file}:{r.place.line}", []).append(r.rank)
+            by_site.setdefault(r.place.key, []).append(r.rank)
     if len(by_site) < 2:
         return None
     most = max(len(v) for v in by_site.values())
@@ -240,7 +240,13 @@ def _rhythm(s: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:
     here = {q: site for site, members in by_site.items() for q in members}
     for q in here:
         call = s.ranks[q].calls[-1] if s.ranks[q].calls else None
-        if call is not None and call.completed_s is None and call.seq is not None and site_key(call.site) == here[q]:
+        if (
+            call is not None
+            and call.completed_s is None
+            and call.seq is not None
+            and call.site
+            and call.site.key == here[q]
+        ):
             return out_of_rhythm(s.ranks, (call.group, call.seq), here, *by_site.values())
     return None
 

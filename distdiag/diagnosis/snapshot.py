@@ -36,6 +36,11 @@ class Site(msgspec.Struct, frozen=True):
     line: int
     function: str = ""
 
+    @property
+    def key(self) -> str:
+        """`file:line`: what places are compared and counted by."""
+        return f"{self.file}:{self.line}"
+
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One collective or point-to-point operation as one rank issued it."""

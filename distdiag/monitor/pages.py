@@ -180,7 +180,7 @@ class PageView:
             self.calls.append(call)
             self.new_calls.append(call)
             if rec.group != NO_GROUP and call.seq is not None and call.site is not None:
-                self._visited(call.group, f"{call.site.file}:{call.site.line}", call.seq)
+                self._visited(call.group, call.site.key, call.seq)
             if rec.left_ns:
                 self.closed_calls.append((call, rec.wait_ns / 1e9))
             else:
@@ -377,8 +377,7 @@ class PageView:
             slot = page.sites[i]
             site = self.site(slot.site)
             if site is not None:
-                key = f"{site.file}:{site.line}"
-                out[key] = out.get(key, 0) + slot.count
+                out[site.key] = out.get(site.key, 0) + slot.count
         return out
 
     def _loaders(self, page: Page) -> tuple[Loader, ...]:
