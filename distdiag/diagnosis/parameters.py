@@ -289,6 +289,7 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
         return []
     first_step = min(x.step for _, x in found)
     at_first = [(q, x) for q, x in found if x.step == first_step]
+    alone = all(x.alone for _, x in found)
     losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
     cause = "loss" if losses else "gradient"
     chosen = losses or [(q, x) for q, x in at_first if x.kind == "nonfinite_local_gradient"] or at_first
@@ -305,7 +306,7 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
             kind="nonfinite",
             cause=cause,
             certainty=Certainty.PROVED,
-            severity=Severity.ERROR,
+            severity=Severity.INFO if alone else Severity.ERROR,  # a trial of its own: it may be meant to fail
             # everywhere at once: it came through a collective of forward, or from what all have in common
             culprits=() if everywhere and s.world_size > 1 else ranks,
             victims=tuple(sorted(r.rank for r in alive if r.rank not in ranks or everywhere)),
@@ -316,8 +317,11 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
             message=f"{what} on {'all ranks' if everywhere else rank_list(ranks) + ' first'}, step {first_step}"
             + (f"; {rank_list(others)} followed" if others and not everywhere else "")
             + (f" ({name})" if name else "")
-            + at(x.site),
-            cost="averaging carries it to every rank; what is trained from here on is lost",
+            + at(x.site)
+            + (": it had trained by itself so far, nothing is averaged with others" if alone else ""),
+            cost="what that rank trains from here on is lost"
+            if alone
+            else "averaging carries it to every rank; what is trained from here on is lost",
             advice=(
                 f"look at the batches of step {first_step}, what collectives carry in forward, and the learning rate"
                 if everywhere

@@ -128,6 +128,7 @@ class Sample(msgspec.Struct, frozen=True):
     name: str = ""
     site: Site | None = None
     t_s: float | None = None
+    alone: bool = False  # until then the rank had trained by itself: no DDP, no numbers exchanged with others
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

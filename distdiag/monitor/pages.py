@@ -72,6 +72,7 @@ class PageView:
     place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
     _visits: dict[str, dict[str, deque[int]]] = field(default_factory=dict)  # by group and site
     _newest_at: dict[tuple[str, str], int] = field(default_factory=dict)  # by group and site: the newest number
+    _shares: bool = False  # it has exchanged numbers with others while it trained
     group_calls: dict[str, int] = field(default_factory=dict)
     group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     still_since_s: float | None = None
@@ -147,9 +148,11 @@ class PageView:
             rec = page.samples[self._samples_read % SAMPLES]
             self._samples_read += 1
             kind = SampleKind(rec.kind).name.lower() if rec.kind in list(SampleKind) else "?"
-            self.samples.append(
-                Sample(kind, rec.step, rec.value, rec.key, self.text(rec.name), self.site(rec.site), self.s(rec.t_ns))
-            )
+            if rec.kind in (SampleKind.REDUCED, SampleKind.AVERAGED) and rec.value:
+                self._shares = True
+            at, t_s = self.site(rec.site), self.s(rec.t_ns)
+            alone = h.world_size > 1 and not h.n_models and not self._shares
+            self.samples.append(Sample(kind, rec.step, rec.value, rec.key, self.text(rec.name), at, t_s, alone))
         mark = (h.n_calls, h.n_steps, h.step, h.blocked, h.blocked_at, h.micro_steps, h.phase, h.phase_since_ns)
         mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
         mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
@@ -177,6 +180,7 @@ class PageView:
             if rec.number != self._calls_read:
                 continue
             call = self._call(page, rec)
+            self._shares = self._shares or (rec.step > 0 and rec.elements > 1 and "float" in (call.dtype or ""))
             self.calls.append(call)
             self.new_calls.append(call)
             if rec.group != NO_GROUP and call.seq is not None and call.site is not None:

@@ -165,7 +165,10 @@ def test_gloo_counts_messages_along_in_its_status(tmp_path: Path) -> None:
     for r, messages in enumerate((12, 8, 4)):
         dump = job.dump(r)
         dump["pg_config"] = {str(n): {"name": str(n), "desc": "", "ranks": "[0, 1, 2]"} for n in range(2)}
-        dump["pg_status"]["1"] = {"last_enqueued_collective": messages, "last_completed_collective": messages - (r == 0)}
+        dump["pg_status"]["1"] = {
+            "last_enqueued_collective": messages,
+            "last_completed_collective": messages - (r == 0),
+        }
         (tmp_path / f"rank{r}.json").write_bytes(as_json(dump))
     assert culprits(tmp_path) == set()
 

@@ -366,6 +366,16 @@ def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
     assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or too high a rate: nobody was first
 
 
+def test_a_trial_of_a_ranks_own_may_fail() -> None:
+    """It is an error as soon as others have it, too: then what they train is one thing after all."""
+    mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
+    f = only([f for f in parameters.rules(job(rank(0), mine)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("info", (1,)) and "by itself" in f.message
+    other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
+    f = only([f for f in parameters.rules(job(other, mine)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("error", (1,))
+
+
 # -- speed -------------------------------------------------------------------------------------------------
 
 
