@@ -13,6 +13,9 @@ MIB = 1 << 20
 GROWTH_BYTES = 192 * MIB
 GROWTH = ((10, 10.0, 0.25), (7, 6.0, 0.5))  # samples, seconds and share: what grows by half needs less of a look
 DEVICE_GROWTH = ((30, 30.0, 0.25),)  # torch reserves in leaps until it has seen every shape
+LOOKED_AT_S, POINTS = 60.0, 60  # of the memory's course
+# What grows may be a cache or a replay buffer that fills up: the longer until memory is used up, the longer it is watched.
+PATIENCE, PATIENCE_S = 0.02, 500.0  # share of that time; at most
 HEADROOM = 0.95
 IMBALANCE_BYTES = 512 * MIB
 IMBALANCE_SHARE_OF_OTHERS, IMBALANCE_SHARE_OF_HOST = 0.6, 0.02  # of host memory: less brings no job to its end
@@ -37,16 +40,21 @@ def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
 
 
 def _growing(
-    r: RankState, memory: tuple[tuple[float, int], ...], bounds: tuple[tuple[int, float, float], ...] = GROWTH
+    r: RankState,
+    memory: tuple[tuple[float, int], ...],
+    bounds: tuple[tuple[int, float, float], ...] = GROWTH,
+    patience_s: float = 0.0,
 ) -> float | None:
     """Bytes per second of growth that goes on, in both halves alike, while the rank trains; None otherwise."""
-    if r.life != Life.RUNNING or r.warm_since_s is None:
+    if r.life != Life.RUNNING or r.warm_since_s is None or not memory:
         return None
-    points = [p for p in memory if p[0] >= r.warm_since_s + 2.0][-60:]
+    since_s = max(r.warm_since_s + 2.0, memory[-1][0] - max(LOOKED_AT_S, patience_s + 2.0))
+    points = [p for p in memory if p[0] >= since_s]
+    points = points[:: -max(1, len(points) // POINTS)][::-1]
     if len(points) < 2:
         return None
     span_s, grown = points[-1][0] - points[0][0], points[-1][1] - points[0][1]
-    if not any(
+    if span_s < patience_s or not any(
         len(points) >= n and span_s >= s and grown >= max(GROWTH_BYTES, share * points[0][1]) for n, s, share in bounds
     ):
         return None
@@ -62,6 +70,10 @@ def _growth(s: Snapshot) -> list[Finding]:
     host = {r.rank: rate for r in s.ranks.values() if (rate := _growing(r, r.memory)) is not None}
     if host:
         left_s = s.host_available_bytes / sum(host.values()) if s.host_available_bytes else None
+        patience_s = min(PATIENCE * (left_s or 0.0), PATIENCE_S)
+        watched = {q: _growing(s.ranks[q], s.ranks[q].memory, patience_s=patience_s) for q in host}
+        host = {q: rate for q, rate in watched.items() if rate is not None}
+    if host:
         now = {q: s.ranks[q].memory[-1][1] for q in host}
         return [_grows(s, "host", host, now, left_s, "the job is killed when the host's memory is used up")]
     device = {

@@ -537,9 +537,16 @@ def test_growth_of_a_device_and_when_it_will_be_full() -> None:
 
 
 def test_growth_of_a_host_says_how_long_it_has() -> None:
-    points = tuple((float(t), int(4e8 + 10e6 * t)) for t in range(60))
-    s = job(*(rank(q, memory=points, warm_since_s=5.0) for q in range(2)), host_available_bytes=int(144e9))
-    assert "full in 2 hours at this rate" in only(resources.rules(s)).message  # two ranks, 10 MB/s each
+    """It is watched the longer, the more time there is: a replay buffer grows, too, until it is full."""
+
+    def grows(per_s: float, seconds: int) -> list[Finding]:
+        points = tuple((float(t), int(4e8 + per_s * t)) for t in range(seconds))
+        ranks = [rank(q, memory=points, warm_since_s=5.0) for q in range(2)]
+        return resources.rules(job(*ranks, host_available_bytes=int(144e9)))
+
+    assert "full in 2 hours at this rate" in only(grows(10e6, 160)).message  # two ranks, 10 MB/s each
+    assert grows(10e6, 100) == []
+    assert "full in 12 minutes" in only(grows(100e6, 30)).message and grows(100e6, 10) == []
 
 
 def test_imbalance_is_what_matters_on_this_host() -> None:
