@@ -226,12 +226,13 @@ def _size(s: Snapshot) -> list[Finding]:
 
 
 def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
-    """True where the losses stand to each other as the batches do: a sum over the samples, weighed on purpose."""
+    """True where the losses stand to each other rather as the batches do than as equals: sums over the samples, weighed on
+    purpose. Late in training losses scatter, and their ratio with them."""
     small, large = min(usual, key=lambda q: usual[q]), max(usual, key=lambda q: usual[q])
     losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None and x.loss > 0} for q in (small, large)]
     ratios = [math.log(losses[1][k] / losses[0][k]) for k in losses[0].keys() & losses[1].keys()]
     expected = math.log(usual[large] / usual[small])
-    return len(ratios) >= SIZE_STEPS and 0.67 < statistics.median(ratios) / expected < 1.5
+    return len(ratios) >= SIZE_STEPS and statistics.median(ratios) > 0.5 * expected
 
 
 # -- the same data -------------------------------------------------------------------------------------------

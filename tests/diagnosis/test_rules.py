@@ -446,6 +446,7 @@ def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them()
 
     assert only(found((8, 1.0), (20, 1.0))).severity == "warning"
     assert found((8, 0.6), (12, 0.9), (20, 1.5)) == []  # sums over samples, divided by what all ranks have
+    assert found((36, 0.02), (60, 0.05)) == []  # late in training, where losses scatter
     assert only(found((8, 1.5), (20, 0.6))).severity == "warning"  # the wrong way round
     assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # nothing is known of such losses
 
