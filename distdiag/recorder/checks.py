@@ -345,7 +345,8 @@ class Checks:
 
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
-        shapes = zlib.crc32(repr([len(tensors), *(tuple(t.shape) for t in chosen)]).encode())
+        synced = sum(m.slot.synced_backwards for m in self._models.values())
+        key = zlib.crc32(repr([len(tensors), *(tuple(t.shape) for t in chosen)]).encode()) | (synced & 0xFFFFFFFF) << 32
         buffers = kind is SampleKind.BUFFERS
         value = 0.0
         for i, t in enumerate(chosen):
@@ -354,7 +355,7 @@ class Checks:
                 break
             value += sum(map(abs, some) if buffers else some) * (1.0 + i / 16)
         else:
-            return self.sample(kind, step, value, key=shapes)
+            return self.sample(kind, step, value, key=key)
         with torch.no_grad():
             parts = []
             for i, t in enumerate(chosen):
@@ -365,8 +366,6 @@ class Checks:
                 return
             total = torch.stack(parts).sum()
         if total.device.type == "cpu":
-            self.sample(kind, step, float(total), key=shapes)
+            self.sample(kind, step, float(total), key=key)
         else:
-            self._when_copied(
-                total.reshape(1), lambda v, k=kind, s=step, x=shapes: self.sample(k, s, v[0].item(), key=x)
-            )
+            self._when_copied(total.reshape(1), lambda v, k=kind, s=step, x=key: self.sample(k, s, v[0].item(), key=x))

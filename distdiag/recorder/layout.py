@@ -263,7 +263,8 @@ class SampleRecord(Structure):
         ("kind", c_uint32),
         ("step", c_uint64),
         ("value", c_double),
-        ("key", c_uint64),  # what was sampled: equal keys are comparable between ranks
+        # of a checksum: what was sampled, in the low 32 bits, and after how many synchronised backward passes, above them
+        ("key", c_uint64),
         ("name", c_uint32),
         ("site", c_uint32),
         ("t_ns", c_uint64),

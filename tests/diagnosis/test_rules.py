@@ -317,12 +317,16 @@ def test_expected_unused_parameters_are_said_if_they_are_never_used(
 
 
 def drifting(
-    values: Callable[[int, int], float], reduced: float | None = None, averaged: float | None = None, **more: Any
+    values: Callable[[int, int], float],
+    reduced: float | None = None,
+    averaged: float | None = None,
+    synced: Callable[[int, int], int] = lambda q, k: 0,
+    **more: Any,
 ) -> list[Finding]:
     def samples(q: int) -> tuple[Sample, ...]:
         shares = () if reduced is None else tuple(Sample("reduced", k, reduced) for k in (2, 4, 8, 16))
         shares += () if averaged is None else (Sample("averaged", 8, averaged),)
-        return (*(Sample("parameters", k, values(q, k), key=5) for k in (2, 4, 8, 16)), *shares)
+        return (*(Sample("parameters", k, values(q, k), key=5 | synced(q, k) << 32) for k in (2, 4, 8, 16)), *shares)
 
     ranks = [rank(q, samples=samples(q), **more) for q in range(3)]
     return [f for f in parameters.rules(job(*ranks)) if f.kind == "replica_drift"]
@@ -339,6 +343,15 @@ def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() ->
 def test_replicas_averaged_now_and_then_may_differ_between() -> None:
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters
+
+
+def test_replicas_are_compared_at_the_same_point_of_the_job() -> None:
+    def differ(q: int, k: int) -> float:
+        return 1.0 + 0.1 * q * k
+
+    assert drifting(differ, synced=lambda q, k: k) and drifting(differ, synced=lambda q, k: k + (q == 1))
+    # each had trained something of its own before, for longer or shorter
+    assert drifting(differ, synced=lambda q, k: k + 10 * q) == []
 
 
 def test_models_without_averaging_may_differ() -> None:
