@@ -11,10 +11,14 @@ from distdiag.diagnosis import dump_files, matching
 from distdiag.diagnosis.dump_files import DumpFile
 from distdiag.diagnosis.snapshot import Call, Site
 
+_COALESCED = "nccl:coalesced"
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
     "complex128": 16,
 }  # fmt: skip
+
+
+_STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
 def backend_of(f: DumpFile) -> str:
@@ -40,6 +44,8 @@ class Scan:
     backend: str
     tails: dict[str, Tail] = field(default_factory=dict)  # by name of the group
     messages: list[dict[str, Any]] = field(default_factory=list)
+    # by (name of the group, p2p_seq_id): the entry that closes a batch and has the state of all its messages
+    batches: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
 
 
@@ -56,20 +62,37 @@ def _pass(f: DumpFile) -> Scan:
     out = Scan(f, backend_of(f))
     gloo = out.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
     tails, messages = out.tails, out.messages
+    over: set[tuple[str, int]] = set()  # coalesced collectives that have completed
+    unfinished: list[tuple[Tail, str, int]] = []
     for e in f.entries:
+        name = e["process_group"][0]
         if e["is_p2p"]:
-            messages.append(e)
+            if e["profiling_name"] == _COALESCED:
+                out.batches[name, e["p2p_seq_id"]] = e
+            else:
+                messages.append(e)
             continue
-        name, seq = e["process_group"][0], e["collective_seq_id"]
+        seq = e["collective_seq_id"]
         t = tails.get(name)
         if t is None:
             t = tails[name] = Tail(seq, None, e["process_group"][1])
         elif seq > t.newest:
             t.newest = seq
-        if e["state"] != "completed" and not (gloo and e["retired"]) and (t.head is None or seq < t.head):
+        if e["state"] != "completed" and not (gloo and e["retired"]):
+            unfinished.append((t, name, seq))
+        elif e["profiling_name"] == _COALESCED:
+            over.add((name, seq))
+    for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
+        if (t.head is None or seq < t.head) and (name, seq) not in over:
             t.head = seq
     out.timed = not gloo and any(ns(e, "time_discovered_started_ns") for e in f.entries[-200:])
     return out
+
+
+def of_batch(e: dict[str, Any], source: Scan) -> dict[str, Any]:
+    """A message with the state and times of the batch that it was issued in, if any: it has none of its own."""
+    batch = source.batches.get((e["process_group"][0], e["p2p_seq_id"]))
+    return e if batch is None else {**e, **{k: batch.get(k) for k in _STATE}}
 
 
 def ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.dump_entries import Scan, call_of
+from distdiag.diagnosis.dump_entries import Scan, call_of, of_batch
 from distdiag.diagnosis.snapshot import Call, Group
 
 
@@ -24,6 +24,7 @@ def match(
             if parsed is None:
                 continue
             direction, peer = parsed
+            e = of_batch(e, source)
             done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
             sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e, source))
     for key, by_pair in sent.items():

@@ -7,6 +7,7 @@ by p2p_seq_id where both ends number them alike, else by what is in flight on ei
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,11 @@ from msgspec.structs import replace
 from distdiag.diagnosis import dump_files, dump_messages, matching
 from distdiag.diagnosis.dump_entries import Scan, backend_of, call_of, ns, scan_file, user_site
 from distdiag.diagnosis.dump_files import DumpFile
+from distdiag.diagnosis.findings import rank_list
 from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
 
+GAPS_SEEN = 3  # as often a rank has paused for so long: it may do it again
+GAP_ENTRIES = 200  # of the newest
 SITES_UP_TO = 60_000  # entries whose call sites are all looked at; beyond that, only those of operations in flight
 
 
@@ -46,6 +50,11 @@ class LoadReport:
     modified_s: dict[int, float] = field(default_factory=dict)  # when each rank's file was written, on the run's clock
     newest_s: dict[int, float] = field(default_factory=dict)  # its newest entry
     oldest_s: dict[int, float] = field(default_factory=dict)
+    # by group: members whose own list of groups, which they have, does not name it: they never made it
+    without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    usual_gap_s: dict[int, float] = field(
+        default_factory=dict
+    )  # how long a rank now and then issued nothing, and went on
     timeout_s: float | None = None  # of the collectives; None where groups differ
 
 
@@ -73,6 +82,7 @@ def _load(paths: list[Path]) -> tuple[Snapshot, LoadReport]:
     age: dict[Path, int] = {}  # a dump without entries is as new as its neighbours
     for f in read:
         age[f.path.parent] = max(age.get(f.path.parent, 0), _newest_ns(f))
+    _drop_earlier_runs(by_rank, age, report)
     chosen = {r: _choose(r, files, age, report) for r, files in sorted(by_rank.items())}
     report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
     snapshot = _Builder(chosen, report).snapshot()
@@ -98,6 +108,36 @@ def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
 def _newest_ns(f: DumpFile) -> int:
     t = f.entries[-1].get("time_created_ns") if f.entries else None
     return t if isinstance(t, int) else 0
+
+
+def _gaps_s(f: DumpFile) -> list[float]:
+    """Times between one operation and the next of a file's newest."""
+    times = [t for e in f.entries[-GAP_ENTRIES:] if (t := ns(e)) is not None]
+    return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
+
+
+def _drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], report: LoadReport) -> None:
+    """Take out folders of a run that was over when that of newer dumps of the same ranks began: an attempt before.
+
+    A rank that left a dump in the older one only has left none of this run.
+    """
+    began: dict[Path, int] = {}
+    for files in by_rank.values():
+        for f in files:
+            t = ns(f.entries[0]) if f.entries else None
+            if t is not None:
+                began[f.path.parent] = min(began.get(f.path.parent, t), t)
+    folders = {r: {f.path.parent for f in files} for r, files in by_rank.items()}
+    over = {d for of_rank in folders.values() for d in of_rank if any(began.get(e, 0) > age[d] > 0 for e in of_rank)}
+    only_there = [r for r, of_rank in folders.items() if of_rank <= over]
+    for folder in sorted(over):
+        report.notes.append(f"{folder} is of an earlier run than the rest: not used")
+    if only_there:
+        report.notes.append(f"{rank_list(only_there)} left a dump of that run only")
+    for r in list(by_rank):
+        by_rank[r] = [f for f in by_rank[r] if f.path.parent not in over]
+        if not by_rank[r]:
+            del by_rank[r]
 
 
 def _choose(rank: int, files: list[DumpFile], age: dict[Path, int], report: LoadReport) -> list[DumpFile]:
@@ -214,6 +254,11 @@ class _Builder:
                 self.keys[(rank, backend, name)] = key
                 if key not in self.groups:
                     self.groups[key] = Group(name=key, ranks=ranks, description=desc, backend=backend)
+                    lists = {
+                        r for r in ranks for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)
+                    }
+                    if without := tuple(sorted(lists - by_rank.keys())):
+                        self.report.without_group[key] = without
 
     @staticmethod
     def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
@@ -277,6 +322,10 @@ class _Builder:
         limits = {f.entries[-1].get("timeout_ms") for files in self.chosen.values() for f in files if f.entries}
         if len(limits) == 1 and isinstance(limit := limits.pop(), int):
             self.report.timeout_s = limit / 1e3
+        for rank, files in self.chosen.items():
+            gaps = [g for f in files for g in _gaps_s(f)]
+            if len(gaps) >= GAPS_SEEN:
+                self.report.usual_gap_s[rank] = sorted(gaps)[-GAPS_SEEN]
         for rank, (low, high) in spans.items():
             self.report.oldest_s[rank] = (low - self.t0_ns) / 1e9
             self.report.newest_s[rank] = (high - self.t0_ns) / 1e9

@@ -31,6 +31,8 @@ class Blame:
         waited_for_since_s: Of each culprit, when the first of those who wait for it directly had begun to.
         behind: Culprits that have issued what the others wait in, but whose device has not begun it.
         in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
+        crossed: Operations of several groups that some devices have begun first and others would begin second; the
+            culprits are those that are alone with their order.
     """
 
     culprits: tuple[int, ...] = ()
@@ -40,9 +42,10 @@ class Blame:
     main: Wait | None = None
     idle: tuple[int, ...] = ()
     device: tuple[int, ...] = ()
-    waited_for_since_s: dict[int, float] = field(default_factory=dict)
+    waited_for_since_s: dict[int, float | None] = field(default_factory=dict)
     behind: tuple[int, ...] = ()
     in_flight: tuple[Wait, ...] = ()
+    crossed: tuple[Wait, ...] = ()
     oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
 
 
@@ -75,6 +78,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
     culprits: set[int] = set()
     silent: set[int] = set()
     in_flight: list[Wait] = []
+    crossed: list[Wait] = []
     for component in components(onward, lambda v: onward.get(v, ())):
         inside = set(component)
         if any(t not in inside for v in component for t in onward[v]):
@@ -82,14 +86,19 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         ends = {v for v in component if v >= 0}
         here = [waits[-v - 1] for v in component if v < 0]
         unknown = frozenset().union(*(unclear[id(w)] for w in here))
-        if ends & awaited:
-            culprits |= ends & awaited
+        order = _crossed(here, also)
+        if order is not None:
+            culprits |= order
+            crossed += [w for w in here if not w.missing]
         elif unknown:
             silent |= unknown
+        elif ends & awaited:
+            culprits |= ends & awaited
         else:
             in_flight += here
     culprits |= _device_stopped(snapshot, graph, stale) & awaited
-    culprits |= _lagging(snapshot, graph, culprits, stale)
+    lagging = _lagging(snapshot, graph, culprits, stale)
+    culprits |= lagging.keys()
     silent |= {q for w in oldest.values() for q in unclear[id(w)]}
     main = _main(oldest, lacking, culprits)
     victims = set(waiting) - culprits
@@ -102,9 +111,10 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         main=main,
         idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
         device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
-        waited_for_since_s=_since(waits, lacking, culprits),
+        waited_for_since_s={**lagging, **_since(waits, lacking, culprits)},
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
         in_flight=tuple(in_flight) if not culprits and not silent else (),
+        crossed=tuple(crossed),
         oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
     )
 
@@ -153,6 +163,19 @@ def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
     return frozenset(q for q, b in begun.items() if not b)
 
 
+def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> frozenset[int] | None:
+    """Ranks whose devices have begun another group's operation than those of most, each of which needs all of them.
+
+    None where that is not so; empty where neither order has more ranks than the other.
+    """
+    held = [(also[id(w)] - late, late) for w in waits if not w.p2p and (late := _not_begun(w, also[id(w)]))]
+    for i, (a, without_a) in enumerate(held):
+        for b, without_b in held[:i]:
+            if a & without_b and b & without_a:
+                return min(a, b, key=len) if len(a) != len(b) else frozenset()
+    return None
+
+
 def _done_somewhere(snapshot: Snapshot, w: Wait) -> bool:
     """True where a member has completed it, which it could not before everybody had issued it."""
     call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
@@ -168,13 +191,13 @@ def _age_key(w: Wait, rank: int) -> tuple[float, int]:
     return (at, w.seq)
 
 
-def _since(waits: list[Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> dict[int, float]:
-    out: dict[int, float] = {}
+def _since(waits: list[Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> dict[int, float | None]:
+    out: dict[int, float | None] = {}
     for w in waits:
         times = [t for r in w.ranks if r in w.calls and (t := w.calls[r].entered_s) is not None]
         if times:
             for q in lacking[id(w)] & culprits:
-                out[q] = min(out.get(q, times[0]), *times)
+                out[q] = min(t for t in (out.get(q), *times) if t is not None)
     return out
 
 
@@ -192,13 +215,15 @@ def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]
     return out
 
 
-def _lagging(snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tuple[int, ...]) -> set[int]:
-    """Ranks that stopped issuing earlier than their like, for no reason of their own.
+def _lagging(
+    snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tuple[int, ...]
+) -> dict[int, float | None]:
+    """Ranks that stopped issuing earlier than their like, for no reason of their own, and since when they have.
 
     Members of a group that wait for the same culprit in the same operation run on alike, until the host has to wait.
     One that has issued less than all the others, with nothing else in flight that they have not, stopped by itself.
     """
-    out: set[int] = set()
+    out: dict[int, float | None] = {}
     states = snapshot.ranks
     for key, group in snapshot.groups.items():
         here = [
@@ -219,7 +244,9 @@ def _lagging(snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tu
         for q in behind:
             mine = _kinds(snapshot, graph, q)
             if all(mine <= theirs for theirs in usual) and _never_ahead(states, q, ahead):
-                out.add(q)
+                next_one = states[q].enqueued[key] + 1
+                times = [c.entered_s for o in ahead for c in states[o].calls if c.group == key and c.seq == next_one]
+                out[q] = min((t for t in times if t is not None), default=None)
     return out
 
 

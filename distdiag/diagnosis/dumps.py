@@ -10,13 +10,15 @@ from distdiag.diagnosis.dump_snapshot import LoadReport, load
 from distdiag.diagnosis.dump_stalls import Blame
 from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
 from distdiag.diagnosis.graph import Wait, build
-from distdiag.diagnosis.incident_text import collective_ref, collective_text, verb
-from distdiag.diagnosis.snapshot import Snapshot
+from distdiag.diagnosis.incident_text import collective_ref, collective_text, group_label, verb
+from distdiag.diagnosis.snapshot import Call, Snapshot
 from distdiag.diagnosis.wording import NO_PROGRESS
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
-YOUNG_S = 0.5  # a rank that others had waited for less than this when its dump was written was merely on its way
+# A rank that others had waited for less than this when its dump was written was merely on its way; or for not much longer
+# than it has paused before, time and again.
+YOUNG_S, USUAL_FACTOR = 0.5, 2.0
 REAL_TIME_S = 0.1  # recordings that took less were not made by a job
 APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
@@ -38,7 +40,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     found: list[Finding] = list(conflicts)
     if not conflicts:
-        if blame.culprits or blame.extra:
+        if blame.culprits or blame.extra or blame.crossed:
             found.append(_stall(snapshot, loaded, blame))
         elif not _was_running(loaded):
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
@@ -122,11 +124,16 @@ def _was_running(loaded: LoadReport) -> bool:
 
 def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
     main = blame.main
-    call = next((main.calls[r] for r in main.ranks if r in main.calls), None) if main is not None else None
+    call = _any(main) if main is not None else None
     what = collective_text(snapshot, main, call) if main is not None else "a collective"
     ages = [_age_s(loaded, blame, r) for r in blame.waited_for_since_s]
-    young = bool(ages) and (_was_running(loaded) or all(a is not None and a < YOUNG_S for a in ages))
+    usual = [max(YOUNG_S, USUAL_FACTOR * loaded.usual_gap_s.get(r, 0.0)) for r in blame.waited_for_since_s]
+    young = bool(ages) and (
+        _was_running(loaded) or all(a is not None and a < u for a, u in zip(ages, usual, strict=True))
+    )
     culprits = blame.extra or blame.culprits
+    made_by, unmade = _half_made(snapshot, loaded, blame)
+    culprits = loaded.without_group[unmade] if unmade else culprits
     evidence = tuple(p for r in culprits[:8] for p in loaded.files.get(r, ()))
     if blame.extra:
         message = (
@@ -134,6 +141,21 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
             f"{len(blame.victims):,} ranks has entered; they have nothing in flight"
         )
         advice = f"look for a collective that only {rank_list(culprits)} {verb(culprits, 'calls', 'call')}"
+    elif unmade:
+        message = (
+            f"{rank_list(culprits)} never made group {group_label(snapshot, unmade)}, which {rank_list(made_by)} "
+            f"{verb(made_by, 'has', 'have')} made and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, "
+            "where the others wait"
+        )
+        advice = "call new_group on all ranks, in the same order, also on those that are not members of the group"
+    elif blame.crossed:
+        first, second = sorted(blame.crossed, key=lambda w: not _begun(w) & set(culprits))[:2]
+        texts = [
+            f"{rank_list(_begun(w))} {verb(_begun(w), 'is', 'are')} in {collective_text(snapshot, w, _any(w))}"
+            for w in (first, second)
+        ]
+        message = f"{' and '.join(texts)}: each waits for the other's ranks, which would come to it second"
+        advice = "use the groups in the same order on all ranks that share them"
     else:
         victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
             f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
@@ -143,12 +165,12 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         message = f"{rank_list(culprits)} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame)}"
         advice = _advice(blame)
     return Finding(
-        kind="deadlock" if blame.extra else "stall",
-        cause="missing_rank" if blame.extra else "unknown",
+        kind="deadlock" if blame.extra or blame.crossed or unmade else "stall",
+        cause="missing_rank" if blame.extra or unmade else "group_cycle" if blame.crossed else "unknown",
         certainty=Certainty.SUSPECTED,
         severity=Severity.INFO if young else Severity.ERROR,
         culprits=culprits,
-        victims=blame.victims,
+        victims=tuple(sorted({*blame.victims, *blame.culprits} - set(culprits))),
         collective=collective_ref(snapshot, main, call) if main is not None else None,
         where=_where(snapshot, culprits, blame),
         waiting=_where(snapshot, blame.victims, blame),
@@ -157,6 +179,27 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         advice=advice,
         evidence=evidence,
     )
+
+
+def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> tuple[tuple[int, ...], str]:
+    """Those who stopped may all wait for a group to be made that a member never made: (they, the group), or nothing.
+
+    A communicator is set up before its first operation is recorded, and its members wait for each other in that.
+    """
+    for name, without in loaded.without_group.items():
+        members = set(snapshot.groups[name].ranks) - set(without)
+        used = any(name in st.enqueued for st in snapshot.ranks.values())
+        if not used and blame.idle and set(blame.idle) == set(blame.culprits) <= members:
+            return blame.culprits, name
+    return (), ""
+
+
+def _any(w: Wait) -> Call | None:
+    return next((w.calls[r] for r in w.ranks if r in w.calls), None)
+
+
+def _begun(w: Wait) -> set[int]:
+    return {r for r, c in w.calls.items() if c.started}
 
 
 def _condition(blame: Blame) -> str:
@@ -192,7 +235,7 @@ def _without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: l
     if blamed:
         waiting = tuple(r for r in blame.victims if r not in blamed)
         main = blame.main
-        call = next((main.calls[r] for r in main.ranks if r in main.calls), None) if main is not None else None
+        call = _any(main) if main is not None else None
         tail = ""
         if blame.victims and main is not None:
             tail = f"; {len(waiting):,} {verb(waiting, 'rank waits', 'ranks wait')}, in {collective_text(snapshot, main, call)}"
@@ -266,7 +309,7 @@ def _timed_out(loaded: LoadReport, w: Wait) -> bool:
 def _in_flight(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
     given_up = [w for w in blame.in_flight if _timed_out(loaded, w)]
     w = (given_up or blame.in_flight)[0]
-    call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
+    call = _any(w)
     ranks = tuple(sorted({r for x in blame.in_flight for r in x.ranks}))
     what = collective_text(snapshot, w, call)
     return Finding(

@@ -96,7 +96,7 @@ def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int,
         return (None, None, None, None)
     coalesced = "coalesced" in bare
     root = rooted if family in _ROOTED else None
-    dtype = dtype_name(dtype) if family in _SAME_DTYPE and not coalesced else None
+    dtype = dtype_name(dtype) if family in _SAME_DTYPE else None  # of several tensors, that of the first
     if dtype is not None and dtype.startswith("complex"):
         dtype = None  # recorded as real of twice the size by some backends
     size = math.prod(shape) if shape is not None and family in (*_SAME_SIZE, "all_gather") and not coalesced else None

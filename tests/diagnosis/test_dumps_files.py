@@ -102,7 +102,7 @@ def test_of_two_attempts_the_newer_counts(tmp_path: Path) -> None:
     write(tmp_path / "attempt1", new)
     report = diagnose_dumps(tmp_path)
     assert {r for f in report.findings for r in f.culprits} == {1}
-    assert any("several dumps" in n for n in report.notes)
+    assert any("of an earlier run" in n for n in report.notes)
 
 
 def test_two_recorders_of_one_rank(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""Dumps of devices that have begun things in another order, of batches, of ranks a moment late, of groups half made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distdiag.diagnosis.dumps import diagnose_dumps
+from distdiag.diagnosis.findings import Report
+from tests.diagnosis.recordings import Job, as_json, write
+from tests.diagnosis.test_dumps import only, quiet, said, trained
+
+SECOND_NS = 1_000_000_000
+
+
+def begin(job: Job, rank: int) -> None:
+    """The newest operation of a rank is on its device."""
+    e = job.ranks[rank].entries[-1]
+    e.update(state="started", time_discovered_started_ns=e["time_created_ns"] + 1000)
+
+
+def diagnose(folder: Path, job: Job, after_s: float = 600.0) -> Report:
+    """The verdict on dumps that were all written so long after the newest entry."""
+    write(folder, job)
+    newest = max(e["time_created_ns"] for ring in job.ranks for e in ring.entries)
+    for p in folder.iterdir():
+        t = newest + int(after_s * SECOND_NS)
+        os.utime(p, ns=(t, t))
+    return diagnose_dumps(folder)
+
+
+def test_devices_that_began_two_groups_in_another_order(tmp_path: Path) -> None:
+    job = trained(Job(4, {"1": ("fsdp", (0, 1, 2, 3))}))
+    for r in range(4):
+        first, second = ("1", "0") if r == 2 else ("0", "1")
+        job.issue(r, "all_reduce", first, False)
+        begin(job, r)
+        job.issue(r, "all_reduce", second, False)
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
+    assert "rank 2 is in all_reduce #21 (fsdp" in f.message and "same order" in f.advice
+
+
+def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait for rank 2, which waits for rank 3: nobody of them has begun what another has not, both ways."""
+    job = trained(Job(4, {"1": ("tp", (2, 3))}))
+    job.collective(group="1", ranks=(2,))
+    begin(job, 2)
+    job.collective(ranks=(0, 1))
+    for r in (0, 1):
+        begin(job, r)
+    assert only(diagnose(tmp_path, job)).culprits == (3,)
+
+
+def batch(job: Job, rank: int, group: str, done: bool, *messages: str) -> None:
+    """`batch_isend_irecv`: its messages stay as they were issued, the entry that closes it has their state."""
+    ring = job.ranks[rank]
+    number = ring.p2p.get(group, 0) + 1
+    for op in (*messages, "coalesced"):
+        job.issue(rank, op, group, done and op == "coalesced")
+        ring.p2p[group] = number
+        ring.entries[-1].update(is_p2p=True, p2p_seq_id=number)
+    ring.seq[group] -= 1  # `issue` took the last for a collective
+    ring.entries[-1]["collective_seq_id"] = ring.seq[group]
+
+
+def test_messages_of_a_batch_are_over_with_it(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for _ in range(3):
+        for r in range(3):
+            batch(job, r, "0", True, f"send {r}->{(r + 1) % 3}", f"recv {r}<-{(r - 1) % 3}")
+        job.now_ns += SECOND_NS // 100
+    assert diagnose(tmp_path / "over", job).findings == ()
+    job.collective(ranks=(0, 2))
+    assert only(diagnose(tmp_path / "hung", job)).culprits == (1,)
+
+
+def test_parts_of_a_coalesced_collective_are_over_with_it(tmp_path: Path) -> None:
+    job = trained(Job(2))
+    for r in range(2):
+        for op in ("_all_gather_base", "_all_gather_base", "coalesced"):
+            job.issue(r, op, "0", op == "coalesced")
+            job.ranks[r].seq["0"] = 21
+            job.ranks[r].entries[-1]["collective_seq_id"] = 21
+    assert diagnose(tmp_path, job).findings == ()
+
+
+def test_types_of_coalesced_tensors_differ(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, "allreduce_coalesced", "0", False, dtype="Float" if r == 1 else "BFloat16")
+    assert said(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
+
+
+def test_a_rank_that_has_issued_one_less_is_late_only_after_a_while(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(done=())  # in flight everywhere, and the next one not yet issued on rank 1
+    job.collective(ranks=(0, 2, 3), done=())
+    assert quiet(diagnose(tmp_path / "young", job, after_s=0.1))
+    assert only(diagnose(tmp_path / "old", job)).culprits == (1,)
+
+
+def test_a_rank_that_is_often_late_comes(tmp_path: Path) -> None:
+    job = Job(4)
+    for _ in range(10):
+        job.collective()
+        job.now_ns += 2 * SECOND_NS  # every step takes that long
+    job.collective(ranks=(0, 1, 3))
+    assert quiet(diagnose(tmp_path / "young", job, after_s=1.0))
+    assert only(diagnose(tmp_path / "old", job, after_s=10.0)).culprits == (2,)
+
+
+def test_a_group_that_one_member_never_made(tmp_path: Path) -> None:
+    """The others wait for it where no operation is recorded yet, and so are the ones that seem to be missing."""
+    job = trained(Job(4))
+    job.groups["1"] = ("eval", (1, 2, 3))
+    job.collective(ranks=(0, 2))
+    for r in range(4):
+        dump = job.dump(r)
+        if r == 2:
+            del dump["pg_config"]["1"]
+        (tmp_path / f"rank{r}.json").write_bytes(as_json(dump))
+    f = only(diagnose_dumps(tmp_path))
+    assert said(f) == ("deadlock", "missing_rank", (2,)) and "never made group eval" in f.message
+
+
+def test_a_rank_that_left_a_dump_of_the_attempt_before_only(tmp_path: Path) -> None:
+    old, new = trained(Job(4)), trained(Job(4))
+    old.collective(ranks=(0, 1, 2))
+    for ring in new.ranks:
+        for e in ring.entries:
+            e["time_created_ns"] += 3600 * SECOND_NS
+    new.now_ns += 3600 * SECOND_NS
+    new.collective(ranks=(0, 1, 3))
+    write(tmp_path / "attempt_0", old)
+    write(tmp_path / "attempt_1", new)
+    (tmp_path / "attempt_1" / "_dump_2").unlink()
+    report = diagnose_dumps(tmp_path)
+    assert said(only(report)) == ("rank_lost", "silent", (2,))
+    assert any("of an earlier run" in n for n in report.notes)
