@@ -10,11 +10,15 @@ from msgspec.structs import replace
 from distdiag.diagnosis.dump_entries import Scan, call_of, of_batch
 from distdiag.diagnosis.snapshot import Call, Group
 
+MOSTLY = 0.9  # of the messages that both ends number, where a few are not met at all
+
 
 def match(
     messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], groups: dict[str, Group], t0_ns: int
-) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]]]:
-    """Sends and receives in flight as calls, and how many each rank has issued, numbered alike on both sides."""
+) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
+    """Sends and receives in flight as calls; how many each rank has issued, numbered alike on both sides; and those in
+    flight that the other end has passed by without meeting them."""
+    unmet: dict[int, list[Call]] = {}
     calls: dict[int, list[Call]] = {r: [] for r in messages}
     counts: dict[int, dict[str, int]] = {r: {} for r in messages}
     sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
@@ -31,13 +35,41 @@ def match(
         if all(done for es in by_pair.values() for _, done, *_ in es):
             continue
         alike = _numbered_alike(by_pair, len(groups[key].ranks))
+        passed = {} if alike else _passed_by(by_pair)
         for (rank, peer, direction), es in by_pair.items():
             waiting = [(seq, e, source) for seq, done, e, source in es if not done]
             counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
             for i, (seq, e, source) in enumerate(waiting):
                 call = call_of(key, e, source, t0_ns)
-                calls[rank].append(replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1))
-    return calls, counts
+                call = replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1)
+                calls[rank].append(call)
+                if seq in passed.get((rank, peer, direction), ()):
+                    unmet.setdefault(rank, []).append(call)
+    return calls, counts, unmet
+
+
+Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank, peer, direction)
+
+
+def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
+    """Numbers of messages whose other end has issued later ones, but not this; nothing where ends mostly disagree."""
+    newest: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    for (rank, _, _), es in by_pair.items():
+        newest[rank] = max(newest.get(rank, 0), es[-1][0])
+        oldest[rank] = min(oldest.get(rank, es[0][0]), es[0][0])
+    out: dict[tuple[int, int, str], set[int]] = {}
+    met = 0
+    for (rank, peer, direction), es in by_pair.items():
+        if peer not in newest:
+            continue
+        theirs = {s for s, *_ in by_pair.get((peer, rank, "recv" if direction == "send" else "send"), ())}
+        seen = {s for s, *_ in es if oldest[peer] <= s < newest[peer]}
+        met += len(seen & theirs)
+        if alone := seen - theirs:
+            out[rank, peer, direction] = alone
+    alone_in_all = sum(map(len, out.values()))
+    return out if met >= MOSTLY * (met + alone_in_all) else {}
 
 
 _ENDS = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
@@ -52,7 +84,7 @@ def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
     return m[1], members[peer] if peer < len(members) else peer
 
 
-def _numbered_alike(by_pair: dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]], size: int) -> bool:
+def _numbered_alike(by_pair: Pairs, size: int) -> bool:
     """Do the two ends of a message carry the same p2p_seq_id?
 
     A rank counts its messages with all peers of a group together, and those of a batch as one: in a group of two the

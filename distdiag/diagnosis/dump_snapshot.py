@@ -52,6 +52,7 @@ class LoadReport:
     oldest_s: dict[int, float] = field(default_factory=dict)
     # by group: members whose own list of groups, which they have, does not name it: they never made it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unmet: dict[int, list[Call]] = field(default_factory=dict)  # messages in flight that their other end has passed by
     usual_gap_s: dict[int, float] = field(
         default_factory=dict
     )  # how long a rank now and then issued nothing, and went on
@@ -203,7 +204,7 @@ class _Builder:
         self._clock()
         self._find_stale()
         calls = {rank: self._calls(rank, floor) for rank in self.chosen}
-        open_messages, issued_messages = dump_messages.match(self.messages, self.groups, self.t0_ns)
+        open_messages, issued_messages, self.report.unmet = dump_messages.match(self.messages, self.groups, self.t0_ns)
         sites = self._sites(floor)
         ranks = {}
         for rank in range(self.world_size):

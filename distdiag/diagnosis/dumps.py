@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, St
 from distdiag.diagnosis.graph import Wait, build
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, group_label, verb
 from distdiag.diagnosis.snapshot import Call, Snapshot
-from distdiag.diagnosis.wording import NO_PROGRESS
+from distdiag.diagnosis.wording import NO_PROGRESS, at
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
@@ -39,7 +40,9 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     found: list[Finding] = list(conflicts)
-    if not conflicts:
+    if not conflicts and (unmet := _unmet(snapshot, loaded)) is not None:
+        found.append(unmet)
+    elif not conflicts:
         if blame.culprits or blame.extra or blame.crossed:
             found.append(_stall(snapshot, loaded, blame))
         elif not _was_running(loaded):
@@ -178,6 +181,40 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,
         advice=advice,
         evidence=evidence,
+    )
+
+
+def _unmet(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
+    """Messages that nobody meets: the rank that is an end of more of them than any other went astray."""
+    calls = [(r, c) for r, cs in sorted(loaded.unmet.items()) for c in cs]
+    ends = Counter(q for r, c in calls for q in (r, c.peer) if q is not None)
+    most = ends.most_common(2)
+    if not most or _was_running(loaded):
+        return None
+    culprits = (most[0][0],) if len(most) == 1 or most[0][1] > most[1][1] else ()
+    members = tuple(sorted(ends))
+    texts = [
+        f"rank {r}'s {c.op} {'to' if c.op == 'send' else 'from'} rank {c.peer}{at(c.site)}"
+        for r, c in sorted(calls, key=lambda x: x[0] not in culprits)[:3]
+    ]
+    victims = [r for r, st in snapshot.ranks.items() if st.calls and r not in culprits]
+    where = {r: c.site for r, c in reversed(calls)}
+    return Finding(
+        kind="deadlock",
+        cause="p2p_cycle",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=tuple(sorted(victims)),
+        where=tuple(
+            Where(r, site.file, site.line, site.function or None, "waiting") if (site := where.get(r)) else Where(r)
+            for r in culprits or members
+        ),
+        message=f"nobody meets {', '.join(texts)} ({group_label(snapshot, calls[0][1].group)}), and the other "
+        f"{verb(texts, 'end has', 'ends have')} issued later messages",
+        cost=NO_PROGRESS,
+        advice="compare peers and tags at both ends of these messages: what one rank sends, the other must receive",
+        evidence=tuple(p for r in members[:8] for p in loaded.files.get(r, ())),
     )
 
 

@@ -138,3 +138,16 @@ def test_a_rank_that_left_a_dump_of_the_attempt_before_only(tmp_path: Path) -> N
     report = diagnose_dumps(tmp_path)
     assert said(only(report)) == ("rank_lost", "silent", (2,))
     assert any("of an earlier run" in n for n in report.notes)
+
+
+def test_a_message_that_went_to_the_wrong_rank(tmp_path: Path) -> None:
+    """A ring in batches: all numbers agree but those of the message that went astray, and what follows is stuck behind it."""
+    job = Job(5)
+    for i in range(16):
+        for r in range(5):
+            to = (r + 2) % 5 if i == 12 and r == 3 else (r + 1) % 5
+            batch(job, r, "0", i < 12, f"send {r}->{to}", f"recv {r}<-{(r - 1) % 5}")
+        job.now_ns += SECOND_NS // 100
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("deadlock", "p2p_cycle", (3,)) and f.certainty == "suspected"
+    assert "rank 3's send to rank 0" in f.message and "rank 4's recv from rank 3" in f.message
