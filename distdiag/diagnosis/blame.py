@@ -4,7 +4,8 @@ History is the set of call sites that each rank has been at. The odd one out sta
 never been while theirs is common to both: it makes an extra call. Seen later, when the extra call has long been paired
 with something else, the odd one is the rank that has been everywhere the others were, and somewhere else too. Where both
 know both sites, the rhythm may tell: a rank that comes to the barrier of its epoch after fewer collectives than ever has
-left its loop early; one that is in its loop when that barrier is due has stayed too long.
+left its loop early; one that is in its loop when that barrier is due has stayed too long. In a circle of messages it is
+the rank that has departed from the order of its own calls (`patterns`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.diagnosis import conditions, messages
+from distdiag.diagnosis import conditions, messages, patterns
 from distdiag.diagnosis.conditions import Source
 from distdiag.diagnosis.findings import rank_list
 from distdiag.diagnosis.graph import Wait, WaitGraph
@@ -34,6 +35,7 @@ class Reason(StrEnum):
     HISTORY = "history"  # has been where the others have never been
     CONDITION = "condition"  # stands behind a condition on the rank, and the others do not
     RHYTHM = "rhythm"  # came earlier than ever to its call, or has not come where it was due
+    PATTERN = "pattern"  # has just gone from one call to another as never before
     COUNT = "count"  # has been there more, or less, often than everybody else
     NONE = "none"
 
@@ -278,7 +280,10 @@ def of_cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int] 
     alone = [a for a in members if known_to.get(here[a] or "", 0) <= 1]  # a thousand may stand in one ring
     if len(alone) == 1 and odd_by_site(states, here, alone, [b for b in members if b != alone[0]]):
         return (alone[0],), Reason.SITE
-    return _by_count(snapshot, incident, here) or _alone(incident) or NOBODY
+    if found := _by_count(snapshot, incident, here) or _alone(incident):
+        return found
+    odd = patterns.departed(states[r] for r in members)
+    return NOBODY if odd is None else ((odd,), Reason.PATTERN)
 
 
 def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> Verdict | None:

@@ -1,0 +1,72 @@
+"""Who of a circle has departed from the order of its own calls."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis import collectives, patterns
+from distdiag.diagnosis.snapshot import Call, Group, RankState, Site, Snapshot
+
+
+def message(op: str, peer: int, line: int, tag: int = 0, nth: int = 1) -> Call:
+    return Call(op=op, group="default_pg", peer=peer, tag=tag, nth=nth, site=Site("pipe.py", line))
+
+
+def last_stage(steps: int, left_out: int | None = None) -> tuple[Call, ...]:
+    """Receives a micro-batch and sends back its gradient, four times a step."""
+    out: list[Call] = []
+    for i in range(4 * steps):
+        out.append(message("recv", 0, 49, nth=i + 1))
+        if i != left_out:
+            out.append(message("send", 0, 60))
+    return tuple(out)
+
+
+def first_stage(steps: int) -> tuple[Call, ...]:
+    """Sends four micro-batches, then receives their gradients."""
+    step = [message("send", 1, 40) for _ in range(4)] + [message("recv", 1, 50) for _ in range(4)]
+    return tuple(step * steps)
+
+
+def state(rank: int, calls: tuple[Call, ...]) -> RankState:
+    return RankState(rank=rank, calls=calls, blocked=calls[-1])
+
+
+def test_the_one_that_left_something_out_is_told_from_the_one_that_waits_for_it() -> None:
+    ranks = [state(0, first_stage(15)), state(1, last_stage(15, left_out=57))]
+    assert patterns.departed(ranks) == 1
+    assert patterns.departed([ranks[0], state(1, last_stage(15))]) is None
+
+
+def test_tags_that_moved_on_too_far() -> None:
+    def ring(rank: int, twice_at: int | None) -> RankState:
+        tag, calls = 0, []
+        for i in range(60):
+            tag += 2 if i == twice_at else 1
+            calls += [message("send", (rank + 1) % 3, 27, tag), message("recv", (rank - 1) % 3, 28, tag)]
+        return state(rank, tuple(calls))
+
+    assert patterns.departed([ring(0, None), ring(1, 58), ring(2, None)]) == 1
+    assert patterns.departed([ring(0, None), ring(1, 58), ring(2, 57)]) is None  # two: nobody is told from the other
+    assert patterns.departed([ring(0, 3), ring(1, None), ring(2, None)]) is None  # long ago
+
+
+def test_without_a_pattern_nobody_departs_from_it() -> None:
+    short = [state(0, first_stage(6)), state(1, last_stage(6, left_out=22))]
+    assert patterns.departed(short) is None
+    any_order = tuple(message("recv", i * i * 7 % 31, 50 + i % 5) for i in range(120))
+    assert patterns.departed([state(0, any_order), state(1, last_stage(15, left_out=57))]) is None
+
+
+def test_the_finding_names_it() -> None:
+    mine, theirs = last_stage(15, left_out=57), first_stage(15)
+    s = Snapshot(
+        t_s=9.0,
+        world_size=2,
+        ranks={
+            0: RankState(rank=0, calls=theirs, blocked=message("recv", 1, 50, nth=60), p2p_issued={"recv:1:0:default_pg": 60}),
+            1: RankState(rank=1, calls=mine, blocked=message("recv", 0, 49, nth=61), p2p_issued={"recv:0:0:default_pg": 61}),
+        },
+        groups={"default_pg": Group(name="default_pg", ranks=(0, 1))},
+    )  # fmt: skip
+    (f,) = collectives.rules(s)
+    assert (f.kind, f.cause, f.culprits, f.certainty) == ("deadlock", "missing_rank", (1,), "proved")
+    assert f.message.startswith("rank 1 has not sent what rank 0 waits for in recv from rank 1")
