@@ -274,16 +274,17 @@ def of_cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int] 
         return ran_out, Reason.EXHAUSTED
     if left_out := _by_messages(snapshot, incident):
         return left_out
+    if (departed := patterns.departed(states[r] for r in members)) is not None:
+        return (departed,), Reason.PATTERN
     calls = {r: w.calls.get(r) for w in incident.waits for r in w.ranks}
     here = {r: standing(states[r], calls.get(r)) for r in members}
     known_to = Counter(site for r in members for site in states[r].sites)
     alone = [a for a in members if known_to.get(here[a] or "", 0) <= 1]  # a thousand may stand in one ring
-    if len(alone) == 1 and odd_by_site(states, here, alone, [b for b in members if b != alone[0]]):
+    # the ends of messages have parts of their own to play, at places of their own: there it is nothing new
+    new = [a for a in alone if (c := calls.get(a)) is None or not c.p2p or states[a].sites.get(here[a] or "", 0) <= 1]
+    if len(alone) == 1 and new and odd_by_site(states, here, alone, [b for b in members if b != alone[0]]):
         return (alone[0],), Reason.SITE
-    if found := _by_count(snapshot, incident, here) or _alone(incident):
-        return found
-    odd = patterns.departed(states[r] for r in members)
-    return NOBODY if odd is None else ((odd,), Reason.PATTERN)
+    return _by_count(snapshot, incident, here) or _alone(incident) or NOBODY
 
 
 def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> Verdict | None:

@@ -269,9 +269,12 @@ def _drift_finding(
         what = "gradients are averaged and the replicas were alike before, but not every rank does the same with its parameters"
         do = (
             "are weights loaded, or a step skipped, clipped or scaled, by what only one rank sees? let all ranks decide it "
-            "together (all_reduce, broadcast)"
+            "together (all_reduce, broadcast); and reduce in one order on all ranks: that of a set differs"
         )
-    sites = {r.rank: (r.phase_stacks.get("backward") or r.user_stack) for r in s.ranks.values()}
+    sites = {q: _averaging_place(r) if averaged and not models else None for q, r in s.ranks.items()}
+    for q, r in s.ranks.items():
+        stack = r.phase_stacks.get("backward") or r.user_stack
+        sites[q] = sites[q] or (stack[0] if stack else None)
     return Finding(
         kind="replica_drift",
         cause=cause,
@@ -279,13 +282,18 @@ def _drift_finding(
         severity=Severity.ERROR,
         culprits=odd,
         victims=tuple(sorted(set(values) - set(odd))),
-        where=tuple(where(s.ranks[q], None, sites[q][0] if sites[q] else None) for q in sorted(values)),
+        where=tuple(where(s.ranks[q], None, sites[q]) for q in sorted(values)),
         step=drifting[0],
         message=f"replicas drift apart since step {drifting[0]}: {what} "
         f"(checksums differ by {spread:.3g} at step {drifting[-1]})",
         cost="each rank trains a model of its own; only one of them is saved",
         advice=do,
     )
+
+
+def _averaging_place(r: RankState) -> Site | None:
+    """Where gradients are averaged by hand: the newest all_reduce of more than a number or two."""
+    return next((c.site for c in reversed(r.calls) if c.op == "all_reduce" and (c.bytes or 0) > 16), None)
 
 
 # -- not finite --------------------------------------------------------------------------------------------

@@ -305,7 +305,9 @@ class Checks:
         params, elements = self._parameters(optimizer)
         if not params:
             return
-        self.sample(SampleKind.REDUCED, step, self._reduced / elements if elements else 0.0)
+        # of those that are trained now: what is frozen stays with the optimizer of many a job
+        trained = sum(p.numel() for p in params if p.grad is not None) if self._reduced else 0
+        self.sample(SampleKind.REDUCED, step, self._reduced / trained if trained else 0.0)
         if self.averaged_elements:
             self.sample(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step)

@@ -251,7 +251,7 @@ class SampleKind(IntEnum):
     NONFINITE_LOSS = 3
     NONFINITE_GRADIENT = 4
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
-    REDUCED = 5  # elements all-reduced during the step, against the parameters' elements
+    REDUCED = 5  # elements all-reduced during the step, against those of the parameters that have gradients
     AVERAGED = 7  # the most of them between two steps so far
 
 

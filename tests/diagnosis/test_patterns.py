@@ -49,6 +49,17 @@ def test_tags_that_moved_on_too_far() -> None:
     assert patterns.departed([ring(0, 3), ring(1, None), ring(2, None)]) is None  # long ago
 
 
+def test_one_less_in_a_row_than_ever() -> None:
+    def last(left_out: bool) -> tuple[Call, ...]:
+        out = []
+        for i in range(9):
+            out += [message("recv", 0, 49)] * 8 + [message("send", 0, 60)] * (7 if left_out and i == 7 else 8)
+        return tuple(out[:-12])  # in the midst of receiving
+
+    assert patterns.departed([state(0, first_stage(15)), state(1, last(left_out=True))]) == 1
+    assert patterns.departed([state(0, first_stage(15)), state(1, last(left_out=False))]) is None
+
+
 def test_without_a_pattern_nobody_departs_from_it() -> None:
     short = [state(0, first_stage(6)), state(1, last_stage(6, left_out=22))]
     assert patterns.departed(short) is None
