@@ -78,7 +78,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
     culprits: set[int] = set()
     silent: set[int] = set()
     in_flight: list[Wait] = []
-    crossed: list[Wait] = []
+    crossed: tuple[Wait, ...] = ()
     for component in components(onward, lambda v: onward.get(v, ())):
         inside = set(component)
         if any(t not in inside for v in component for t in onward[v]):
@@ -88,8 +88,8 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         unknown = frozenset().union(*(unclear[id(w)] for w in here))
         order = _crossed(here, also)
         if order is not None:
-            culprits |= order
-            crossed += [w for w in here if not w.missing]
+            culprits |= order[0]
+            crossed = order[1]
         elif unknown:
             silent |= unknown
         elif ends & awaited:
@@ -114,7 +114,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         waited_for_since_s={**lagging, **_since(waits, lacking, culprits)},
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
         in_flight=tuple(in_flight) if not culprits and not silent else (),
-        crossed=tuple(crossed),
+        crossed=crossed,
         oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
     )
 
@@ -163,16 +163,17 @@ def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
     return frozenset(q for q, b in begun.items() if not b)
 
 
-def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> frozenset[int] | None:
-    """Ranks whose devices have begun another group's operation than those of most, each of which needs all of them.
+def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[frozenset[int], tuple[Wait, Wait]] | None:
+    """Two groups' operations that some devices have begun one way and others the other, each of which needs all of them.
 
-    None where that is not so; empty where neither order has more ranks than the other.
+    With the ranks that are alone with their order (none where both have as many); None where nothing is crossed.
     """
-    held = [(also[id(w)] - late, late) for w in waits if not w.p2p and (late := _not_begun(w, also[id(w)]))]
-    for i, (a, without_a) in enumerate(held):
-        for b, without_b in held[:i]:
+    held = [(w, also[id(w)] - late, late) for w in waits if not w.p2p and (late := _not_begun(w, also[id(w)]))]
+    for i, (v, a, without_a) in enumerate(held):
+        for w, b, without_b in held[:i]:
             if a & without_b and b & without_a:
-                return min(a, b, key=len) if len(a) != len(b) else frozenset()
+                few, many = sorted(((v, a), (w, b)), key=lambda x: len(x[1]))
+                return (few[1] if len(few[1]) < len(many[1]) else frozenset()), (few[0], many[0])
     return None
 
 

@@ -137,36 +137,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
     culprits = blame.extra or blame.culprits
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
-    evidence = tuple(p for r in culprits[:8] for p in loaded.files.get(r, ()))
-    if blame.extra:
-        message = (
-            f"{rank_list(culprits)} {verb(culprits, 'is', 'are')} in {what}, which none of the other "
-            f"{len(blame.victims):,} ranks has entered; they have nothing in flight"
-        )
-        advice = f"look for a collective that only {rank_list(culprits)} {verb(culprits, 'calls', 'call')}"
-    elif unmade:
-        message = (
-            f"{rank_list(culprits)} never made group {group_label(snapshot, unmade)}, which {rank_list(made_by)} "
-            f"{verb(made_by, 'has', 'have')} made and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, "
-            "where the others wait"
-        )
-        advice = "call new_group on all ranks, in the same order, also on those that are not members of the group"
-    elif blame.crossed:
-        first, second = sorted(blame.crossed, key=lambda w: not _begun(w) & set(culprits))[:2]
-        texts = [
-            f"{rank_list(_begun(w))} {verb(_begun(w), 'is', 'are')} in {collective_text(snapshot, w, _any(w))}"
-            for w in (first, second)
-        ]
-        message = f"{' and '.join(texts)}: each waits for the other's ranks, which would come to it second"
-        advice = "use the groups in the same order on all ranks that share them"
-    else:
-        victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
-            f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
-        )  # fmt: skip
-        has = verb(culprits, "has", "have")
-        lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
-        message = f"{rank_list(culprits)} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame)}"
-        advice = _advice(blame)
+    message, advice = _words(snapshot, blame, culprits, what, made_by, unmade)
     return Finding(
         kind="deadlock" if blame.extra or blame.crossed or unmade else "stall",
         cause="missing_rank" if blame.extra or unmade else "group_cycle" if blame.crossed else "unknown",
@@ -180,8 +151,41 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         message=message,
         cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,
         advice=advice,
-        evidence=evidence,
+        evidence=tuple(p for r in culprits[:8] for p in loaded.files.get(r, ())),
     )
+
+
+def _words(
+    snapshot: Snapshot, blame: Blame, culprits: tuple[int, ...], what: str, made_by: tuple[int, ...], unmade: str
+) -> tuple[str, str]:
+    """(message, advice) of a stall."""
+    who, is_, has = rank_list(culprits), verb(culprits, "is", "are"), verb(culprits, "has", "have")
+    if blame.extra:
+        return (
+            f"{who} {is_} in {what}, which none of the other {len(blame.victims):,} ranks has entered; they have nothing in flight",
+            f"look for a collective that only {who} {verb(culprits, 'calls', 'call')}",
+        )
+    if unmade:
+        message = (
+            f"{who} never made group {group_label(snapshot, unmade)}, which {rank_list(made_by)} {verb(made_by, 'has', 'have')} "
+            f"made and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, where the others wait"
+        )
+        return message, collectives.NEW_GROUP_ADVICE
+    if blame.crossed:
+        texts = [
+            f"{rank_list(begun)} {verb(begun, 'is', 'are')} in {collective_text(snapshot, w, _any(w))}"
+            for w in blame.crossed
+            for begun in [{r for r, c in w.calls.items() if c.started}]
+        ]
+        return (
+            f"{' and '.join(texts)}: each waits for the other's ranks, which would come to it second",
+            "use the groups in the same order on all ranks that share them",
+        )
+    victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
+        f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
+    )  # fmt: skip
+    lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
+    return f"{who} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame)}", _advice(blame)
 
 
 def _unmet(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
@@ -233,10 +237,6 @@ def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> tuple[tu
 
 def _any(w: Wait) -> Call | None:
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
-
-
-def _begun(w: Wait) -> set[int]:
-    return {r for r, c in w.calls.items() if c.started}
 
 
 def _condition(blame: Blame) -> str:
