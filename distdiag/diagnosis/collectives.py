@@ -180,7 +180,7 @@ def _gone_advice(cause: str, culprits: tuple[int, ...], call: Call | None, reaso
         case "rank_finished":
             return (
                 f"find why {rank_list(culprits)} left the loop before the others: fewer batches, an early return or "
-                "break on some ranks only"
+                "break, or an exit (sys.exit, os._exit in a thread) on some ranks only"
             )
         case "missing_rank":
             op = matching.op_name(call.op) if call is not None else "the collective"

@@ -306,7 +306,8 @@ def _finished(s: Snapshot, finished: list[RankState], kinds: dict[int, str]) -> 
         message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} went on"
         + (f" and waited in {op_text(call)}" if call and call.op else ""),
         cost="the others wait for a rank that will not come, and fail",
-        advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join)",
+        advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join); is there an exit "
+        "(sys.exit, os._exit in a thread) on some ranks only?",
     )
 
 
