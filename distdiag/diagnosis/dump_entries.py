@@ -11,7 +11,7 @@ from distdiag.diagnosis import dump_files, matching
 from distdiag.diagnosis.dump_files import DumpFile
 from distdiag.diagnosis.snapshot import Call, Site
 
-_COALESCED = "nccl:coalesced"
+_COALESCED = ":coalesced"  # nccl's, xccl's
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
     "complex128": 16,
@@ -67,7 +67,7 @@ def _pass(f: DumpFile) -> Scan:
     for e in f.entries:
         name = e["process_group"][0]
         if e["is_p2p"]:
-            if e["profiling_name"] == _COALESCED:
+            if e["profiling_name"].endswith(_COALESCED):
                 out.batches[name, e["p2p_seq_id"]] = e
             else:
                 messages.append(e)
@@ -80,7 +80,7 @@ def _pass(f: DumpFile) -> Scan:
             t.newest = seq
         if e["state"] != "completed" and not (gloo and e["retired"]):
             unfinished.append((t, name, seq))
-        elif e["profiling_name"] == _COALESCED:
+        elif e["profiling_name"].endswith(_COALESCED):
             over.add((name, seq))
     for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:

@@ -53,9 +53,7 @@ class LoadReport:
     # by group: members whose own list of groups, which they have, does not name it: they never made it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # messages in flight that their other end has passed by
-    usual_gap_s: dict[int, float] = field(
-        default_factory=dict
-    )  # how long a rank now and then issued nothing, and went on
+    usual_gap_s: dict[int, float] = field(default_factory=dict)  # how long a rank has paused before, time and again
     timeout_s: float | None = None  # of the collectives; None where groups differ
 
 
@@ -255,11 +253,17 @@ class _Builder:
                 self.keys[(rank, backend, name)] = key
                 if key not in self.groups:
                     self.groups[key] = Group(name=key, ranks=ranks, description=desc, backend=backend)
-                    lists = {
-                        r for r in ranks for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)
-                    }
-                    if without := tuple(sorted(lists - by_rank.keys())):
+                    if without := self._without(ranks, backend, by_rank):
                         self.report.without_group[key] = without
+
+    def _without(self, ranks: tuple[int, ...], backend: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
+        """Members of a group whose own list of groups has neither its name nor another with the same members."""
+        found = []
+        for r in ranks:
+            lists = [x.file.groups for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)]
+            if r not in by_rank and lists and not any(own == ranks for x in lists for _, own in x.values()):
+                found.append(r)
+        return tuple(found)
 
     @staticmethod
     def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
