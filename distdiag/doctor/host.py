@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from distdiag import cgroups
 from distdiag.diagnosis.findings import size_text
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.store import filesystem
@@ -36,7 +37,7 @@ def python() -> Check:
 def cores(env: Mapping[str, str], ranks: int) -> Check:
     """Cores that this process may use, against the threads that `ranks` local ranks would start."""
     usable = len(os.sched_getaffinity(0))
-    quota = cgroup_cores()
+    quota = cgroups.cores()
     limit = min(usable, quota) if quota else usable
     found = f"{usable} usable" + (f", cgroup quota {quota:g}" if quota and quota < usable else "")
     text = env.get("OMP_NUM_THREADS")
@@ -63,32 +64,15 @@ def cores(env: Mapping[str, str], ranks: int) -> Check:
     return passed("cores", found)
 
 
-def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPU quota of this process's cgroup in cores; None where there is none, or it cannot be read."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()[:2]
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def memory(root: Path = Path("/sys/fs/cgroup")) -> Check:
+def memory(limits: list[cgroups.MemoryLimit] | None = None) -> Check:
     vm = psutil.virtual_memory()
     available = vm.available
     found = f"{size_text(vm.total)}, {size_text(available)} available"
-    try:
-        limit = int((root / "memory.max").read_text())
-        left = limit - int((root / "memory.current").read_text())
-        if left < available:
+    for x in cgroups.memory_limits() if limits is None else limits:
+        used = x.used_bytes()
+        if used is not None and (left := max(0, x.limit_bytes - used)) < available:
             available = left
-            found += f"; cgroup limit {size_text(limit)}, {size_text(left)} left"
-    except (OSError, ValueError):
-        pass
+            found += f"; cgroup limit {size_text(x.limit_bytes)}, {size_text(left)} left"
     if available < 2 * GIB:
         return warned(
             "memory", found, "free some, or raise the container's limit: each rank with torch takes 0.3–1 GiB"

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from distdiag import cgroups
 from distdiag.monitor import processes
 from distdiag.store.rows import HostRow, ProcessRow
 
@@ -27,6 +28,9 @@ class Hosts:
         # by rank: without pages of mapped files and of memory shared with others, which a growing share of a data set
         # may fill and which the kernel takes back when it needs them
         self.private_bytes: dict[int, int] = {}
+        self._limits = cgroups.memory_limits()
+        self.memory_bytes: int | None = None  # of the host, or as much of it as the ranks may have
+        self.available_bytes: int | None = None  # before something is killed
         self._loading: dict[int, deque[tuple[float, float]]] = {}  # by rank: what its children ran and waited, seconds
         psutil.cpu_percent()
 
@@ -43,6 +47,9 @@ class Hosts:
     def node_row(self, t_s: float) -> HostRow:
         """The node at this moment."""
         memory = psutil.virtual_memory()
+        self.memory_bytes = min([memory.total, *(x.limit_bytes for x in self._limits)])
+        left = [x.limit_bytes - used for x in self._limits if (used := x.used_bytes()) is not None]
+        self.available_bytes = max(0, min([memory.available, *left]))
         disk = _counters(psutil.disk_io_counters)
         net = _counters(psutil.net_io_counters)
         return HostRow(

@@ -59,8 +59,6 @@ class Monitor:
         self.nodes = Nodes(run_dir, node)
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._host_cpu: list[float] = []
-        self._host_memory_bytes: int | None = None
-        self._host_available_bytes: int | None = None
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
@@ -249,8 +247,8 @@ class Monitor:
             met=tuple(self.collectives.met),
             gpus=self.gpus.states(),
             host_cpu_pct=max(self._host_cpu, default=None),
-            host_memory_bytes=self._host_memory_bytes,
-            host_available_bytes=self._host_available_bytes,
+            host_memory_bytes=self.hosts.memory_bytes,
+            host_available_bytes=self.hosts.available_bytes,
             usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
         )
 
@@ -324,9 +322,6 @@ class Monitor:
         w = self.writer
         row = self.hosts.node_row(s.t_s)
         w.hosts([row])
-        self._host_memory_bytes = row.memory_total_bytes
-        if row.memory_total_bytes is not None and row.memory_used_bytes is not None:
-            self._host_available_bytes = row.memory_total_bytes - row.memory_used_bytes
         if row.cpu_pct is not None:
             self._host_cpu = [*self._host_cpu[-19:], row.cpu_pct]
         found = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distdiag import cgroups
 from distdiag.doctor import host
 from distdiag.doctor.check import Verdict, examination, failed, passed, skipped, warned
 
@@ -26,7 +27,7 @@ def test_the_examination_is_as_bad_as_its_worst_check() -> None:
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(host, "cgroup_cores", lambda: None)
+    monkeypatch.setattr(cgroups, "cores", lambda: None)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -49,7 +50,7 @@ def test_cores_against_threads(env: dict[str, str], ranks: int, verdict: str, sa
 
 def test_a_quota_counts_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(host, "cgroup_cores", lambda: 2.0)
+    monkeypatch.setattr(cgroups, "cores", lambda: 2.0)
     check = host.cores({"OMP_NUM_THREADS": "4"}, 1)
     assert check.verdict == "warn" and "cgroup quota 2" in check.found and check.remedy == "export OMP_NUM_THREADS=2"
 
@@ -69,14 +70,36 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str]
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert host.cgroup_cores(tmp_path) == cores
+    assert cgroups.cores(tmp_path) == cores
 
 
 def test_the_memory_limit_of_a_container_is_what_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(str(GIB))
     (tmp_path / "memory.current").write_text(str(GIB // 2))
-    check = host.memory(tmp_path)
+    limits = cgroups.memory_limits(tmp_path, tmp_path / "none")
+    check = host.memory(limits)
     assert check.verdict == "warn" and "cgroup limit 1.0 GiB, 512.0 MiB left" in check.found
+
+
+@pytest.mark.parametrize(
+    ("line", "job", "limit", "used"),
+    [
+        ("0::/slurm/job_7/step_0", "slurm/job_7", "memory.max", "memory.current"),
+        ("4:memory:/slurm/job_7/step_0", "memory/slurm/job_7", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_a_memory_limit_around_this_process(tmp_path: Path, line: str, job: str, limit: str, used: str) -> None:
+    """The job's, where the step has none of its own; cached pages of files do not count against it."""
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
+    folder = tmp_path / job
+    (folder / "step_0").mkdir(parents=True)
+    (folder / "step_0" / limit).write_text("max" if limit == "memory.max" else str(2**63 - 4096))
+    (folder / limit).write_text(str(4 * GIB))
+    (folder / used).write_text(str(3 * GIB))
+    (folder / "memory.stat").write_text(f"anon 5\n{'total_' if job[0] == 'm' else ''}inactive_file {GIB}\n")
+    assert [(x.limit_bytes, x.used_bytes()) for x in cgroups.memory_limits(tmp_path, tmp_path / "own")] == [
+        (4 * GIB, 2 * GIB)
+    ]
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(64 * 2**20, "warn"), (8 * GIB, "pass")])
