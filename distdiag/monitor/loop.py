@@ -33,6 +33,8 @@ from distdiag.store.writer import Writer
 TICK_S = 0.25
 GLANCES = 3  # between two full looks, while every rank goes from phase to phase
 FRAME_S = 0.5
+# Of the host: once a second. A full look every fourth tick comes now and then a moment before the second is over.
+HOST_S = 0.9
 DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
@@ -282,7 +284,7 @@ class Monitor:
             )
         )
         self._write_findings(s, changed)
-        if s.t_s - self._host_at >= 1.0 or over:
+        if s.t_s - self._host_at >= HOST_S or over:
             self._host_at = s.t_s
             self._sample_host(s)
         state = self.diagnosis.state
