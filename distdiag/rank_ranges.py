@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 
-def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    """`(0, 1, 2, 3, 8)` as '0-3,8': a group of a thousand ranks is a short string, in the page and in `pgroup.ranks`."""
+
+def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """First and last rank of each run without a gap, in ascending order."""
     rs = sorted(set(ranks))
-    parts: list[str] = []
     i = 0
     while i < len(rs):
         j = i
         while j + 1 < len(rs) and rs[j + 1] == rs[j] + 1:
             j += 1
-        parts.append(str(rs[i]) if i == j else f"{rs[i]}-{rs[j]}")
+        yield rs[i], rs[j]
         i = j + 1
-    return ",".join(parts)
+
+
+def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """`(0, 1, 2, 3, 8)` as '0-3,8': a group of a thousand ranks is a short string, in the page and in `pgroup.ranks`."""
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges(ranks))
 
 
 def unfold_ranks(text: str) -> tuple[int, ...]:

@@ -294,8 +294,8 @@ def _by_count(snapshot: Snapshot, incident: Incident, here: dict[int, str | None
     for w in incident.waits if len(incident.waits) == 2 else ():
         inside = [r for r in w.ranks if r in incident.members]
         awaited = w.missing & incident.members
-        if len(inside) != 1 or len(awaited) != 1:
-            continue
+        if w.p2p or len(inside) != 1 or len(awaited) != 1:
+            continue  # of messages, who is stuck behind the circle has been at its ends less often for that alone
         (m,), (p,) = inside, awaited
         site = here.get(m)
         if site is None:

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from distdiag.rank_ranges import ranges
+
 SCHEMA = "distdiag.findings/1"
 
 
@@ -111,23 +113,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def rank_list(ranks: Collection[int]) -> str:
     """`rank 3`, `ranks 0, 1, 3`, `ranks 0–511, 600`: runs of three and more are folded."""
-    rs = sorted(set(ranks))
-    if not rs:
+    n = len(set(ranks))
+    if not n:
         return "no rank"
     parts: list[str] = []
-    i = 0
-    while i < len(rs):
-        j = i
-        while j + 1 < len(rs) and rs[j + 1] == rs[j] + 1:
-            j += 1
-        if j - i >= 3:
-            parts.append(f"{rs[i]:,}–{rs[j]:,}")
+    for first, last in ranges(ranks):
+        if last - first >= 3:
+            parts.append(f"{first:,}–{last:,}")
         else:
-            parts += [f"{r:,}" for r in rs[i : j + 1]]
-        i = j + 1
+            parts += [f"{r:,}" for r in range(first, last + 1)]
     if len(parts) > 12:
-        parts = [*parts[:10], f"… ({len(rs):,} in all)"]
-    return ("rank " if len(rs) == 1 else "ranks ") + ", ".join(parts)
+        parts = [*parts[:10], f"… ({n:,} in all)"]
+    return ("rank " if n == 1 else "ranks ") + ", ".join(parts)
 
 
 def size_text(n: int | None) -> str:

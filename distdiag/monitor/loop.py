@@ -33,7 +33,7 @@ from distdiag.store.writer import Writer
 TICK_S = 0.25
 GLANCES = 3  # between two full looks, while every rank goes from phase to phase
 FRAME_S = 0.5
-# Of the host: once a second. A full look every fourth tick comes now and then a moment before the second is over.
+# Of the host: once a second, by time. Full looks come every fourth tick, but now and then a moment early, or one in between.
 HOST_S = 0.9
 DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
@@ -108,6 +108,7 @@ class Monitor:
         self._looked_at.clear()
         if (
             self._glances == GLANCES
+            or self.now_s - self._host_at >= HOST_S
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) < self._expected

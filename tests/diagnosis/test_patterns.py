@@ -81,3 +81,22 @@ def test_the_finding_names_it() -> None:
     (f,) = collectives.rules(s)
     assert (f.kind, f.cause, f.culprits, f.certainty) == ("deadlock", "missing_rank", (1,), "proved")
     assert f.message.startswith("rank 1 has not sent what rank 0 waits for in recv from rank 1")
+
+
+def test_who_is_stuck_behind_a_circle_of_messages_is_no_measure() -> None:
+    """With too little history for a pattern nobody is blamed: rank 0 received less often only because it waits for rank 1."""
+
+    def stage(rank: int, blocked: Call, sites: dict[str, int], **messages: int) -> RankState:
+        issued = {f"{k[:4]}:{k[4:]}:0:default_pg": n for k, n in messages.items()}
+        return RankState(rank=rank, blocked=blocked, sites=sites, p2p_issued=issued)
+
+    first = stage(0, message("recv", 1, 50, nth=5), {"pipe.py:50": 5, "pipe.py:40": 6}, recv1=5, send1=6)
+    middle = stage(
+        1, message("recv", 2, 50, nth=6), {"pipe.py:50": 6, "pipe.py:49": 6}, recv2=6, send2=6, recv0=6, send0=4
+    )
+    last = stage(2, message("recv", 1, 49, nth=7), {"pipe.py:49": 7, "pipe.py:60": 5}, recv1=7, send1=5)
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1, 2))}
+    (f,) = collectives.rules(
+        Snapshot(t_s=9.0, world_size=3, ranks=dict(enumerate((first, middle, last))), groups=groups)
+    )
+    assert (f.cause, f.culprits, f.victims) == ("p2p_cycle", (), (1, 2))
