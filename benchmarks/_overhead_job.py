@@ -53,16 +53,21 @@ def _methods() -> dict[tuple[Any, str], Any]:
 
 
 class Clocks:
-    """Time that our code takes: clocks around hooked methods, less those around the originals inside."""
+    """Time that our code takes: clocks around hooked methods, less those around the originals inside.
+
+    Clocks take time themselves, part of it between two of theirs: so they can be put around nothing, too (`hooks(False)`).
+    """
 
     def __init__(self) -> None:
         self.ns = 0
+        self.on = True
+        self._originals: dict[tuple[Any, str], Any] = {}
+        self._methods: list[tuple[Any, str, Any, Any]] = []  # owner, name, with hook, without
+        self._optimizer: list[tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]] = []
 
     def around(
         self, f: Callable[..., Any], sign: int = 1, clock: Callable[[], int] = time.perf_counter_ns
     ) -> Callable[..., Any]:
-        import torch
-
         def timed(*args: Any, **kwargs: Any) -> Any:
             t = clock()
             try:
@@ -70,9 +75,7 @@ class Clocks:
             finally:
                 self.ns += sign * (clock() - t)
 
-        # a frame of torch's, for all that a hook can see: it looks for the user's above it
-        timed.__code__ = timed.__code__.replace(co_filename=torch.__file__)
-        return timed
+        return _as_torch(timed)
 
     def inside(self) -> None:
         """Before attach(): around what the hooks call."""
@@ -80,9 +83,15 @@ class Clocks:
 
         for (owner, name), original in _methods().items():
             if name in STEP_METHODS:
-                setattr(owner, name, self.around(original, -1))
+                self._originals[owner, name] = inner = self.around(original, -1)
+                setattr(owner, name, inner)
         register = torch.Tensor.register_post_accumulate_grad_hook
-        torch.Tensor.register_post_accumulate_grad_hook = lambda p, hook: register(p, self.around(hook))
+
+        def registers(parameter: Any, hook: Any) -> Any:
+            timed, nothing = self.around(hook), self.around(lambda _: None)
+            return register(parameter, _as_torch(lambda p: timed(p) if self.on else nothing(p)))
+
+        torch.Tensor.register_post_accumulate_grad_hook = registers
 
     def outside(self) -> None:
         """After attach(): around the hooks and the pulse."""
@@ -90,14 +99,32 @@ class Clocks:
 
         from distdiag.recorder import session
 
-        for (owner, name), hooked in _methods().items():
-            if name in STEP_METHODS:
-                setattr(owner, name, self.around(hooked))
+        for key, hooked in _methods().items():
+            if key in self._originals:
+                self._methods.append((*key, self.around(hooked), self.around(self._originals[key])))
         for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
-            hooks.update({k: self.around(hook) for k, hook in hooks.items()})
+            timed = {k: self.around(hook) for k, hook in hooks.items()}
+            self._optimizer.append((hooks, timed, dict.fromkeys(hooks, self.around(lambda *_: None))))
         assert session.current is not None
         # a thread of its own: its wait for the interpreter takes nothing from the main thread
-        session.current.pulse.beat = self.around(session.current.pulse.beat, clock=time.thread_time_ns)  # type: ignore[method-assign]
+        beat = self.around(session.current.pulse.beat, clock=time.thread_time_ns)
+        session.current.pulse.beat = lambda: beat() if self.on else None  # type: ignore[method-assign]
+
+    def hooks(self, on: bool) -> None:
+        """Clocks around hooks, or around nothing."""
+        self.on = on
+        for owner, name, hooked, plain in self._methods:
+            setattr(owner, name, hooked if on else plain)
+        for hooks, timed, nothing in self._optimizer:
+            hooks.update(timed if on else nothing)
+
+
+def _as_torch(f: Any) -> Any:
+    """With a frame of torch's, for all that a hook can see: it looks for the user's above it."""
+    import torch
+
+    f.__code__ = f.__code__.replace(co_filename=torch.__file__)
+    return f
 
 
 def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
@@ -162,7 +189,8 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
         return time.perf_counter() - t
 
     if by_clocks:
-        _print_of_all([_share(step, clocks, steps) for _ in range(rounds + 2)][2:])
+        order = random.Random(1)  # alike on both ranks
+        _print_of_all([_taken(step, clocks, steps, order) for _ in range(rounds + 2)][2:])
         return
     monitor = _monitor() if dist.get_rank() == 0 else None
 
@@ -234,11 +262,17 @@ def _print_of_all(mine: Any) -> None:
     time.sleep(0.5)
 
 
-def _share(step: Callable[[], float], clocks: Clocks, n: int) -> tuple[float, float]:
-    """(time that our code took, length) of the steps of a block, in nanoseconds a step."""
-    before = clocks.ns
-    total_s = sum(step() for _ in range(n))
-    return (clocks.ns - before) / n, total_s * 1e9 / n
+def _taken(step: Callable[[], float], clocks: Clocks, n: int, order: random.Random) -> tuple[float, float]:
+    """(time that our code took, length) of a step, in nanoseconds, by a block with hooks and one without."""
+    ns: dict[bool, float] = {}
+    total_s: dict[bool, float] = {}
+    for on in order.sample((True, False), 2):
+        clocks.hooks(on)
+        step()
+        before = clocks.ns
+        total_s[on] = sum(step() for _ in range(n))
+        ns[on] = (clocks.ns - before) / n
+    return ns[True] - ns[False], total_s[True] * 1e9 / n
 
 
 def _monitor() -> int:

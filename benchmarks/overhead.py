@@ -11,8 +11,8 @@ else (process, memory, caches) is the same.
 The first figure is the median over all pairs of the ratio of their steps: what hooks and pulse take from any one step is
 far less than steps differ by, so that the median moves with the mean of it and not with the few steps that a neighbour
 stretched. The second is what they take directly, in a run of its own: clocks around every hook, less what torch does
-inside, and around the pulse, as a share of the same steps; it is much the sharper of the two, but does not see what they do
-to the code around them. The monitor takes milliseconds from few steps, and so the third is the median over rounds of the
+inside, and around the pulse, as a share of the same steps, less what the same clocks show around no hooks in steps just
+before or after; it is much the sharper of the two, but does not see what they do to the code around them. The monitor takes milliseconds from few steps, and so the third is the median over rounds of the
 ratio of means. All have a 95 % bootstrap interval over rounds (a round is one sample: its ranks wait for each other).
 
 The hooks alone are measured twice, in CPU microseconds a step: called one after the other with no model between them, and as

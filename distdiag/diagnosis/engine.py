@@ -308,6 +308,11 @@ class Diagnosis:
     def open(self, severity: str = Severity.INFO) -> list[Finding]:
         return [f for f in self.findings if f.cleared_s is None and at_least(f.severity, severity)]
 
+    def suspects(self) -> bool:
+        """Whether something of severity warning or above is open, or is on the way to be said."""
+        records = (r.finding for r in self.records.values())
+        return any(f.cleared_s is None and at_least(f.severity, Severity.WARNING) for f in records)
+
     # -- the job's state --------------------------------------------------------------------------------
 
     def _judge_state(self, s: Snapshot, graph: WaitGraph, final: bool) -> None:

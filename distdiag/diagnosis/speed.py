@@ -26,6 +26,7 @@ MIN_SPAN_MS = 1000.0  # that collectives of loops without steps must cover
 # the job; work or waiting that only one rank has is many times what the others have.
 SHARES = ((3.0, 0.05), (1.6, 0.15))
 SHARES_QUIET_HOST = (*SHARES, (1.3, 0.10))
+LEAST_SHARE = min(share for _, share in SHARES_QUIET_HOST)
 ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
 BUSY_HOST_PCT = 85.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
 STARVED = 0.1
@@ -111,7 +112,8 @@ def _straggler(
     if count < RECURRENCE * n:
         return []
     gain = statistics.median(gains)
-    if gain < MIN_MS:
+    step_ms = statistics.median(x.step_ms for x in window[q])
+    if gain < max(MIN_MS, LEAST_SHARE * step_ms):
         return []
     for ready in zip(*([x.ready_s for x in window[k]] for k in ranks), strict=True):
         if None not in ready:
@@ -126,7 +128,6 @@ def _straggler(
         statistics.median_low([self_ms(window[k][i]) for k in rest]) for i in range(n)
     ]  # per step, so that a slow step of all ranks is nobody's fault
     excess = statistics.median(a - b for a, b in zip(mine, others, strict=True))
-    step_ms = statistics.median(x.step_ms for x in window[q])
     usual = {
         p: statistics.median(statistics.median_low([part_ms(window[k][i], p) for k in rest]) for i in range(n))
         for p in PHASES

@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     # it runs where a core is free, and so when ranks wait; with none to spare it takes its turn after theirs
     with contextlib.suppress(OSError):
         os.nice(10)
+    with contextlib.suppress(OSError):  # where the kernel shares the CPU among sessions first, ours as a whole
+        Path("/proc/self/autogroup").write_text("10")
     # the job's Ctrl-C is not ours: we end when the last rank has, and say how
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)

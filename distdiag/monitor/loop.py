@@ -31,10 +31,10 @@ from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
 TICK_S = 0.25
-GLANCES = 3  # between two full looks, while every rank goes from phase to phase
 FRAME_S = 0.5
-# Of the host: once a second, by time. Full looks come every fourth tick, but now and then a moment early, or one in between.
-HOST_S = 0.9
+LOOK_S = 0.9  # between two full looks while every rank goes from phase to phase: every fourth tick, and so is the host sampled
+# The same where a look takes its time from the ranks, as no core is free, and has found nothing for a while.
+CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
 DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
@@ -60,13 +60,13 @@ class Monitor:
         self.gatherer = Gatherer(run_dir, pages)
         self.nodes = Nodes(run_dir, node)
         self._frame_at = self._host_at = self._loaders_at = -10.0
+        self._look_s = LOOK_S
         self._host_cpu: list[float] = []
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
         self._expected = 1  # ranks of this node
         self._discovered_s = -10.0
-        self._glances = 0  # since the last full look
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self._looked_at: set[int] = set()  # ranks, in this look
         self.own = OwnFaults()
@@ -107,19 +107,22 @@ class Monitor:
         now_ns = time.monotonic_ns()
         self._looked_at.clear()
         if (
-            self._glances == GLANCES
-            or self.now_s - self._host_at >= HOST_S
+            self.now_s - self._host_at >= self._look_s
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) < self._expected
             or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look(v)) for v in self.views.values())
         ):
-            self._glances = 0
             return False
-        self._glances += 1
         for v in self.views.values():
             v.sample_place(self._idle[v.rank][0])
         return True
+
+    def _calm(self, now_s: float) -> bool:
+        """Whether looks cost the job more than they bring: every core has been taken, and nothing is suspected."""
+        lately = self._host_cpu[-5:]
+        spare_cores = (self.hosts.cores or 1) * (1 - min(lately, default=0.0) / 100)
+        return now_s > CALM_AFTER_S and spare_cores < 0.5 and not self.diagnosis.suspects()
 
     def _cpu_look(self, v: RankView) -> bool | None:
         """Whether a rank's main thread sleeps and has used no CPU since the last look; asked for once in a look."""
@@ -285,9 +288,10 @@ class Monitor:
             )
         )
         self._write_findings(s, changed)
-        if s.t_s - self._host_at >= HOST_S or over:
+        if s.t_s - self._host_at >= LOOK_S or over:
             self._host_at = s.t_s
             self._sample_host(s)
+            self._look_s = CALM_LOOK_S if self._calm(s.t_s) else LOOK_S
         state = self.diagnosis.state
         if s.t_s - self._frame_at >= FRAME_S or over or changed:
             self._frame_at = s.t_s

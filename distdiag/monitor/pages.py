@@ -35,7 +35,7 @@ from distdiag.store.rows import ScalarRow
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
 VISITS_KEPT, VISITED_SITES = 4, 256
-PLACE_SAMPLES = 400
+PLACE_SAMPLES, STACKS_KEPT = 400, 512
 WARM_STEPS = 20
 
 
@@ -89,6 +89,7 @@ class PageView:
     missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
     _json: dict[int, Any] = field(default_factory=dict)
     _places: dict[int, Site | None] = field(default_factory=dict)
+    _stacks: dict[tuple[int, bytes], tuple[Site, ...]] = field(default_factory=dict)
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
     died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
@@ -112,6 +113,16 @@ class PageView:
 
     def text(self, offset: int) -> str:
         return self.reader.text(offset)
+
+    def stack(self, h: Header) -> tuple[Site, ...]:
+        """The user's frames of the main thread, innermost first, as the pulse saw them last."""
+        key = (h.stack_depth, bytes(h.stack))
+        known = self._stacks.get(key)
+        if known is None:
+            if len(self._stacks) >= STACKS_KEPT:
+                self._stacks.clear()
+            known = self._stacks[key] = tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
+        return known
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -318,7 +329,7 @@ class PageView:
         waits = h.blocked not in (Blocked.NO, Blocked.DDP) or (h.blocked == Blocked.DDP and idle is not False)
         if h.stack_version & 1 or not h.stack_depth or waits:
             return
-        stack = tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
+        stack = self.stack(h)
         if not stack:
             return
         phase = Phase(h.phase).name.lower()

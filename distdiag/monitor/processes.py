@@ -221,33 +221,47 @@ def file_lock_waits() -> dict[int, set[int]]:
 
 @dataclass(slots=True)
 class CpuWatch:
-    """Whether main threads sleep without using CPU, look by look."""
+    """Whether main threads sleep without using CPU, look by look.
 
-    last: dict[int, ThreadLook] = field(default_factory=dict)
-    _fds: dict[int, int] = field(default_factory=dict)  # kept open: to find the file takes longer than to read it
+    Time on a CPU is asked for first: the kernel has it at hand. The thread's state, which it takes several times as long
+    to write down, is asked for where none was used.
+    """
 
-    def _look(self, pid: int) -> ThreadLook | None:
-        try:
-            if pid not in self._fds:
-                self._fds[pid] = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-            return _thread_look(os.pread(self._fds[pid], 4096, 0).decode("utf-8", "replace"))
-        except (OSError, IndexError):
-            self.forget(pid)
-            return None
+    _used_s: dict[int, float] = field(default_factory=dict)  # CPU seconds at the last look
+    _fds: dict[tuple[int, str], int] = field(
+        default_factory=dict
+    )  # kept open: to find the file takes longer than to read it
+
+    def _read(self, pid: int, name: str) -> bytes:
+        fd = self._fds.get((pid, name))
+        if fd is None:
+            fd = self._fds[pid, name] = os.open(f"/proc/{pid}/task/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(fd, 4096, 0)
 
     def forget(self, pid: int) -> None:
         """The process has gone."""
-        self.last.pop(pid, None)
-        fd = self._fds.pop(pid, None)
-        if fd is not None:
-            os.close(fd)
+        self._used_s.pop(pid, None)
+        for name in ("schedstat", "stat"):
+            fd = self._fds.pop((pid, name), None)
+            if fd is not None:
+                os.close(fd)
 
     def idle(self, pid: int) -> tuple[bool | None, str | None]:
-        """(sleeps and used no CPU since the last look, state letter); None where there is no earlier look."""
-        look, before = self._look(pid), self.last.get(pid)
-        if look is None:
+        """(sleeps and used no CPU since the last look, state letter where it was asked for); None where it is not known."""
+        look = None
+        try:
+            try:
+                used_s = int(self._read(pid, "schedstat").split(maxsplit=1)[0]) / 1e9
+            except (OSError, ValueError, IndexError):  # a kernel without it
+                look = _thread_look(self._read(pid, "stat").decode("utf-8", "replace"))
+                used_s = look.cpu_ticks * _TICK_S
+            before_s = self._used_s.get(pid)
+            self._used_s[pid] = used_s
+            if before_s is not None and used_s - before_s >= _TICK_S:
+                return False, None if look is None else look.state
+            if look is None:
+                look = _thread_look(self._read(pid, "stat").decode("utf-8", "replace"))
+        except (OSError, IndexError):
+            self.forget(pid)
             return None, None
-        self.last[pid] = look
-        if before is None:
-            return None, look.state
-        return look.state in "SD" and look.cpu_ticks == before.cpu_ticks, look.state
+        return None if before_s is None else look.state in "SD", look.state

@@ -11,10 +11,7 @@ from distdiag.monitor.evidence import FlightRecord
 from distdiag.monitor.pages import PageView
 from distdiag.recorder.layout import CALLS, Blocked, Header, LifeWord, Page, Phase
 
-CALLS_KEPT, STEPS_KEPT = 128, 64
-PLACE_SAMPLES = 400
 _CPP_WAITS = ("_functional_collectives.", "_ops.")  # innermost Python frames below which C++ waits for a collective
-WARM_STEPS = 20
 
 
 @dataclass
@@ -63,7 +60,7 @@ class RankView(PageView):
         blocked = None
         if life in (Life.RUNNING, Life.STARTING):
             blocked = self._blocked(page, now_s, idle, enqueued, completed, record)
-        stack = self._stack(h)
+        stack = self.stack(h)
         if blocked is not None and blocked.site is not None and (not stack or stack[0] != blocked.site):
             stack = (blocked.site, *stack[1:])
         place = stack[0] if stack else None
@@ -133,9 +130,6 @@ class RankView(PageView):
     def _died_waiting(self, h: Header) -> bool:
         in_call = bool(self.calls) and self.calls[-1].completed_s is None
         return h.blocked != Blocked.NO or in_call or self.died_in_background
-
-    def _stack(self, h: Header) -> tuple[Site, ...]:
-        return tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
 
     def _counters(self, page: Page, record: FlightRecord | None) -> tuple[dict[str, int], dict[str, int]]:
         enqueued: dict[str, int] = dict(self.group_calls)
@@ -207,7 +201,7 @@ class RankView(PageView):
             return None  # its stack is older than its standing still
         if h.counted_ns < h.stack_ns:
             return None  # its counters are
-        stack = self._stack(h)
+        stack = self.stack(h)
         site = stack[0] if stack else None
         found = [
             call
