@@ -1,6 +1,6 @@
 """What recording costs a training step: plain and recorded steps interleaved in one run on two ranks, as a ratio.
 
-    python benchmarks/overhead.py [--rounds 200] [--steps-per-round 10]
+    python benchmarks/overhead.py [--rounds 60] [--steps-per-round 20]
 
 Each round has two blocks, in random order alike on both ranks. In one, steps are plain (hooks off, pulse silent) and
 recorded (hooks and pulse) in turns, in pairs of random order, while the monitor is stopped by SIGSTOP: what neighbours on
@@ -70,19 +70,21 @@ def main() -> int:
     import numpy as np  # not in the ranks: their memory is measured
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="rounds of three blocks (default 200)")
-    parser.add_argument("--steps-per-round", type=int, default=10, help="steps of a block (default 10)")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of two blocks (default 60)")
+    parser.add_argument("--steps-per-round", type=int, default=20, help="steps of each kind in a block (default 20)")
     o = parser.parse_args()
     ranks = _launch("steps", o.rounds, o.steps_per_round)
-    # by arm, round and step: the mean of the ranks
-    plain, recorded_s, monitored_s = np.asarray([r[0] for r in ranks]).mean(0).transpose(1, 0, 2)
+    # by round and step: the mean of the ranks
+    plain, recorded_s, monitored_s = (
+        np.asarray([[one_round[arm] for one_round in r[0]] for r in ranks]).mean(0) for arm in range(3)
+    )
     rounds = len(plain)
     step_ms = float(np.median(plain)) * 1e3
     recorded, recorded_low, recorded_high = interval((recorded_s / plain).tolist())
     share, share_low, share_high = (100 * v for v in interval([[v] for v in ranks[0][4]], center=np.mean))
     ratio, low, high = interval((monitored_s.mean(1) / plain.mean(1))[:, None].tolist())
     memory = max(m for _, m, *_ in ranks)
-    by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 4), 20))
+    by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 2), 10))
     taken, taken_low, taken_high = interval((by_clocks[..., 0] / by_clocks[..., 1]).T.tolist())
     taken_us = float(np.median(by_clocks[..., 0])) / 1e3
     alone = _launch("hooks", 4, 20)

@@ -1,8 +1,7 @@
 """For every test: a fresh mark in the environment, and a look for processes that outlived the test.
 
-With `-n 2`, files whose tests are marked `job` run one after the other on one worker, as each of them wants both cores;
-all others run beside them on the other. (`--dist loadgroup` would do this by marks, but pytest-xdist 3.8.0 writes the
-group into an attribute that pytest 9.2 no longer reads.)
+With `-n 2`, files whose tests are marked `job` run one after the other on one worker, as each of them wants both cores, and
+all others beside them on the other, which takes its share of jobs when it has no more of those: they mostly wait.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import os
 import signal
 import time
 import uuid
-import zlib
 from collections.abc import Iterator
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests.jobs import REPOSITORY, TEST_MARK, kill_marked, marked
 
@@ -35,13 +34,17 @@ def _orphans(mark: str) -> dict[int, str]:
 
 
 class _JobsInARow(LoadScopeScheduling):
-    """Whole files to workers; those with jobs as one unit for every two workers."""
+    """Whole files to workers: every other one takes those with jobs first, the rest take them last."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if not _has_jobs(file):
-            return file
-        return f"jobs {zlib.crc32(file.encode()) % max(1, self.numnodes // 2)}"
+        return nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        jobs_first = self.nodes.index(node) % 2 == 0
+        wanted = next((file for file in self.workqueue if _has_jobs(file) == jobs_first), None)
+        if wanted is not None:
+            self.workqueue.move_to_end(wanted, last=False)
+        super()._assign_work_unit(node)
 
 
 @functools.cache

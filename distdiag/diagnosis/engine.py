@@ -309,9 +309,8 @@ class Diagnosis:
         return [f for f in self.findings if f.cleared_s is None and at_least(f.severity, severity)]
 
     def suspects(self) -> bool:
-        """Whether something of severity warning or above is open, or is on the way to be said."""
-        records = (r.finding for r in self.records.values())
-        return any(f.cleared_s is None and at_least(f.severity, Severity.WARNING) for f in records)
+        """Whether something of severity warning or above has been seen, but not often enough yet to be said."""
+        return any(not r.said and at_least(r.finding.severity, Severity.WARNING) for r in self.records.values())
 
     # -- the job's state --------------------------------------------------------------------------------
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from distdiag.diagnosis.engine import Record
+from distdiag.diagnosis.findings import Finding, Severity
+from distdiag.monitor.loop import Monitor
+from distdiag.monitor.processes import CpuWatch
 from distdiag.monitor.ranks import RankView
 from distdiag.recorder.layout import Blocked, LifeWord, page_path
 from distdiag.recorder.page import PageWriter
@@ -92,6 +99,39 @@ def test_what_a_full_look_must_see_is_not_passed_over(
     assert not view.goes_on(moves(page), False)
 
 
+@pytest.fixture
+def monitor(tmp_path: Path) -> Iterator[Monitor]:
+    monitor = Monitor(tmp_path / "run", tmp_path / "pages", node=0, quiet=True, keep_bytes=1 << 30)
+    monitor.hosts.cores = 4
+    monitor._host_cpu = [20.0, 97.0, 95.0, 99.0, 92.0, 90.0]
+    yield monitor
+    monitor.close()
+
+
+def warns(said: bool, severity: Severity = Severity.WARNING) -> Record:
+    return Record(Finding(kind="straggler", severity=severity), said=said)
+
+
+@pytest.mark.parametrize(
+    ("records", "now_s", "spare", "calm"),
+    [
+        ([], 60.0, False, True),
+        ([], 10.0, False, False),
+        ([], 60.0, True, False),  # a core is free: a look takes nothing from the ranks
+        ([warns(said=False)], 60.0, False, False),  # what is suspected is looked at until it can be said
+        ([warns(said=True)], 60.0, False, True),
+        ([warns(said=False, severity=Severity.INFO)], 60.0, False, True),
+    ],
+)
+def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_suspected(
+    records: list[Record], now_s: float, spare: bool, calm: bool, monitor: Monitor
+) -> None:
+    monitor.diagnosis.records = {str(i): r for i, r in enumerate(records)}
+    if spare:
+        monitor._host_cpu.append(70.0)
+    assert monitor._calm(now_s) is calm
+
+
 class Groups:
     def __init__(self) -> None:
         self.refreshed = 0
@@ -123,3 +163,26 @@ def test_counters_are_read_at_every_beat_while_the_rank_may_be_waiting(
     assert (groups.refreshed, page.h.beats) == (counted, 8)
     assert 0 < page.h.counted_ns <= page.h.heartbeat_ns
     assert page.h.stack_depth and page.h.stack_version == 16
+
+
+def test_a_process_that_computes_sleeps_or_is_stopped_is_told_from_outside() -> None:
+    script = "import sys, time\nfor line in sys.stdin:\n    end = time.monotonic() + float(line)\n    while time.monotonic() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True, bufsize=1) as other:
+        watch, end = CpuWatch(), time.monotonic() + 30
+        try:
+            assert other.stdin is not None
+            assert watch.idle(other.pid)[0] is None  # nothing to compare with
+            while watch.idle(other.pid) != (True, "S"):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            other.stdin.write("60\n")
+            while watch.idle(other.pid)[0] is not False:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            other.send_signal(signal.SIGSTOP)
+            while watch.idle(other.pid) != (False, "T"):  # not asleep: it does not wait for anything
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        finally:
+            other.kill()
+    assert watch.idle(other.pid) == (None, None)
