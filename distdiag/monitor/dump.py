@@ -101,7 +101,7 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
             note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
     answered = bool(frames)
     if not frames:
-        frames = [(s.file, s.line, s.function) for s in v._stack(h)]
+        frames = [(s.file, s.line, s.function) for s in v.stack(h)]
         note = note or ("no witness: the stack is its pulse's" if frames else "no stack")
     state = v.state(now_s, True, look.state if look is not None else None, record)
     op = None
