@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60  # version 1 writes a number near 2^63
 
 
@@ -30,46 +30,48 @@ class MemoryLimit:
             return current
 
 
-def cores(root: Path = ROOT) -> float | None:
-    """CPU quota of this process's cgroup in cores; None where there is none, or it cannot be read."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()[:2]
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-    except (OSError, ValueError):
-        return None
+def cores(root: Path = ROOT, own: Path = OWN) -> float | None:
+    """CPU quota of this process in cores, the least of its cgroup's and of those around it; None where there is none."""
+    found = [q for folder in _folders(root, own, "cpu") if (q := _quota(folder)) is not None]
+    return min(found, default=None)
 
 
-def memory_limits(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> list[MemoryLimit]:
+def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
     """Every bound that this process is under: a job step's, the job's, the container's."""
     found: dict[Path, MemoryLimit] = {}
-    for base, path in _places(root, own):
-        for folder in (base / path, *(base / p for p in path.parents)):
-            limit = _number(folder / "memory.max")
-            limit = _number(folder / "memory.limit_in_bytes") if limit is None else limit
-            if limit is not None and 0 < limit < UNLIMITED:
-                found[folder] = MemoryLimit(folder, limit)
+    for folder in _folders(root, own, "memory"):
+        limit = _number(folder / "memory.max")
+        limit = _number(folder / "memory.limit_in_bytes") if limit is None else limit
+        if limit is not None and 0 < limit < UNLIMITED:
+            found[folder] = MemoryLimit(folder, limit)
     return list(found.values())
 
 
-def _places(root: Path, own: Path) -> list[tuple[Path, Path]]:
-    """(where a hierarchy is mounted, this process's place in it), of both versions."""
-    out = [(root, Path(".")), (root / "memory", Path("."))]  # in a container its own cgroup is the root it sees
+def _folders(root: Path, own: Path, controller: str) -> list[Path]:
+    """This process's cgroup and those around it, of both versions."""
+    # in a container its own cgroup is the root it sees
+    places = [(root, Path(".")), (root / controller, Path("."))]
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        return out
+        lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            out.append((root, Path(path.lstrip("/"))))
-        elif "memory" in controllers.split(","):
-            out.append((root / "memory", Path(path.lstrip("/"))))
-    return out
+            places.append((root, Path(path.lstrip("/"))))
+        elif controller in controllers.split(","):
+            places.append((root / controller, Path(path.lstrip("/"))))
+    return list(dict.fromkeys(f for base, path in places for f in (base / path, *(base / p for p in path.parents))))
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()[:2]
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
 
 
 def _number(file: Path) -> int | None:

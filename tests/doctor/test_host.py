@@ -70,7 +70,25 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str]
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cgroups.cores(tmp_path) == cores
+    assert cgroups.cores(tmp_path, tmp_path / "none") == cores
+
+
+@pytest.mark.parametrize(
+    ("line", "job", "files"),
+    [
+        ("0::/slurm/job_7/step_0", "slurm/job_7", {"cpu.max": "250000 100000"}),
+        ("3:cpuacct,cpu:/slurm/job_7/step_0", "cpu/slurm/job_7", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}),
+    ],
+)  # fmt: skip
+def test_a_cpu_quota_around_this_process(tmp_path: Path, line: str, job: str, files: dict[str, str]) -> None:
+    """The job's, where the step has none of its own; of several the least."""
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
+    (tmp_path / job / "step_0").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / job / name).write_text(text)
+    assert cgroups.cores(tmp_path, tmp_path / "own") == 2.5
+    (tmp_path / job / "step_0" / "cpu.max").write_text("100000 100000")
+    assert cgroups.cores(tmp_path, tmp_path / "own") == 1.0
 
 
 def test_the_memory_limit_of_a_container_is_what_counts(tmp_path: Path) -> None:
