@@ -310,6 +310,8 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
     alone = all(x.alone for _, x in found)
     losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
     cause = "loss" if losses else "gradient"
+    from_input = {r.rank for r in s.ranks.values() for x in r.samples if x.kind == "nan_input" and x.step == first_step}
+    losses = [(q, x) for q, x in losses if q in from_input] or losses
     chosen = losses or [(q, x) for q, x in at_first if x.kind == "nonfinite_local_gradient"] or at_first
     ranks = tuple(sorted({q for q, _ in chosen}))
     x = chosen[0][1]
@@ -336,12 +338,15 @@ def _nonfinite(s: Snapshot) -> list[Finding]:
             + (f"; {rank_list(others)} followed" if others and not everywhere else "")
             + (f" ({name})" if name else "")
             + at(x.site)
+            + (": NaN was in the batch already" if from_input else "")
             + (": it had trained by itself so far, nothing is averaged with others" if alone else ""),
             cost="what that rank trains from here on is lost"
             if alone
             else "averaging carries it to every rank; what is trained from here on is lost",
             advice=(
-                f"look at the batches of step {first_step}, what collectives carry in forward, and the learning rate"
+                f"look for NaN in the data, and drop or mend such samples: the batch of step {first_step} has some"
+                if from_input
+                else f"look at the batches of step {first_step}, what collectives carry in forward, and the learning rate"
                 if everywhere
                 else f"look at that rank's batch of step {first_step}, and at divisions and logarithms in the loss"
             )

@@ -11,6 +11,7 @@ import json
 import re
 import weakref
 import zlib
+from collections.abc import Callable
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,8 @@ class Gradients:
 
 
 class Checks:
-    def __init__(self, r: state.Recorder, col: Collectives) -> None:
+    def __init__(self, r: state.Recorder, col: Collectives, newest_input: Callable[[], torch.Tensor | None]) -> None:
+        self._newest_input = newest_input
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
         self._nonfinite = 0
         self._suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
@@ -142,8 +144,20 @@ class Checks:
         self._bad_losses += 1
         if self._bad_losses == 1:
             self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
+            self._look_at_input(site)
         elif self._bad_losses == at_most:
             self._convict()
+
+    def _look_at_input(self, site: int) -> None:
+        """Whether the batch itself holds NaN: whatever the loss went through, others' values included, it began there."""
+        t, step = self._newest_input(), self.h.step + 1
+        if t is None or not t.is_floating_point() or t.layout is not torch.strided:
+            return
+        found = torch.isnan(t.detach()).any()
+        if not t.is_cpu:
+            self._when_copied(found.float().reshape(1), lambda v: v[0] and self.sample(SampleKind.NAN_INPUT, step, 1.0))
+        elif found:
+            self.sample(SampleKind.NAN_INPUT, step, float("nan"), site=site)
 
     def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
         self.always = True

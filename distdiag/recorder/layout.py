@@ -253,6 +253,7 @@ class SampleKind(IntEnum):
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
     REDUCED = 5  # elements all-reduced during the step, against those of the parameters that have gradients
     AVERAGED = 7  # the most of them between two steps so far
+    NAN_INPUT = 8  # the batch of a loss that is not finite holds NaN itself
 
 
 class SampleRecord(Structure):

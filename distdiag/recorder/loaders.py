@@ -9,8 +9,9 @@ batches only.
 from __future__ import annotations
 
 import ctypes
+import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class Loaders:
         # by id of the iterator: its slot, and where its batches and its last time lie among the page's words
         self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
         self._words = r.page.words
+        self.newest: Callable[[], torch.Tensor | None] | None = (
+            None  # the first tensor of the last batch, while it lives
+        )
         self._last: LoaderSlot | None = None  # the one whose batch came last
         self._trained: LoaderSlot | None = None  # the one marked as training last
 
@@ -140,7 +144,10 @@ class Loaders:
         t = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
         if not isinstance(t, torch.Tensor) or not t.dim():
             t = first_tensor(batch, lambda t: t.dim() > 0)
-        return int(t.shape[0]) if t is not None else 0
+        if t is None:
+            return 0
+        self.newest = weakref.ref(t)
+        return int(t.shape[0])
 
 
 def _length(x: Any) -> int:

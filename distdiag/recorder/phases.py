@@ -48,7 +48,7 @@ class Phases:
         self.u32, self.u64, self.i32 = r.page.u32, r.page.u64, r.page.i32
         self.main_thread = r.main_thread
         self.loaders = Loaders(r)
-        self.checks = Checks(r, col)
+        self.checks = Checks(r, col, lambda: self.loaders.newest and self.loaders.newest())
         self.models: dict[int, Model] = {}
         self.lead: Any = None
         self.lead_misses = 0
@@ -382,6 +382,8 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
                 words = ph.page.words
                 words[m.forwards_at] = n = words[m.forwards_at] + 1
                 first = n == 1
+                if inputs and ph.device is not None and isinstance(inputs[0], torch.Tensor):
+                    ph.loaders.newest = weakref.ref(inputs[0])  # the loader's own is gone when it has been copied
                 if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
                     ph.batch = ph.loaders.batch_length(inputs)
                     ph.samples += ph.batch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, rows, start, wait_for
+from tests.jobs import REPOSITORY, launch, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -61,3 +61,53 @@ def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
         kept = wait_for(lambda: rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'"), 10, "a finding")
     found = [json.loads(j) for (j,) in kept]
     assert [f["cause"] for f in found] == ["loss"] and found[0]["step"] in steps
+
+
+SHARED_IN_FORWARD = """
+import torch, torch.distributed as dist
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+class Centred(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        mean = all_reduce(x.mean(0)) / dist.get_world_size()
+        return self.layer(x - mean * SCALE[dist.get_rank()])
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+data = torch.randn(64 * 4, 8)
+if rank == 1:
+    data[BAD] = float("nan")
+model = DistributedDataParallel(Centred())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for i, x in enumerate(DataLoader(data, 4)):
+    loss = model(x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "scale", "culprits"),
+    [
+        ("82", "[1.0, 1.0]", [1]),  # one sample of batch 20: its NaN is everyone's before any loss is seen
+        ("slice(0)", "[float('nan')] * 2", []),  # nobody's data
+    ],
+    ids=["in a batch", "made in forward"],
+)
+def test_the_rank_is_named_whose_batch_holds_nan(bad: str, scale: str, culprits: list[int], tmp_path: Path) -> None:
+    script, run = tmp_path / "script.py", tmp_path / "R"
+    script.write_text(f"BAD, SCALE = {bad}, {scale}\n{SHARED_IN_FORWARD}")
+    with launch(["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60) as job:
+        assert job.wait() == 0, job.tail()
+        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the monitor to close the run")
+    [finding] = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'")]
+    assert (finding["cause"], finding["culprits"]) == ("loss", culprits)
+    assert ("NaN was in the batch already" in finding["message"]) is bool(culprits)
