@@ -133,15 +133,13 @@ class Groups:
     @guarded
     def refresh_groups(self) -> None:
         """From the pulse: newest issued and completed collective of every group."""
+        before = {id(g): issued for g in list(self.groups.values()) if (issued := _issued(g)) is not None}
         status = flight_recorder_status()
         for g in list(self.groups.values()):
-            if g.slot.destroyed:
+            issued = _issued(g)
+            if issued is None or id(g) not in before:
                 continue
-            try:
-                issued = g.pg._get_sequence_number_for_group() - g.offset
-            except RuntimeError:  # the group was shut down between two beats
-                continue
-            fr = self._recorder_entry(g, status, issued)
+            fr = self._recorder_entry(g, status, before[id(g)], issued)
             if fr is not None:
                 g.slot.enqueued = g.number(int(fr["last_enqueued_collective"]))
                 g.slot.completed = g.number(int(fr["last_completed_collective"]))
@@ -149,19 +147,33 @@ class Groups:
                 g.slot.enqueued = issued
                 g.slot.completed = -1
 
-    def _recorder_entry(self, g: Group, status: dict[str, Any], issued: int) -> dict[str, Any] | None:
-        """The flight recorder's counters of a group: by order of creation, and only where its own count agrees."""
-        if g.slot.flight_recorder_id >= 0:
-            return status.get(str(g.slot.flight_recorder_id))
-        if g.open_messages:
-            return None
-        by_count = [k for k, s in status.items() if g.number(int(s["last_enqueued_collective"])) == issued]
-        order = str(g.slot_index)
-        if issued > 0 and order in by_count:
-            g.slot.flight_recorder_id = g.slot_index
-        elif issued > 0 and len(by_count) == 1:
-            g.slot.flight_recorder_id = int(by_count[0])
-        return status.get(str(g.slot.flight_recorder_id))
+    def _recorder_entry(self, g: Group, status: dict[str, Any], at_least: int, at_most: int) -> dict[str, Any] | None:
+        """The flight recorder's counters of a group, which it keeps by a number of its own.
+
+        Whose they are shows in the counts: groups that keep step with each other are told apart when one of them is ahead.
+        The main thread goes on meanwhile, so what counts is that they lie between the group's own before and after.
+        """
+
+        def fits(counters: dict[str, Any]) -> bool:
+            return at_least <= g.number(int(counters["last_enqueued_collective"])) <= at_most
+
+        known = status.get(str(g.slot.flight_recorder_id))
+        if g.open_messages or (known is not None and fits(known)):
+            return known
+        taken = {str(other.slot.flight_recorder_id) for other in self.groups.values() if other is not g}
+        found = [k for k, counters in status.items() if k not in taken and fits(counters)] if at_most > 0 else []
+        g.slot.flight_recorder_id = int(found[0]) if len(found) == 1 else -1
+        return status[found[0]] if len(found) == 1 else None
+
+
+def _issued(g: Group) -> int | None:
+    """Collectives of a group so far; None where it is no more."""
+    if g.slot.destroyed:
+        return None
+    try:
+        return g.pg._get_sequence_number_for_group() - g.offset
+    except RuntimeError:  # it was shut down between two beats
+        return None
 
 
 def flight_recorder_status() -> dict[str, Any]:

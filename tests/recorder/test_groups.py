@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from distdiag.recorder.groups import Group
+import pytest
+
+from distdiag.recorder import groups
+from distdiag.recorder.groups import Group, Groups
 from distdiag.recorder.layout import GroupSlot
 
 
@@ -69,3 +72,69 @@ def test_old_numbers_are_forgotten_and_new_ones_stay_right() -> None:
         gloo.collective()
         message(gloo, g)
     assert [g.number(raw) for raw in gloo.collectives[-10:]] == list(range(91, 101))
+
+
+class Recorded:
+    """The groups of a process, and the flight recorder's counters of them under numbers of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+        self.gloos = [Gloo() for _ in numbers]
+        self.groups = Groups.__new__(Groups)
+        found = [
+            Group(gloo, GroupSlot(completed=-1, flight_recorder_id=-1), i, [0, 1]) for i, gloo in enumerate(self.gloos)
+        ]
+        self.groups.groups = {id(g): g for g in found}
+        self.slots = [g.slot for g in found]
+        self.numbers = numbers
+        self.meanwhile: list[int] = []  # groups that go on while the counters are read
+        monkeypatch.setattr(groups, "flight_recorder_status", self._status)
+
+    def _status(self) -> dict[str, dict[str, str]]:
+        out = {}
+        for number, gloo in zip(self.numbers, self.gloos, strict=True):
+            if number >= 0 and gloo.counter:
+                counts = {
+                    "last_enqueued_collective": str(gloo.counter),
+                    "last_completed_collective": str(gloo.counter - 1),
+                }
+                out[str(number)] = counts
+        for i in self.meanwhile:
+            self.gloos[i].collective()
+        return out
+
+    def beat(self) -> list[tuple[int, int, int]]:
+        """(enqueued, completed, number in the flight recorder) of each group."""
+        self.groups.refresh_groups()
+        return [(s.enqueued, s.completed, s.flight_recorder_id) for s in self.slots]
+
+
+def test_groups_that_keep_step_are_told_apart_when_one_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(monkeypatch, 2, 1)  # used in another order than made; the default group never
+    for gloo in job.gloos:
+        gloo.collective()
+    assert job.beat() == [(1, -1, -1), (1, -1, -1)]
+    job.gloos[1].collective()
+    assert job.beat() == [(1, 0, 2), (2, 1, 1)]
+    job.gloos[0].collective()
+    assert job.beat() == [(2, 1, 2), (2, 1, 1)]
+
+
+def test_a_group_that_goes_on_while_it_is_read_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(monkeypatch, 1, 2)
+    job.gloos[0].collective()
+    job.gloos[1].collective()
+    job.gloos[1].collective()
+    job.meanwhile = [0]  # it comes to the other's count
+    assert [number for *_, number in job.beat()] == [-1, 2]
+    job.meanwhile = []
+    job.gloos[0].collective()
+    assert job.beat() == [(3, 2, 1), (2, 1, 2)]
+
+
+def test_counters_that_were_anothers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(monkeypatch, -1, 1)  # the flight recorder does not know the first
+    job.gloos[0].collective()
+    job.slots[0].flight_recorder_id = 1
+    job.gloos[1].collective()
+    job.gloos[1].collective()
+    assert job.beat() == [(1, -1, -1), (2, 1, 1)]
