@@ -30,7 +30,7 @@ _DOES = {
     "gil_held": "is stuck in C code that holds the GIL",
     "lock": "waits for a lock",
     "queue": "waits on a queue",
-    "socket": "waits on a socket or a pipe",
+    "socket": "waits on a socket, a pipe or a key of a store",
     "data": "waits for its data loader",
     "checkpoint": "writes a checkpoint",
     "sleep": "sleeps",
@@ -41,7 +41,7 @@ _DO = {
     "data": "look at the loader's workers of that rank (dead, stuck on storage?); `distdiag dump` shows them",
     "lock": "find who holds the lock; no lock may be held across a collective",
     "queue": "find who should fill or drain that queue",
-    "socket": "look at the other end of that connection, and give it a timeout",
+    "socket": "look at the other end of that connection (who should send, or set the key?), and give it a timeout",
     "gil_held": "look at the native call at that line",
     "checkpoint": "wait, or write checkpoints asynchronously",
 }
