@@ -16,7 +16,7 @@ def group_label(snapshot: Snapshot, name: str) -> str:
     if group is None or group.description in ("", "undefined"):
         return name
     if sum(g.description == group.description for g in snapshot.groups.values()) > 1:
-        return f"{group.description} {name}"
+        return name if name.startswith(f"{group.description}:") else f"{group.description} {name}"
     return group.description
 
 
