@@ -22,7 +22,10 @@ _BY_FRAME = (
 _BY_LINE = (
     (re.compile(r"\binput\s*\(|sys\.stdin|\bstdin\."), "stdin"),
     (re.compile(r"\.flock\s*\(|\.lockf\s*\(|\.acquire\s*\(|^with\s.*lock", re.IGNORECASE), "lock"),
-    (re.compile(r"\.recv\w*\s*\(|\.accept\s*\(|\.connect\s*\(|urlopen\s*\(|store\w*\.(get|wait|multi_get)\s*\("), "socket"),
+    (
+        re.compile(r"\.recv\w*\s*\(|\.accept\s*\(|\.connect\s*\(|urlopen\s*\(|store\w*\.(get|wait|multi_get)\s*\("),
+        "socket",
+    ),
     (re.compile(r"torch\.save\s*\(|\.fsync\s*\(|zlib|\.dump\s*\("), "checkpoint"),
     (re.compile(r"\.get\s*\(|\.put\s*\("), "queue"),
 )

@@ -39,7 +39,9 @@ from distdiag.store.rows import (
 if TYPE_CHECKING:
     import pandas as pd
 
-SILENT_S = 5.0  # without a heartbeat, the monitor counts as gone (it beats once a second)
+# Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second, or
+# every two where its looks would take their time from the ranks.
+SILENT_S, GONE_S = 6.0, 4.0
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _finding = msgspec.json.Decoder(Finding)
@@ -117,7 +119,7 @@ class Run:
             return Monitor.ENDED
         age = self.heartbeat_age_s(meta)
         # a missing process alone proves nothing: a container has process numbers of its own
-        limit = 2.0 if _process_gone(meta) else SILENT_S
+        limit = GONE_S if _process_gone(meta) else SILENT_S
         return Monitor.GONE if age is None or age > limit else Monitor.LIVE
 
     def heartbeat_age_s(self, meta: dict[str, str | None] | None = None) -> float | None:
