@@ -1,0 +1,85 @@
+"""Snapshots made by hand, for tests of the rules."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.snapshot import (
+    Call,
+    GpuState,
+    Group,
+    Loader,
+    Model,
+    RankState,
+    Site,
+    Snapshot,
+    Step,
+)
+
+GIB = 1 << 30
+CARD = GpuState(node=0, gpu=0, rank=1, pcie_width=8, pcie_width_max=16)
+LOOP = Site("/job/train.py", 40, "main")
+MODEL = Model(
+    group="default_pg", parameters=4, find_unused=False, forwards=100, synced_backwards=100, unused_checks=100
+)
+
+
+def rank(q: int, **more: Any) -> RankState:
+    return RankState(**{"rank": q, "place": LOOP, "user_stack": (LOOP,), "step": 100, "models": (MODEL,), **more})
+
+
+def job(*ranks: RankState, t_s: float = 100.0, **more: Any) -> Snapshot:
+    world = len(ranks)
+    group = Group(name="default_pg", ranks=tuple(range(world)), backend="gloo")
+    return Snapshot(
+        **{
+            "t_s": t_s,
+            "world_size": world,
+            "ranks": {r.rank: r for r in ranks},
+            "groups": {"default_pg": group},
+            **more,
+        }
+    )
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, found
+    return found[0]
+
+
+def of_kind(found: list[Finding], kind: str, cause: str | None = None) -> list[Finding]:
+    return [f for f in found if f.kind == kind and (cause is None or f.cause == cause)]
+
+
+def waits_for_rank_one(since_s: float, t_s: float, **late: Any) -> Snapshot:
+    blocked = Call(op="all_reduce", group="default_pg", seq=7, entered_s=since_s)
+    return job(
+        rank(0, blocked=blocked, enqueued={"default_pg": 7}, activity="waiting"),
+        rank(1, enqueued={"default_pg": 6}, **late),
+        t_s=t_s,
+    )
+
+
+def loader(**more: Any) -> Loader:
+    site = Site("/job/train.py", 2, "main")
+    return Loader(**{"site": site, "length": 100, "in_training": True, "iterations_started": 1, "batches": 3, **more})
+
+
+def steps(
+    extra_ms: float = 0.0, phase: str = "forward", wait_ms: float = 0.0, seed: int = 0, n: int = 60
+) -> tuple[Step, ...]:
+    r = random.Random(seed)
+    out = []
+    for k in range(1, n + 1):
+        parts = {"data": 2.0, "forward": 20.0, "backward": 40.0, "optimizer": 5.0, "other": 1.0}
+        parts = {p: v * r.uniform(0.97, 1.03) for p, v in parts.items()}
+        parts[phase] += extra_ms
+        parts["backward"] += wait_ms
+        ready = k * 0.1 + (sum(parts.values()) - wait_ms) / 1e3
+        out.append(
+            Step(k, k * 0.1 + 0.09, sum(parts.values()), parts["data"], parts["forward"], parts["backward"],
+                 parts["optimizer"], wait_ms, parts["other"], ready, 8, 8, 1.0)
+        )  # fmt: skip
+    return tuple(out)

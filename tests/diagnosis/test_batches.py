@@ -1,0 +1,132 @@
+"""Rules on what the ranks train on: numbers, sizes and contents of batches."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis import batches, speed
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.snapshot import (
+    Loader,
+    Step,
+)
+from tests.diagnosis.made import MODEL, job, loader, of_kind, only, rank, steps
+
+PLAIN = "def main():\n    for x, y in loader:\n        step(x, y)\n"
+
+
+def uneven(source: str, **second: Any) -> list[Finding]:
+    s = job(rank(0, loaders=(loader(),)), rank(1, loaders=(loader(length=90),), **second))
+    return [f for f in batches.rules(s, lambda _: source) if f.cause == "count"]
+
+
+def test_lengths_that_cannot_agree_are_said_before_the_hang() -> None:
+    f = only(uneven(PLAIN))
+    assert (f.culprits, f.victims, f.severity) == ((1,), (0,), "error")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def main():\n    for x, y in loader:\n        if step(x, y):\n            break\n",
+        "def main():\n    for x, y in islice(loader, 50):\n        step(x, y)\n",
+        "def main():\n    for i, b in zip(range(50), loader):\n        step(b)\n",
+        "def main():\n    for x, y in loader:\n        try:\n            return step(x)\n        finally:\n            pass\n",
+        "not python at all (",
+    ],
+)
+def test_a_loop_that_may_end_early_is_not_judged(source: str) -> None:
+    assert uneven(source) == []
+
+
+def test_a_break_of_an_inner_loop_does_not_end_the_outer_one() -> None:
+    assert uneven("def main():\n    for x, y in loader:\n        for _ in range(3):\n            break\n")
+
+
+def test_join_makes_uneven_inputs_legal() -> None:
+    assert uneven(PLAIN, in_join=True) == []
+
+
+def prints(seed: int) -> tuple[int, ...]:
+    r = random.Random(seed)
+    return tuple(r.getrandbits(64) | 1 << 40 | 1 for _ in range(6))
+
+
+def duplicates(a: Loader, b: Loader) -> list[Finding]:
+    return [
+        f
+        for f in batches.rules(job(rank(0, loaders=(a,)), rank(1, loaders=(b,))), lambda _: PLAIN)
+        if f.kind == "duplicate_data"
+    ]
+
+
+def test_the_same_batches_on_two_ranks_are_said() -> None:
+    f = only(duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(1))))
+    assert f.cause == "same_batches_on_ranks" and f.victims == (0, 1)
+    assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
+
+
+def test_a_forgotten_set_epoch_is_said_only_where_shuffling_was_wanted() -> None:
+    def again(seed: int, shuffle: bool) -> Loader:
+        return loader(
+            distributed_sampler=True, shuffle=shuffle, iterations_started=2, first_fingerprints=prints(seed),
+            previous_fingerprints=prints(seed), sampler_epoch=0,
+        )  # fmt: skip
+
+    assert only(duplicates(again(1, True), again(2, True))).cause == "same_order_every_epoch"
+    assert duplicates(again(1, False), again(2, False)) == []
+
+
+def of_size(*sizes: int, n: int = 40) -> tuple[Step, ...]:
+    """Steps with these local batch sizes, over and over."""
+    return tuple(
+        msgspec.structs.replace(x, batch=sizes[k % len(sizes)], samples=sizes[k % len(sizes)])
+        for k, x in enumerate(steps(n=n))
+    )
+
+
+def of_sizes(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
+    ranks = [rank(q, steps=x, loaders=(loader(),), **more) for q, x in enumerate(of_ranks)]
+    return of_kind(batches.rules(job(*ranks), lambda _: None), "uneven_batches")
+
+
+def test_the_rank_with_another_batch_size_is_named() -> None:
+    f = only(of_sizes(of_size(8), of_size(8), of_size(2)))
+    assert (f.cause, f.severity, f.certainty) == ("size", "warning", "proved")
+    assert (f.culprits, f.victims) == ((2,), (0, 1))
+    assert (f.where[0].rank, f.where[0].line) == (2, 2)  # where its batches come from
+    assert "4.0x" in f.cost
+
+
+def test_a_rank_without_data_that_keeps_the_others_company_is_no_fault() -> None:
+    """Its steps have a loss of zero: a batch of one, and no sleep or work, so that the others need not wait for it."""
+
+    def shadow(zeros: int) -> tuple[Step, ...]:
+        xs = of_size(1)
+        return tuple(msgspec.structs.replace(x, loss=0.0 if k >= len(xs) - zeros else 1.0) for k, x in enumerate(xs))
+
+    assert of_sizes(of_size(8), shadow(60)) == []
+    assert [f.cause for f in of_sizes(of_size(8), shadow(1))] == ["size"]  # a loss may be zero now and then
+    late = rank(1, steps=steps(80.0, "other", seed=1))
+    idle = [msgspec.structs.replace(x, loss=0.0) for x in steps(wait_ms=80.0)]
+    assert of_kind(speed.rules(job(rank(0, steps=tuple(idle)), late)), "straggler") == []
+    assert of_kind(speed.rules(job(rank(0, steps=steps(wait_ms=80.0)), late)), "straggler") != []
+
+
+def test_of_two_ranks_neither_has_the_wrong_batch_size() -> None:
+    f = only(of_sizes(of_size(8), of_size(4)))
+    assert (f.cause, f.culprits, f.victims) == ("size", (), (0, 1)) and {w.rank for w in f.where} == {0, 1}
+
+
+def test_batch_sizes_alike_or_varying_or_not_known_are_no_fault() -> None:
+    assert of_sizes(of_size(8), of_size(8)) == []
+    assert of_sizes(of_size(8), of_size(*[8] * 19, 3)) == []  # the last batch of each epoch is a smaller one
+    assert of_sizes(of_size(8, 5), of_size(6, 3)) == []  # by a budget of tokens
+    assert of_sizes(of_size(8), of_size(4, n=20)) == []  # not yet a habit
+    assert of_sizes(of_size(8), of_size(0)) == []  # not measured
+    apart = msgspec.structs.replace(MODEL, synced_backwards=0)
+    assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged

@@ -1,0 +1,111 @@
+"""Rules on ranks that have gone: what took them, and who is to blame."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis import endings
+from distdiag.diagnosis.snapshot import (
+    Call,
+    Group,
+    Life,
+    Site,
+)
+from tests.diagnosis.made import LOOP, job, only, rank
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"
+
+
+def test_ranks_that_could_not_connect_blame_nobody() -> None:
+    text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
+    crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
+    s = job(crashed, rank(1, life=Life.KILLED, signal=15, ended_s=9.5))
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
+    assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+
+
+def test_the_first_end_that_is_no_echo_is_the_cause() -> None:
+    s = job(
+        rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
+        rank(1, life=Life.CRASHED, exception="IndexError: list index out of range", ended_s=9.1),
+        rank(2, life=Life.KILLED, signal=15, ended_s=9.5),
+    )
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (1,), (0, 2))
+    assert "IndexError" in f.message
+
+
+def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
+    s = job(
+        *(rank(q, life=Life.CRASHED, exception="NameError: name 'x' is not defined", ended_s=9.0) for q in range(3))
+    )
+    assert only(endings.rules(s)).culprits == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
+def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
+    s = job(
+        rank(0, life=Life.KILLED, signal=number, ended_s=9.0), rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2)
+    )
+    f = only(endings.rules(s))
+    assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
+
+
+@pytest.mark.parametrize("number", [2, 9, 15])
+def test_a_job_ended_from_outside_has_no_finding(number: int) -> None:
+    s = job(*(rank(q, life=Life.KILLED, signal=number, ended_s=9.0 + q / 10) for q in range(3)))
+    assert endings.rules(s) == []
+
+
+def test_a_rank_that_finished_while_others_went_on_is_the_cause_of_their_errors() -> None:
+    s = job(
+        rank(0, life=Life.FINISHED, ended_s=8.0, step=48),
+        rank(
+            1,
+            life=Life.CRASHED,
+            exception=CLOSED,
+            ended_s=9.0,
+            enqueued={"default_pg": 60},
+            completed={"default_pg": 59},
+        ),
+    )
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "rank_finished", (0,), (1,))
+
+
+def test_a_timeout_names_the_late_rank() -> None:
+    text = "RuntimeError: Timed out waiting 6000ms for recv operation to complete (gloo)"
+    waiting = Call(op="all_reduce", group="default_pg", seq=7, entered_s=3.0, failed=True)
+    s = job(
+        rank(0, life=Life.CRASHED, exception=text, ended_s=9.0, calls=(waiting,), enqueued={"default_pg": 7}),
+        rank(1, enqueued={"default_pg": 6}),
+    )
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
+
+
+def test_a_timeout_of_the_users_own_is_a_crash() -> None:
+    s = job(rank(0, life=Life.CRASHED, exception="TimeoutError: dataset server timed out", ended_s=9.0), rank(1))
+    assert only(endings.rules(s)).kind == "rank_lost"
+
+
+@pytest.mark.parametrize(("log", "culprits"), [((61, 121, 181), (1,)), ((61, 121, 170), (0,)), ((1, 50, 121, 170), ())])
+def test_two_places_in_an_abort_of_gloo_and_who_is_out_of_rhythm(
+    log: tuple[int, ...], culprits: tuple[int, ...]
+) -> None:
+    """Rank 0 was in a call that both know, rank 1 in the next backward: was it due, or too early?"""
+    call = Call(op="all_reduce", group="default_pg", seq=log[-1], site=Site("/job/train.py", 8, "log"), shape=(4,))
+    before = {"default_pg": {"/job/train.py:8": log[:-1]}}
+    sites = {"/job/train.py:8": 3, f"{LOOP.file}:{LOOP.line}": 170}
+    s = job(
+        rank(0, life=Life.KILLED, signal=6, ended_s=40.0, ended_waiting=True, place=call.site, calls=(call,), sites=sites,
+             visits={"default_pg": {"/job/train.py:8": log}}),
+        rank(1, life=Life.CRASHED, exception="RuntimeError: Connection reset by peer", ended_s=40.1, place=LOOP, sites=sites,
+             visits=before),
+    )  # fmt: skip
+    s = msgspec.structs.replace(s, groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")})
+    f = only(endings.rules(s))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", culprits)
+    assert ("collectives" in f.message) == bool(culprits)

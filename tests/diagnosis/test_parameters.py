@@ -1,0 +1,266 @@
+"""Rules on parameters and buffers: unused, drifting, not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis import parameters
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.snapshot import (
+    Call,
+    Model,
+    Sample,
+    Site,
+)
+from tests.diagnosis.made import LOOP, MODEL, job, of_kind, only, rank
+
+
+def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse() -> None:
+    unused = msgspec.structs.replace(
+        MODEL, unused=(("head.weight", 40), ("head.bias", 4)), unused_hits=3, unused_step=9
+    )
+    f = only(
+        [
+            f
+            for f in parameters.rules(job(rank(0, models=(unused,)), rank(1, models=(unused,))))
+            if f.kind == "unused_parameters"
+        ]
+    )
+    assert (f.cause, f.severity, f.names) == ("never_used", "error", ("head.weight", "head.bias"))
+
+
+@pytest.mark.parametrize(
+    ("never", "looks", "of_library", "severity"),
+    [
+        ((("head.weight", 40),), 120, False, "warning"),
+        ((("head.weight", 40),), 120, True, "info"),  # the script did not choose the flag, nor may it know the model
+        ((("head.weight", 40),), 50, False, "info"),
+        ((("head.weight", 40),), 10, False, None),
+        ((), 120, False, None),  # every parameter is used now and then: what the flag is for
+    ],
+)
+def test_expected_unused_parameters_are_said_if_they_are_never_used(
+    never: tuple[tuple[str, int], ...], looks: int, of_library: bool, severity: str | None
+) -> None:
+    m = msgspec.structs.replace(
+        MODEL, find_unused=True, flag_of_library=of_library, unused=(("head.weight", 40), ("body.bias", 4)),
+        unused_hits=3, unused_step=9, unused_checks=looks, never_trained=never,
+    )  # fmt: skip
+    other = msgspec.structs.replace(
+        m, unused=(("body.weight", 9), ("head.weight", 40))
+    )  # another branch at its last look
+    found = [
+        f
+        for f in parameters.rules(job(rank(0, models=(m,)), rank(1, models=(other,))))
+        if f.kind == "unused_parameters"
+    ]
+    if severity is None:
+        assert found == []
+    else:
+        f = only(found)
+        assert (f.cause, f.severity, f.names) == ("never_used", severity, ("head.weight",))
+        assert f"at any of {looks} looks" in f.message
+
+
+def drifting(
+    values: Callable[[int, int], float],
+    reduced: float | None = None,
+    averaged: float | None = None,
+    synced: Callable[[int, int], int] = lambda q, k: 0,
+    **more: Any,
+) -> list[Finding]:
+    def samples(q: int) -> tuple[Sample, ...]:
+        shares = () if reduced is None else tuple(Sample("reduced", k, reduced) for k in (2, 4, 8, 16))
+        shares += () if averaged is None else (Sample("averaged", 8, averaged),)
+        return (*(Sample("parameters", k, values(q, k), key=5 | synced(q, k) << 32) for k in (2, 4, 8, 16)), *shares)
+
+    ranks = [rank(q, samples=samples(q), **more) for q in range(3)]
+    return [f for f in parameters.rules(job(*ranks)) if f.kind == "replica_drift"]
+
+
+def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() -> None:
+    assert drifting(lambda q, k: 1.0 + k) == []
+    assert drifting(lambda q, k: 1.0 + k + 1e-9 * q) == []
+    f = only(drifting(lambda q, k: 1.0 + k + 0.1 * q * k))
+    assert f.cause == "gradients_not_synced" and f.step == 2
+    assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
+
+
+def test_replicas_averaged_now_and_then_may_differ_between() -> None:
+    assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
+    assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters
+
+
+def test_replicas_are_compared_at_the_same_point_of_the_job() -> None:
+    def differ(q: int, k: int) -> float:
+        return 1.0 + 0.1 * q * k
+
+    assert drifting(differ, synced=lambda q, k: k) and drifting(differ, synced=lambda q, k: k + (q == 1))
+    # each had trained something of its own before, for longer or shorter
+    assert drifting(differ, synced=lambda q, k: k + 10 * q) == []
+
+
+def test_models_without_averaging_may_differ() -> None:
+    assert drifting(lambda q, k: float(q), models=()) == []
+
+
+def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None:
+    assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
+    later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # alike at first: one skips a step
+    assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
+    assert "does the same with" in later.message
+    assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # experts of a rank's own beside what is shared
+    assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
+
+
+def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
+    s = job(
+        rank(0, samples=(Sample("nonfinite_gradient", 12, float("nan")), Sample("nonfinite_loss", 13, float("nan")))),
+        rank(1, samples=(Sample("nonfinite_loss", 12, float("inf"), site=LOOP),)),
+    )
+    f = only([f for f in parameters.rules(s) if f.kind == "nonfinite"])
+    assert (f.cause, f.culprits, f.step) == ("loss", (1,), 12) and "inf" in f.message
+    both = job(*(rank(q, samples=(Sample("nonfinite_loss", 12, float("nan")),)) for q in range(2)))
+    f = only([f for f in parameters.rules(both) if f.kind == "nonfinite"])
+    assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or too high a rate: nobody was first
+
+
+def test_a_trial_of_a_ranks_own_may_fail() -> None:
+    """It is an error as soon as others have it, too: then what they train is one thing after all."""
+    mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
+    f = only([f for f in parameters.rules(job(rank(0), mine)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("info", (1,)) and "by itself" in f.message
+    other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
+    f = only([f for f in parameters.rules(job(other, mine)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("error", (1,))
+
+
+SEARCHED = msgspec.structs.replace(
+    MODEL, find_unused=True, site=Site("/job/train.py", 12, "build"), unused_checks=60, search_ms=2.0
+)
+
+
+def not_needed(*models: Model, usual_step_s: float | None = 0.1) -> list[Finding]:
+    ranks = [rank(q, models=(m,)) for q, m in enumerate(models)]
+    return of_kind(parameters.rules(job(*ranks, usual_step_s=usual_step_s)), "unused_parameters")
+
+
+def test_a_search_that_never_found_anything_is_said_with_its_cost() -> None:
+    f = only(not_needed(SEARCHED, SEARCHED))
+    assert (f.cause, f.severity, f.certainty) == ("flag_not_needed", "warning", "suspected")
+    assert (f.culprits, f.victims, f.names) == ((), (0, 1), ())  # the script's doing, no rank's
+    assert [(w.rank, w.file, w.line) for w in f.where] == [(0, "/job/train.py", 12), (1, "/job/train.py", 12)]
+    assert "2.0 ms per step (2 % of it)" in f.cost
+
+
+def test_a_search_that_a_library_asked_for_is_no_fault_of_the_script() -> None:
+    f = only(not_needed(*[msgspec.structs.replace(SEARCHED, flag_of_library=True)] * 2))
+    assert (f.cause, f.severity) == ("flag_not_needed", "info") and "ddp_find_unused_parameters" in f.advice
+
+
+def test_a_search_that_found_something_once_on_one_rank_is_needed() -> None:
+    hit = msgspec.structs.replace(SEARCHED, unused=(("head.weight", 40),), unused_hits=1, unused_step=9)
+    assert of_kind(not_needed(SEARCHED, hit), "unused_parameters", "flag_not_needed") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"unused_checks": 39}, {"search_ms": None}, {"search_ms": 0.05}, {"find_unused": False}],
+    ids=["few looks", "not timed", "costs nothing", "no flag"],
+)
+def test_a_search_not_known_well_or_not_dear_is_not_worth_a_word(change: dict[str, Any]) -> None:
+    assert not_needed(*[msgspec.structs.replace(SEARCHED, **change)] * 2) == []
+
+
+def test_the_cost_of_a_search_needs_the_usual_step_and_all_ranks() -> None:
+    for unknown in ({"unused_checks": 3}, {"search_ms": None}):
+        assert not_needed(SEARCHED, msgspec.structs.replace(SEARCHED, **unknown)) == []
+    assert not_needed(SEARCHED, SEARCHED, usual_step_s=None) == []
+    s = job(rank(0, models=(SEARCHED,)), rank(1, models=(SEARCHED,)), usual_step_s=0.1, world_size=3)
+    assert of_kind(parameters.rules(s), "unused_parameters") == []  # the third has not reported
+
+
+def unused(*names: str) -> Model:
+    return msgspec.structs.replace(MODEL, unused=tuple((n, 10) for n in names), unused_hits=3, unused_step=9)
+
+
+def test_a_branch_that_one_rank_skips_is_told_from_one_that_all_skip() -> None:
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=90.0)
+    s = job(rank(0), rank(1, models=(unused("aux.weight", "aux.bias"),)), rank(2, blocked=waits, phase="backward"))
+    f = only(of_kind(parameters.rules(s), "unused_parameters"))
+    assert (f.cause, f.severity, f.certainty) == ("differs_between_ranks", "error", "proved")
+    assert (f.culprits, f.victims, f.names) == ((1,), (0, 2), ("aux.weight", "aux.bias"))
+    assert "(20 elements) got no gradient on rank 1" in f.message
+
+
+def test_ranks_that_skip_different_branches_are_all_in_it() -> None:
+    s = job(rank(0, models=(unused("left.weight"),)), rank(1, models=(unused("right.weight"),)))
+    f = only(of_kind(parameters.rules(s), "unused_parameters"))
+    assert (f.cause, f.culprits, f.victims) == ("differs_between_ranks", (), (0, 1))
+    assert f.names == ("left.weight", "right.weight")
+
+
+def test_a_difference_that_nothing_has_come_of_is_no_alarm() -> None:
+    """The looks of two ranks may have fallen on different steps."""
+    f = only(of_kind(parameters.rules(job(rank(0), rank(1, models=(unused("aux.weight"),)))), "unused_parameters"))
+    assert (f.cause, f.severity) == ("differs_between_ranks", "info")
+
+
+def test_a_rank_that_was_not_looked_at_is_not_said_to_differ() -> None:
+    unknown = msgspec.structs.replace(MODEL, unused_checks=0)
+    for s in (
+        job(rank(0, models=(unknown,)), rank(1, models=(unused("aux.weight"),))),
+        job(rank(0, models=()), rank(1, models=(unused("aux.weight"),))),
+    ):
+        assert only(of_kind(parameters.rules(s), "unused_parameters")).cause == "never_used"
+    assert of_kind(parameters.rules(job(rank(0), rank(1))), "unused_parameters") == []
+
+
+APART = msgspec.structs.replace(MODEL, broadcast_buffers=False)
+
+
+def buffers(*values: float, model: Model = APART, at: tuple[int, ...] = (2, 4, 8, 16)) -> list[Finding]:
+    ranks = [
+        rank(q, models=(model,), samples=tuple(Sample("buffers", k, v, key=5) for k in at))
+        for q, v in enumerate(values)
+    ]
+    return of_kind(parameters.rules(job(*ranks)), "replica_drift")
+
+
+def test_buffers_that_differ_where_they_are_not_broadcast_are_said() -> None:
+    f = only(buffers(1.0, 1.0, 3.0))
+    assert (f.cause, f.severity, f.certainty, f.step) == ("buffers", "error", "proved", 2)
+    assert (f.culprits, f.victims) == ((2,), (0, 1)) and "broadcast_buffers" in f.advice
+    f = only(buffers(1.0, 3.0))
+    assert (f.culprits, f.victims) == ((), (0, 1))  # neither of two can be called the odd one
+
+
+def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> None:
+    assert buffers(1.0, 1.2) == []  # statistics of different batches of the same data
+    assert buffers(1.0, 3.0, model=MODEL) == []  # broadcast before each forward
+    assert buffers(1.0, 3.0, model=msgspec.structs.replace(APART, synced_backwards=0)) == []
+    assert buffers(1.0, 3.0, at=()) == [] and buffers(1.0, 3.0, at=(2,)) == []  # not, or not often, looked at
+
+
+@pytest.mark.parametrize("apart_at", [(16,), (2,), (2, 4)])
+def test_buffers_that_differ_once_or_agree_again_are_no_drift(apart_at: tuple[int, ...]) -> None:
+    ranks = [
+        rank(
+            q,
+            models=(APART,),
+            samples=tuple(Sample("buffers", k, 1.0 + 2 * q * (k in apart_at), key=5) for k in (2, 4, 8, 16)),
+        )
+        for q in (0, 1)
+    ]
+    assert of_kind(parameters.rules(job(*ranks)), "replica_drift") == []
+
+
+def test_buffers_of_different_models_are_not_compared() -> None:
+    ranks = [
+        rank(q, models=(APART,), samples=tuple(Sample("buffers", k, 1.0 + q, key=q) for k in (2, 4))) for q in (0, 1)
+    ]
+    assert of_kind(parameters.rules(job(*ranks)), "replica_drift") == []

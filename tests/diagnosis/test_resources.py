@@ -1,0 +1,116 @@
+"""Rules on memory and cards, and on collectives that completed with values mixed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis import gpus, resources, silent
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.snapshot import (
+    Call,
+    Met,
+    Site,
+    Snapshot,
+)
+from tests.diagnosis.made import CARD, GIB, job, of_kind, only, rank
+
+
+def test_growth_needs_steady_growth_after_the_first_steps() -> None:
+    def grows(per_s: float, until: float = 1e9) -> Snapshot:
+        points = tuple((float(t), int(4e8 + per_s * min(t, until))) for t in range(60))
+        return job(
+            rank(0, memory=points, warm_since_s=5.0),
+            rank(1, memory=tuple((t, 400_000_000) for t, _ in points), warm_since_s=5.0),
+        )
+
+    f = only([f for f in resources.rules(grows(10e6)) if f.cause == "growth"])
+    assert f.culprits == (0,)
+    assert [f for f in resources.rules(grows(10e6, until=20)) if f.cause == "growth"] == []
+    assert [f for f in resources.rules(grows(1e6)) if f.cause == "growth"] == []
+
+
+def test_growth_of_a_device_and_when_it_will_be_full() -> None:
+    def grows(per_s: float, seconds: int = 60) -> list[Finding]:
+        points = tuple((float(t), int(4e9 + per_s * t)) for t in range(seconds))
+        card = {"device_total_bytes": int(80e9), "warm_since_s": 5.0}
+        ranks = (rank(0, device_memory=points, **card), rank(1, device_memory=((59.0, 4_000_000_000),), **card))
+        return [f for f in resources.rules(job(*ranks)) if f.cause == "growth"]
+
+    f = only(grows(100e6))  # 70.1 GB are left, at 100 MB/s
+    assert f.culprits == (0,) and f.message.startswith("device memory of rank 0") and "full in 12 minutes" in f.message
+    assert grows(1e6) == [] and grows(100e6, seconds=20) == []
+
+
+def test_growth_of_a_host_says_how_long_it_has() -> None:
+    """It is watched the longer, the more time there is: a replay buffer grows, too, until it is full."""
+
+    def grows(per_s: float, seconds: int) -> list[Finding]:
+        points = tuple((float(t), int(4e8 + per_s * t)) for t in range(seconds))
+        ranks = [rank(q, memory=points, warm_since_s=5.0) for q in range(2)]
+        return resources.rules(job(*ranks, host_available_bytes=int(144e9)))
+
+    assert "full in 2 hours at this rate" in only(grows(10e6, 160)).message  # two ranks, 10 MB/s each
+    assert grows(10e6, 100) == []
+    assert "full in 12 minutes" in only(grows(100e6, 30)).message and grows(100e6, 10) == []
+
+
+def test_imbalance_is_what_matters_on_this_host() -> None:
+    def holds(more: float, host: float) -> list[tuple[int, ...]]:
+        ranks = [
+            rank(q, memory=tuple((float(t), int(4e8 + (q == 0) * more)) for t in range(30)), warm_since_s=5.0)
+            for q in (0, 1)
+        ]
+        return [f.culprits for f in resources.rules(job(*ranks, host_memory_bytes=int(host))) if f.cause == "imbalance"]
+
+    assert holds(1e9, host=24e9) == [(0,)]
+    assert holds(0.3e9, host=24e9) == []  # what is left of a file that one rank read for all
+    assert holds(1e9, host=500e9) == []
+
+
+def test_a_collective_that_completed_with_different_types_is_said() -> None:
+    def call(dtype: str, line: int) -> Call:
+        return Call(
+            op="all_reduce", group="default_pg", seq=3, dtype=dtype, shape=(4,), site=Site("/job/m.py", line, "f")
+        )
+
+    met = Met("default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)})
+    f = only(silent.rules(job(rank(0), rank(1), rank(2), met=(met,))))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9
+
+
+def headroom(*used_gib: float | None, card_gib: float | None = 80.0) -> list[Finding]:
+    total = None if card_gib is None else int(card_gib * GIB)
+    ranks = [
+        rank(q, device_bytes=None if used is None else int(used * GIB), device_total_bytes=total)
+        for q, used in enumerate(used_gib)
+    ]
+    return of_kind(resources.rules(job(*ranks)), "memory", "headroom")
+
+
+def test_a_card_that_is_nearly_full_is_said_with_its_rank() -> None:
+    f = only(headroom(40.0, 78.0))
+    assert (f.culprits, f.certainty) == ((1,), "proved") and "device memory of rank 1" in f.message
+    assert only(headroom(78.0, 78.0)).culprits == (0, 1)
+
+
+def test_a_card_with_room_or_of_unknown_size_is_not_worth_a_word() -> None:
+    assert headroom(40.0, 75.0) == []  # 94 %: tuned to be nearly full
+    assert headroom(None, None) == []
+    assert headroom(78.0, 78.0, card_gib=None) == []
+
+
+def test_a_card_on_fewer_lanes_than_it_has_is_said() -> None:
+    f = only(gpus.rules(job(rank(0), rank(1), gpus=(CARD,))))
+    assert (f.kind, f.cause, f.severity, f.culprits) == ("gpu", "pcie_degraded", "warning", (1,))
+    assert "x8 of x16" in f.message and "distdiag probe gpu" in f.advice
+    unused = msgspec.structs.replace(CARD, rank=None)  # a card of nobody: said, and nobody is blamed
+    assert only(gpus.rules(job(rank(0), rank(1), gpus=(unused,)))).culprits == ()
+
+
+@pytest.mark.parametrize(
+    ("width", "most"), [(16, 16), (8, 8), (None, 16), (8, None), (None, None)], ids=lambda w: f"x{w}"
+)
+def test_a_full_or_unknown_width_is_no_fault(width: int | None, most: int | None) -> None:
+    card = msgspec.structs.replace(CARD, pcie_width=width, pcie_width_max=most)
+    assert gpus.rules(job(rank(0), rank(1), gpus=(card,))) == []

@@ -1,0 +1,176 @@
+"""Rules on speed: stragglers, ranks slow in turns, and what all ranks wait for."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis import batches, gpus, parameters, resources, speed, stalls
+from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.graph import build
+from distdiag.diagnosis.snapshot import (
+    Arrival,
+    Loader,
+    Sample,
+    Site,
+    Snapshot,
+    Step,
+)
+from tests.diagnosis.made import CARD, GIB, LOOP, job, loader, of_kind, only, rank, steps
+
+
+def stragglers(s: Snapshot) -> list[Finding]:
+    return [f for f in speed.rules(s) if f.kind == "straggler"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause"), [("data", "data"), ("optimizer", "optimizer"), ("other", "host"), ("backward", "backward")]
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, world: int) -> None:
+    late = world - 1
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q)) for q in range(late)]
+    ranks.append(rank(late, steps=steps(80.0, phase, seed=late)))
+    f = only(stragglers(job(*ranks)))
+    assert (f.cause, f.culprits) == (cause, (late,))
+
+
+def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None:
+    assert stragglers(job(*(rank(q, steps=steps(seed=q)) for q in range(4)))) == []
+    once = list(steps(seed=1))
+    once[40] = msgspec.structs.replace(once[40], step_ms=900.0, forward_ms=850.0)
+    assert stragglers(job(rank(0, steps=steps(wait_ms=3.0)), rank(1, steps=tuple(once)))) == []
+    slower = [rank(0, steps=steps(wait_ms=6.0)), rank(1, steps=steps(6.0, "forward", seed=1))]
+    assert stragglers(job(*slower, host_cpu_pct=100.0)) == []
+
+
+def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
+    def found(starved: float | None, cpu_pct: float, workers: int = 2) -> list[Finding]:
+        loaders = (Loader(site=LOOP, workers=workers, in_training=True),)
+        late = rank(1, steps=steps(80.0, "data", seed=1), workers_starved=starved, loaders=loaders)
+        return stragglers(job(rank(0, steps=steps(wait_ms=80.0), loaders=loaders), late, host_cpu_pct=cpu_pct))
+
+    assert only(found(0.02, 40.0)).culprits == (1,)  # a slow disk
+    assert found(0.5, 40.0) == []
+    assert found(0.02, 100.0) == []  # all loaders at their limit: the slowest makes all the waiting
+    assert only(found(None, 100.0, workers=0)).culprits == (1,)
+
+
+def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:
+    r = random.Random(batch)
+    return tuple(msgspec.structs.replace(x, batch=batch, loss=scale * r.uniform(0.8, 1.2)) for x in steps(n=n))
+
+
+def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them() -> None:
+    def found(*ranks: tuple[int, float]) -> list[Finding]:
+        states = (rank(q, steps=sized(batch, scale)) for q, (batch, scale) in enumerate(ranks))
+        return [f for f in batches.rules(job(*states), lambda _: None) if f.cause == "size"]
+
+    assert only(found((8, 1.0), (20, 1.0))).severity == "warning"
+    assert found((8, 0.6), (12, 0.9), (20, 1.5)) == []  # sums over samples, divided by what all ranks have
+    assert found((36, 0.02), (60, 0.05)) == []  # late in training, where losses scatter
+    assert only(found((8, 1.5), (20, 0.6))).severity == "warning"  # the wrong way round
+    assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # nothing is known of such losses
+
+
+def test_the_same_steps_of_all_ranks_are_compared_whichever_each_has() -> None:
+    every = steps(n=80)
+    ahead, behind, gaps = every[10:75], every[:70], tuple(x for x in every if x.step != 30)[:70]
+    whole = speed._window(job(rank(0, steps=ahead), rank(1, steps=behind)))
+    assert whole is not None and [x.step for x in whole[0]] == [x.step for x in whole[1]] == list(range(21, 71))
+    holes = speed._window(job(rank(0, steps=ahead), rank(1, steps=gaps)))
+    assert holes is not None and [x.step for x in holes[0]] == [x.step for x in holes[1]]
+    assert holes[0][-1].step == 71 and 30 not in [x.step for x in holes[0]] and len(holes[0]) == 50
+    assert speed._window(job(rank(0, steps=every[60:]), rank(1, steps=every[:62]))) is None
+
+
+@pytest.mark.parametrize("world", [2, 4, 100])
+@pytest.mark.parametrize("turns", [True, False])
+def test_ranks_that_are_slow_in_turns_are_no_single_straggler(world: int, turns: bool) -> None:
+    r = random.Random(5)
+    slow = [r.randrange(world if turns else 2) for _ in range(60)]  # else only ever one of the first two
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        own = steps(60.0, "data", seed=q)
+        usual = steps(wait_ms=60.0, seed=q)
+        return tuple(own[k] if slow[k] == q else usual[k] for k in range(60))
+
+    found = stragglers(job(*(rank(q, steps=of_rank(q)) for q in range(world)), host_cpu_pct=40.0))
+    if turns or world == 2:
+        f = only(found)
+        assert (f.cause, f.culprits, len(f.victims)) == ("rotating", (), world)
+    else:
+        assert [f for f in found if f.cause == "rotating"] == []
+
+
+def arrivals(shared_ms: float, period_ms: float = 50.0, n: int = 60) -> tuple[Arrival, ...]:
+    return tuple(
+        Arrival("default_pg", k, "all_reduce", k * period_ms / 1e3, 1.0, k % 2, shared_ms + 1, shared_ms)
+        for k in range(1, n + 1)
+    )
+
+
+def test_loops_without_an_optimizer_are_bound_by_what_all_ranks_wait() -> None:
+    f = only(speed.rules(job(rank(0), rank(1), arrivals=arrivals(30.0))))
+    assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
+    assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
+    assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
+
+
+def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job() -> None:
+    def half_speed(s: tuple[Step, ...]) -> tuple[Step, ...]:
+        names = ("forward_ms", "backward_ms", "optimizer_ms", "other_ms", "step_ms")
+        return tuple(
+            msgspec.structs.replace(x, **{n: 2 * getattr(x, n) for n in names}, ready_s=(x.ready_s or 0.0) + 0.07)
+            for x in s
+        )
+
+    ranks = (rank(0, steps=steps(wait_ms=66.0)), rank(1, steps=half_speed(steps(seed=1))))
+    assert stragglers(job(*ranks, host_cpu_pct=100.0)) == []
+    assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # nothing else runs there: a slow node
+
+
+def input_bound(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
+    ranks = [rank(q, steps=x, loaders=(feeding(),)) for q, x in enumerate(of_ranks)]
+    return of_kind(speed.rules(job(*ranks, **more)), "input_bound")
+
+
+def feeding() -> Loader:
+    return loader(workers=2, site=Site("/job/train.py", 31, "main"))
+
+
+def test_a_job_whose_ranks_all_wait_for_data_is_input_bound() -> None:
+    f = only(input_bound(steps(60.0, "data"), steps(60.0, "data", seed=1)))
+    assert (f.kind, f.cause, f.severity, f.certainty) == ("input_bound", None, "info", "proved")
+    assert (f.culprits, f.victims) == ((), (0, 1))
+    assert {(w.rank, w.line) for w in f.where} == {(0, 31), (1, 31)}
+    assert "48 %" in f.cost and "(now 2)" in f.advice
+
+
+def test_data_that_comes_in_time_or_is_late_on_one_rank_only_is_not_input_bound() -> None:
+    assert input_bound(steps(), steps(seed=1)) == []
+    assert input_bound(steps(wait_ms=60.0), steps(60.0, "data", seed=1)) == []  # a straggler: the other has its data
+    assert input_bound(steps(60.0, "data", n=20), steps(60.0, "data", n=20)) == []  # too few steps to tell
+    assert input_bound(steps(60.0, "data"), ()) == []  # one rank's steps are not known
+    assert input_bound(steps(60.0, "data"), steps(60.0, "data"), world_size=3) == []
+
+
+def test_a_loop_that_waits_for_nobody_has_no_finding_at_all() -> None:
+    """All the rules of this file at once, on an ordinary job: each has its input, and nothing to say."""
+    ordinary: Snapshot = job(
+        *(
+            rank(
+                q, steps=steps(seed=q), loaders=(feeding(),), device_bytes=40 * GIB, device_total_bytes=80 * GIB,
+                samples=tuple(Sample(kind, k, 1.0, key=5) for kind in ("parameters", "buffers") for k in (2, 4, 8)),
+            )
+            for q in (0, 1)
+        ),
+        usual_step_s=0.1,
+        gpus=tuple(msgspec.structs.replace(CARD, gpu=q, rank=q, pcie_width=16) for q in (0, 1)),
+    )  # fmt: skip
+    found = [*resources.rules(ordinary), *gpus.rules(ordinary), *stalls.rules(ordinary, build(ordinary))]
+    found += [*parameters.rules(ordinary), *batches.rules(ordinary, lambda _: None), *speed.rules(ordinary)]
+    assert found == []

@@ -1,0 +1,61 @@
+"""Rules on ranks that keep others waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from distdiag.diagnosis import stalls
+from distdiag.diagnosis.graph import build
+from distdiag.diagnosis.snapshot import (
+    Call,
+)
+from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
+
+
+@pytest.mark.parametrize(
+    ("activity", "waited_s", "said"),
+    [
+        ("user_code", 4.0, False),
+        ("user_code", 21.0, True),
+        ("stdin", 6.0, True),
+        ("checkpoint", 30.0, False),
+        ("data", 13.0, True),
+    ],
+)
+def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: float, said: bool) -> None:
+    s = waits_for_rank_one(100.0 - waited_s, 100.0, activity=activity)
+    assert bool(stalls.rules(s, build(s))) is said
+
+
+def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:
+    s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_usual_s=15.0)
+    assert stalls.rules(s, build(s)) == []
+
+
+def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
+    s = waits_for_rank_one(99.0, 100.0, activity="lock", holds_up=(0,))
+    f = only(stalls.lock_cycles(s, build(s)))
+    assert (f.kind, f.certainty, f.victims) == ("deadlock", "proved", (0, 1))
+
+
+@pytest.mark.parametrize(("waited_s", "severity"), [(9.0, "warning"), (25.0, "error")])
+def test_a_rank_stuck_in_native_code_stalls_the_others(waited_s: float, severity: str) -> None:
+    s = waits_for_rank_one(100.0 - waited_s, 100.0, activity="gil_held")
+    f = only(stalls.rules(s, build(s)))
+    assert (f.kind, f.cause, f.severity, f.certainty) == ("stall", "gil_held", severity, "suspected")
+    assert (f.culprits, f.victims) == ((1,), (0,))
+    assert f.where[0].state == "gil_held" and (f.where[0].file, f.where[0].line) == (LOOP.file, LOOP.line)
+    assert "holds the GIL" in f.message and "native call" in f.advice
+
+
+def test_native_code_that_nobody_waits_for_long_is_no_stall() -> None:
+    s = waits_for_rank_one(95.0, 100.0, activity="gil_held")
+    assert stalls.rules(s, build(s)) == []
+    alone = job(rank(0, enqueued={"default_pg": 6}), rank(1, enqueued={"default_pg": 6}, activity="gil_held"))
+    assert stalls.rules(alone, build(alone)) == []
+    unknown = Call(op="all_reduce", group="default_pg", seq=7, entered_s=None)  # since when is not known
+    s = job(
+        rank(0, blocked=unknown, enqueued={"default_pg": 7}, activity="waiting"),
+        rank(1, enqueued={"default_pg": 6}, activity="gil_held"),
+    )
+    assert stalls.rules(s, build(s)) == []
