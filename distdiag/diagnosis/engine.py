@@ -83,7 +83,9 @@ class Diagnosis:
             now[f.key] = f
         fatal = [r.finding for r in self.records.values() if _fatal(r.finding) and r.finding.cleared_s is None]
         if not fatal and not any(_fatal(f) for f in now.values()):
-            for f in self._try(stalls.rules, s, graph):
+            stalled = [f for f in self.open() if f.kind == "stall"]
+            # as it was seen: what ranks do that are ended now says nothing new
+            for f in stalled if stalled and endings.ends(s) else self._try(stalls.rules, s, graph):
                 now[f.key] = f
         fresh_end = any(f.key not in self.records for f in ended)  # it may have its cause among what is looked at now
         if s.t_s - self._speed_at >= SPEED_PERIOD_S or final or fresh_end:

@@ -13,7 +13,7 @@ from distdiag.diagnosis.snapshot import (
     Site,
     Snapshot,
 )
-from tests.diagnosis.made import job, only, rank, waits_for_rank_one
+from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
 
 
 def test_a_stall_is_withdrawn_when_the_rank_comes_and_its_record_stays() -> None:
@@ -38,6 +38,22 @@ def test_a_stall_is_over_when_all_have_ended_well(life: str, open_still: int) ->
     )
     d.update(ended, final=True)
     assert len([f for f in d.open() if f.kind == "stall"]) == open_still
+
+
+def test_what_was_said_of_a_stall_stays_while_its_ranks_are_being_killed() -> None:
+    def waiting(t_s: float, activity: str) -> Snapshot:
+        call = Call(op="all_reduce", group="default_pg", seq=9, entered_s=1.0, site=LOOP)
+        waits = [rank(q, blocked=call, enqueued={"default_pg": 9}, activity="waiting") for q in (0, 1)]
+        return job(*waits, rank(2, enqueued={"default_pg": 8}, activity=activity), t_s=t_s)
+
+    d = Diagnosis(source=lambda _: None)
+    for t in range(40):
+        d.update(waiting(float(t), "queue"))
+    f = only(d.open())
+    assert f.severity == "error" and "waits on a queue" in f.message
+    dying = waiting(40.0, "user_code")  # it has left its queue, and more is not known of it any more
+    dying.ranks[0] = rank(0, life=Life.KILLED, ended_s=39.9, signal=15, enqueued={"default_pg": 9})
+    assert d.update(dying) == [] and only(d.open()) == f
 
 
 def test_a_proof_needs_two_looks_and_is_kept_when_the_job_is_killed() -> None:
