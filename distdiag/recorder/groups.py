@@ -154,14 +154,20 @@ class Groups:
         The main thread goes on meanwhile, so what counts is that they lie between the group's own before and after.
         """
 
-        def fits(counters: dict[str, Any]) -> bool:
-            return at_least <= g.number(int(counters["last_enqueued_collective"])) <= at_most
+        def count(counters: dict[str, Any]) -> int:
+            return g.number(int(counters["last_enqueued_collective"]))
 
         known = status.get(str(g.slot.flight_recorder_id))
-        if g.open_messages or (known is not None and fits(known)):
+        if g.open_messages or (known is not None and at_least <= count(known) <= at_most):
             return known
+        if known is not None and count(known) == at_least - 1:
+            return None  # a call has begun that is not in it yet: NCCL's first makes its connections before
         taken = {str(other.slot.flight_recorder_id) for other in self.groups.values() if other is not g}
-        found = [k for k, counters in status.items() if k not in taken and fits(counters)] if at_most > 0 else []
+        found = (
+            []
+            if at_most <= 0
+            else [k for k, counters in status.items() if k not in taken and at_least <= count(counters) <= at_most]
+        )
         g.slot.flight_recorder_id = int(found[0]) if len(found) == 1 else -1
         return status[found[0]] if len(found) == 1 else None
 

@@ -138,3 +138,15 @@ def test_counters_that_were_anothers_are_given_up(monkeypatch: pytest.MonkeyPatc
     job.gloos[1].collective()
     job.gloos[1].collective()
     assert job.beat() == [(1, -1, -1), (2, 1, 1)]
+
+
+def test_a_call_that_is_not_yet_in_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Recorded(monkeypatch, 1)
+    job.gloos[0].collective()
+    job.slots[0].flight_recorder_id = 1
+    monkeypatch.setattr(
+        groups,
+        "flight_recorder_status",
+        lambda: {"1": {"last_enqueued_collective": "0", "last_completed_collective": "0"}},
+    )
+    assert job.beat() == [(1, -1, 1)]  # what it counts is known, and still whose those counters are
