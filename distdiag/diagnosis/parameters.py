@@ -205,7 +205,7 @@ def _drift(s: Snapshot) -> list[Finding]:
 
 
 def _comparable(keys: list[int]) -> bool:
-    """Whether checksums are of the same elements (`SampleRecord.key`) at the same point of the job.
+    """Whether checksums are of the same elements, averaged in the same group (`SampleRecord.key`), at the same point of the job.
 
     Ranks that each had trained something of their own before come to one model with different numbers of steps. One that
     leaves out a step now and then is not far from the others.

@@ -209,6 +209,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
     workers_starved: float | None = None  # share of their runnable time in which its loader's workers had no CPU
+    workers_busy: float | None = None  # the same time, of all of them, against all time: 0.5 is half a core
     phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # where samples of a phase fell, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one whole user stack of the most frequent place of a phase
     workers: tuple[Site | None, ...] = ()  # where its DataLoader's workers stand in the user's code; None: idle

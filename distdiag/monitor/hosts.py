@@ -31,7 +31,8 @@ class Hosts:
         self._limits = cgroups.memory_limits()
         self.memory_bytes: int | None = None  # of the host, or as much of it as the ranks may have
         self.available_bytes: int | None = None  # before something is killed
-        self._loading: dict[int, deque[tuple[float, float]]] = {}  # by rank: what its children ran and waited, seconds
+        # by rank: what its children ran and waited, seconds; when that was looked at, and how many they were
+        self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -74,7 +75,9 @@ class Hosts:
             return None
         self.private_bytes[rank] = use.rss_bytes - use.shared_bytes
         children = processes.children(pid)
-        self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(_ran_and_waited(children))
+        self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(
+            (*_ran_and_waited(children), time.monotonic(), len(children))
+        )
         cpu = self._rate(f"cpu {pid}", use.cpu_s)
         child_cpu = self._rate(
             f"children {pid}", sum(u.cpu_s for c in children if (u := processes.usage(c)) is not None)
@@ -91,16 +94,19 @@ class Hosts:
             write_bytes_per_s=self._rate(f"write {pid}", use.written_bytes),
         )
 
-    def starved(self, rank: int) -> float | None:
-        """Share of the time in which a rank's children (DataLoader workers) could have run, but had no CPU, lately."""
+    def workers(self, rank: int) -> tuple[float | None, float | None]:
+        """(starved, busy) of a rank's children (DataLoader workers) lately: the share of the time in which they could have
+        run in which they had no CPU, and for how much of all time one or another could have run. None where not known."""
         looks = self._loading.get(rank)
         if not looks or len(looks) < 2:
-            return None
-        ran, waited = (b - a for a, b in zip(looks[0], looks[-1], strict=True))
-        if ran < 0 or waited < 0:  # other workers than before
+            return None, None
+        (ran_0, waited_0, t_0, n_0), (ran_1, waited_1, t_1, n_1) = looks[0], looks[-1]
+        ran, waited = ran_1 - ran_0, waited_1 - waited_0
+        if ran < 0 or waited < 0 or n_0 != n_1:  # other workers than before
             looks.clear()
-            return None
-        return waited / (ran + waited) if ran + waited > 0.2 else None
+            return None, None
+        starved = waited / (ran + waited) if ran + waited > 0.2 else None
+        return starved, (ran + waited) / (t_1 - t_0) if n_1 and t_1 > t_0 else None
 
 
 def _counters(read: Any) -> Any:

@@ -338,7 +338,7 @@ class Monitor:
                 if p is not None:
                     found.append(p)
                     v.cpu_pct = p.cpu_pct
-                    v.workers_starved = self.hosts.starved(q)
+                    v.workers_starved, v.workers_busy = self.hosts.workers(q)
                     if p.rss_bytes is not None:
                         v.rss_bytes = p.rss_bytes
                         v.memory.append((s.t_s, self.hosts.private_bytes[q]))

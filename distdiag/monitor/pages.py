@@ -82,6 +82,7 @@ class PageView:
     rss_bytes: int | None = None
     cpu_pct: float | None = None
     workers_starved: float | None = None
+    workers_busy: float | None = None
     new_steps: list[Step] = field(default_factory=list)
     new_calls: list[Call] = field(default_factory=list)
     closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s

@@ -122,6 +122,7 @@ class RankView(PageView):
             device_total_bytes=h.device_total_bytes or None,
             cpu_pct=self.cpu_pct,
             workers_starved=self.workers_starved,
+            workers_busy=self.workers_busy,
             phase_places={p: tuple(c.most_common(3)) for p, c in self.place_counts.items()},
             phase_stacks={p: self.place_stacks[(p, c.most_common(1)[0][0])] for p, c in self.place_counts.items() if c},
             longest_usual_s=self.longest_usual_s,

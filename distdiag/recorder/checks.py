@@ -104,6 +104,7 @@ class Checks:
             weakref.WeakKeyDictionary()
         )
         self._models: dict[int, Model] = {}
+        self.averaged_by: Model | None = None  # whose gradients were averaged last
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
         self.next_look = 0  # the first step with something to look at before the optimizer, unless always
         self.always = True
@@ -362,7 +363,9 @@ class Checks:
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self._models.values())
-        key = zlib.crc32(repr([len(tensors), *(tuple(t.shape) for t in chosen)]).encode()) | (synced & 0xFFFFFFFF) << 32
+        group = str(self.averaged_by.pg.group_name) if self.averaged_by is not None else ""
+        what = repr([group, len(tensors), *(tuple(t.shape) for t in chosen)])
+        key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
         buffers = kind is SampleKind.BUFFERS
         value = 0.0
         for i, t in enumerate(chosen):

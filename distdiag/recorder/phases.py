@@ -224,6 +224,7 @@ class Phases:
                 else:
                     self._backward_site, self._backward_count = site, col.mark_site("backward", site)
                 self.page.words[model.synced_at] += 1
+                self.checks.averaged_by = model
                 if model.group_at >= 0:
                     col.block(_DDP, model.group_at, site)
             self.u32[_PHASE] = BACKWARD

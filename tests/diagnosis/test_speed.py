@@ -48,15 +48,17 @@ def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None
 
 
 def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
-    def found(starved: float | None, cpu_pct: float, workers: int = 2) -> list[Finding]:
+    def found(starved: float | None, cpu_pct: float, workers: int = 2, busy: float = 0.9) -> list[Finding]:
         loaders = (Loader(site=LOOP, workers=workers, in_training=True),)
-        late = rank(1, steps=steps(80.0, "data", seed=1), workers_starved=starved, loaders=loaders)
+        late = rank(1, steps=steps(80.0, "data", seed=1), workers_starved=starved, workers_busy=busy, loaders=loaders)
         return stragglers(job(rank(0, steps=steps(wait_ms=80.0), loaders=loaders), late, host_cpu_pct=cpu_pct))
 
     assert only(found(0.02, 40.0)).culprits == (1,)  # a slow disk
     assert found(0.5, 40.0) == []
     assert found(0.02, 100.0) == []  # all loaders at their limit: the slowest makes all the waiting
     assert only(found(None, 100.0, workers=0)).culprits == (1,)
+    assert only(found(None, 100.0, busy=0.05)).culprits == (1,)  # they sleep: no core would make them faster
+    assert only(found(0.5, 100.0, busy=0.05)).culprits == (1,)
 
 
 def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:
