@@ -29,10 +29,8 @@ SHARES_QUIET_HOST = (*SHARES, (1.3, 0.10))
 LEAST_SHARE = min(share for _, share in SHARES_QUIET_HOST)
 ROTATING_SHARE, ROTATING_MS, ROTATING_STEPS = 0.35, 20.0, 40
 BUSY_HOST_PCT = 85.0  # beyond it the ranks compete for the cores, and their jitter says nothing about the job
-STARVED, ASLEEP = (
-    0.1,
-    0.3,
-)  # of a loader's workers: share of what they could have run; of one core, less than that is sleep
+STARVED = 0.1  # of the time in which a loader's workers could have run: they lack a CPU
+ASLEEP = 0.3  # of a core: workers that want less wait for something else
 ENOUGH = 24  # ranks, whose median is that of all
 CONTROL_MS = 0.3  # of optimizer time, from which on it tells how fast a rank's core is
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -146,9 +144,9 @@ def _straggler(
     if not needed or min(gain, excess) < max(MIN_MS, needed[0] * step_ms):
         return []
     r = s.ranks[q]
-    asleep = r.workers_busy is not None and r.workers_busy < ASLEEP  # they wait for something else than a CPU
-    queue = phase == "data" and any(x.workers for x in r.loaders) and not asleep
-    if queue and (busy or (r.workers_starved or 0.0) > STARVED):
+    asleep = r.workers_busy is not None and r.workers_busy < ASLEEP
+    computing = phase == "data" and any(x.workers for x in r.loaders) and not asleep
+    if computing and (busy or (r.workers_starved or 0.0) > STARVED):
         # Its workers stand in the queue for a CPU. Where all loaders are at their limit, the one that is slower by a
         # little makes all the waiting, and the others' are full because of it: what they could do is not known.
         return []

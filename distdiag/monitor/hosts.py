@@ -106,7 +106,8 @@ class Hosts:
             looks.clear()
             return None, None
         starved = waited / (ran + waited) if ran + waited > 0.2 else None
-        return starved, (ran + waited) / (t_1 - t_0) if n_1 and t_1 > t_0 else None
+        known = ran_1 > 0 and t_1 > t_0  # else there are none, or the kernel does not say
+        return starved, (ran + waited) / (t_1 - t_0) if known else None
 
 
 def _counters(read: Any) -> Any:

@@ -152,7 +152,8 @@ class Checks:
     def _look_at_input(self, site: int) -> None:
         """Whether the batch itself holds NaN: whatever the loss went through, others' values included, it began there."""
         t, step = self._newest_input(), self.h.step + 1
-        if t is None or not t.is_floating_point() or t.layout is not torch.strided:
+        # plain ones only: to look at a tensor that is spread over ranks is a collective
+        if t is None or type(t) not in _PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
             return
         found = torch.isnan(t.detach()).any()
         if not t.is_cpu:
