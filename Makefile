@@ -39,7 +39,7 @@ demo: venv ## train two ranks on this machine, recorded; ends with the verdict a
 	@$(PY) tools/demo.py --max-steps $(STEPS) $(ARGS)
 
 test: venv ## the whole test suite (ARGS='…' goes to pytest)
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope $(ARGS)
+	@$(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 check: venv ## lint, format, types, layering
 	@$(RUFF) check --quiet . && echo "lint: ok"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 LOOK_S, PAUSE_S = 0.2, 1.0  # how long the thread on pidfds sleeps at most: where it has to look by itself, and else
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
@@ -227,41 +228,41 @@ class CpuWatch:
     to write down, is asked for where none was used.
     """
 
-    _used_s: dict[int, float] = field(default_factory=dict)  # CPU seconds at the last look
-    _fds: dict[tuple[int, str], int] = field(
-        default_factory=dict
-    )  # kept open: to find the file takes longer than to read it
+    _used_ns: dict[int, int] = field(default_factory=dict)  # CPU time at the last look
+    # by process and name, kept open: to find a file takes longer than to read it
+    _fds: dict[tuple[int, str], int] = field(default_factory=dict)
 
-    def _read(self, pid: int, name: str) -> bytes:
+    def _read(self, pid: int, name: str) -> str:
         fd = self._fds.get((pid, name))
         if fd is None:
             fd = self._fds[pid, name] = os.open(f"/proc/{pid}/task/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(fd, 4096, 0)
+        return os.pread(fd, 4096, 0).decode("utf-8", "replace")
 
     def forget(self, pid: int) -> None:
         """The process has gone."""
-        self._used_s.pop(pid, None)
+        self._used_ns.pop(pid, None)
         for name in ("schedstat", "stat"):
             fd = self._fds.pop((pid, name), None)
             if fd is not None:
                 os.close(fd)
 
+    def _cpu_ns(self, pid: int) -> int:
+        """CPU time of the main thread; where the kernel keeps no such statistics (no file, or zeros), by its ticks."""
+        try:
+            used_ns = int(self._read(pid, "schedstat").split(maxsplit=1)[0])
+        except (OSError, ValueError, IndexError):
+            used_ns = 0
+        return used_ns or _thread_look(self._read(pid, "stat")).cpu_ticks * _TICK_NS
+
     def idle(self, pid: int) -> tuple[bool | None, str | None]:
         """(sleeps and used no CPU since the last look, state letter where it was asked for); None where it is not known."""
-        look = None
         try:
-            try:
-                used_s = int(self._read(pid, "schedstat").split(maxsplit=1)[0]) / 1e9
-            except (OSError, ValueError, IndexError):  # a kernel without it
-                look = _thread_look(self._read(pid, "stat").decode("utf-8", "replace"))
-                used_s = look.cpu_ticks * _TICK_S
-            before_s = self._used_s.get(pid)
-            self._used_s[pid] = used_s
-            if before_s is not None and used_s - before_s >= _TICK_S:
-                return False, None if look is None else look.state
-            if look is None:
-                look = _thread_look(self._read(pid, "stat").decode("utf-8", "replace"))
+            used_ns, before_ns = self._cpu_ns(pid), self._used_ns.get(pid)
+            self._used_ns[pid] = used_ns
+            if before_ns is not None and used_ns - before_ns >= _TICK_NS:
+                return False, None
+            state = _thread_look(self._read(pid, "stat")).state
         except (OSError, IndexError):
             self.forget(pid)
             return None, None
-        return None if before_s is None else look.state in "SD", look.state
+        return None if before_ns is None else state in "SD", state

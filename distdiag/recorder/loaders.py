@@ -140,7 +140,7 @@ class Loaders:
             self._trained = self._last
 
     def batch_length(self, batch: Any) -> int:
-        """Samples in a batch: the first dimension of its first tensor; 0 where there is none."""
+        """Samples in a batch: the first dimension of its first tensor, which is `newest` from now on; 0 where there is none."""
         t = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
         if not isinstance(t, torch.Tensor) or not t.dim():
             t = first_tensor(batch, lambda t: t.dim() > 0)
