@@ -1,15 +1,15 @@
-"""A rank's page, followed over time: what its rings and slots hold, as the types of a snapshot."""
+"""A rank's page, followed over time: what its rings hold, as the types of a snapshot."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from distdiag.diagnosis.snapshot import Call, Loader, Model, Sample, Site, Step
+from distdiag.diagnosis.snapshot import Call, Sample, Site, Step
 from distdiag.monitor.processes import Ending
+from distdiag.monitor.slots import Slots
 from distdiag.rank_ranges import unfold_ranks
 from distdiag.recorder.layout import (
     ASYNC,
@@ -35,29 +35,15 @@ from distdiag.store.rows import ScalarRow
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
 VISITS_KEPT, VISITED_SITES = 4, 256
-PLACE_SAMPLES, STACKS_KEPT = 400, 512
+PLACE_SAMPLES = 400
 WARM_STEPS = 20
 
 
-@dataclass(slots=True)
-class GroupSeen:
-    """A process group as one rank's page describes it."""
-
-    key: str
-    description: str
-    backend: str
-    ranks: tuple[int, ...]
-    name: str  # torch's own
-
-
 @dataclass
-class PageView:
-    """One rank's page and what has been read of it."""
+class PageView(Slots):
+    """One rank's page and what has been read of its rings."""
 
-    reader: PageReader
-    start_ns: int  # monotonic time at which the run began
     rank: int = 0
-    page: Page | None = None
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
     _open: dict[int, int] = field(default_factory=dict)
     _calls_read: int = 0
@@ -88,9 +74,6 @@ class PageView:
     closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
     missed: int = 0  # steps and scalars that were overwritten before they were read
     missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
-    _json: dict[int, Any] = field(default_factory=dict)
-    _places: dict[int, Site | None] = field(default_factory=dict)
-    _stacks: dict[tuple[int, bytes], tuple[Site, ...]] = field(default_factory=dict)
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
     died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
@@ -100,30 +83,6 @@ class PageView:
         view = cls(PageReader(path), start_ns)
         view.rank = view.reader.header().rank
         return view
-
-    # -- times and places -------------------------------------------------------------------------
-
-    def s(self, ns: int) -> float | None:
-        return (ns - self.start_ns) / 1e9 if ns else None
-
-    def site(self, offset: int) -> Site | None:
-        if offset not in self._places:
-            found = self.reader.site(offset)
-            self._places[offset] = Site(*found) if found else None
-        return self._places[offset]
-
-    def text(self, offset: int) -> str:
-        return self.reader.text(offset)
-
-    def stack(self, h: Header) -> tuple[Site, ...]:
-        """The user's frames of the main thread, innermost first, as the pulse saw them last."""
-        key = (h.stack_depth, bytes(h.stack))
-        known = self._stacks.get(key)
-        if known is None:
-            if len(self._stacks) >= STACKS_KEPT:
-                self._stacks.clear()
-            known = self._stacks[key] = tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
-        return known
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -260,19 +219,6 @@ class PageView:
             asynchronous=bool(rec.flags & ASYNC),
         )
 
-    def group_key(self, page: Page, index: int) -> str:
-        """A group's name for people, the same on all ranks: default_pg, or its description where that tells, or its name."""
-        if index >= page.header.n_groups:
-            return "?"
-        slot = page.groups[index]
-        name, description = self.text(slot.name), self.text(slot.description)
-        again = f"#{slot.generation}" if slot.generation > 1 else ""
-        if description == "default_pg":
-            return "default_pg" + again
-        if description and description != "undefined":
-            return f"{description}:{name}{again}"
-        return f"group {name}{again}"
-
     def _read_steps(self, page: Page, h: Header) -> None:
         self.new_steps = []
         if h.n_steps - self._steps_read > STEPS:
@@ -343,117 +289,3 @@ class PageView:
                 if not counts[k]:
                     del counts[k]
                     self.place_stacks.pop((phase, k), None)
-
-    def parsed(self, offset: int) -> Any:
-        """A JSON text of the page's heap, parsed once."""
-        if not offset:
-            return None
-        if offset not in self._json:
-            try:
-                self._json[offset] = json.loads(self.text(offset))
-            except ValueError:
-                self._json[offset] = None
-        return self._json[offset]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return (self.parsed(self.page.header.facts) if self.page else None) or {}
-
-    def groups(self) -> list[GroupSeen]:
-        page = self.page
-        if page is None:
-            return []
-        out = []
-        for i in range(page.header.n_groups):
-            slot = page.groups[i]
-            out.append(
-                GroupSeen(
-                    self.group_key(page, i),
-                    self.text(slot.description),
-                    self.text(slot.backend),
-                    unfold_ranks(self.text(slot.ranks)),
-                    self.text(slot.name),
-                )
-            )
-        return out
-
-    def _p2p(self, page: Page) -> dict[str, int]:
-        out: dict[str, int] = {}
-        for i in range(page.header.n_peers):
-            s = page.peers[i]
-            if s.peer == -3:
-                continue
-            peer = "any" if s.peer < 0 else str(s.peer)
-            out[f"{'send' if s.send else 'recv'}:{peer}:{s.tag}:{self.group_key(page, s.group)}"] = s.count
-        return out
-
-    def _sites(self, page: Page) -> dict[str, int]:
-        out: dict[str, int] = {}
-        for i in range(page.header.n_sites):
-            slot = page.sites[i]
-            site = self.site(slot.site)
-            if site is not None:
-                out[site.key] = out.get(site.key, 0) + slot.count
-        return out
-
-    def _loaders(self, page: Page) -> tuple[Loader, ...]:
-        def known(v: int) -> int | None:
-            return v if v >= 0 else None
-
-        out = []
-        for i in range(page.header.n_loaders):
-            s = page.loaders[i]
-            out.append(
-                Loader(
-                    site=self.site(s.site),
-                    length=known(s.length),
-                    batch_size=known(s.batch_size),
-                    dataset_length=known(s.dataset_length),
-                    drop_last=None if s.drop_last < 0 else bool(s.drop_last),
-                    distributed_sampler=bool(s.distributed_sampler),
-                    sampler_epoch=known(s.sampler_epoch),
-                    shuffle=None if s.shuffle < 0 else bool(s.shuffle),
-                    iterations_started=s.iterations,
-                    batches=s.batches,
-                    exhausted=bool(s.exhausted),
-                    in_training=bool(s.in_training),
-                    workers=s.workers,
-                    promised=bool(s.promised),
-                    first_fingerprints=tuple(s.first[: s.n_first]),
-                    previous_fingerprints=tuple(s.previous[: s.n_previous]),
-                )
-            )
-        return tuple(out)
-
-    def _models(self, page: Page) -> tuple[Model, ...]:
-        out = []
-        for i in range(page.header.n_models):
-            m = page.models[i]
-            unused = self.parsed(m.unused) or []
-            out.append(
-                Model(
-                    name=self.text(m.name),
-                    group=self.group_key(page, m.group) if m.group != NO_GROUP else None,
-                    site=self.site(m.site),
-                    parameters=m.parameters,
-                    elements=m.parameter_elements,
-                    frozen=m.frozen,
-                    frozen_names=tuple((str(n), int(k)) for n, k in self.parsed(m.frozen_names) or []),
-                    shape_hash=m.shape_hash,
-                    find_unused=None if m.find_unused < 0 else bool(m.find_unused),
-                    flag_of_library=m.find_unused == 2,
-                    static_graph=bool(m.static_graph),
-                    broadcast_buffers=bool(m.broadcast_buffers),
-                    forwards=m.forwards,
-                    synced_backwards=m.synced_backwards,
-                    unused_checks=m.unused_checks,
-                    unused_hits=m.unused_hits,
-                    unused=tuple((str(n), int(k)) for n, k in unused),
-                    unused_step=m.unused_step,
-                    never_trained=tuple((str(n), int(k)) for n, k in self.parsed(m.never_trained) or []),
-                    never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
-                    unused_site=self.site(m.unused_site),
-                    search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
-                )
-            )
-        return tuple(out)

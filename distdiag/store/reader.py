@@ -13,15 +13,16 @@ import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from distdiag.diagnosis.findings import Finding, Report
 from distdiag.rank_ranges import unfold_ranks
 from distdiag.store import SCHEMA_VERSION, rundir
+from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
-from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, inode, locate, rows, unreadable
+from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
     Event,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 # every two where its looks would take their time from the ranks.
 SILENT_S, GONE_S = 6.0, 4.0
 
-_T = TypeVar("_T", bound=msgspec.Struct)
 _finding = msgspec.json.Decoder(Finding)
 
 
@@ -55,55 +55,8 @@ class Monitor(StrEnum):
     GONE = "gone"  # no heartbeat although the run was not closed
 
 
-class Run:
+class Run(Database):
     """An open run; every method reads the newest contents. Not for use by two threads at once."""
-
-    def __init__(self, path: Path, database: Path, con: sqlite3.Connection, note: str | None = None) -> None:
-        self.path = path
-        self.database = database
-        self.note = note  # what a person should know about how it was opened
-        self._con = con
-        self._inode = inode(database)
-
-    def close(self) -> None:
-        self._con.close()
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def query(self, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows of any SELECT.
-
-        Raises:
-            RunUnreadable: locked, corrupt, or deleted since it was opened.
-        """
-        try:
-            return rows(self._con, sql, args)
-        except sqlite3.Error as e:
-            raise unreadable(e, self.path, self.database) from e
-
-    def check(self) -> None:
-        """See that the database is still the file that was opened.
-
-        Raises:
-            RunUnreadable: it was deleted or replaced under the reader.
-        """
-        now = inode(self.database)
-        if now is None:
-            raise RunUnreadable(
-                ReadStatus.DELETED, f"{self.path} was deleted while it was open", "`distdiag tui RUN` opens another run"
-            )
-        if now != self._inode:
-            raise RunUnreadable(
-                ReadStatus.DELETED, f"{self.database} was replaced while it was open", "open the run again"
-            )
-
-    def data_version(self) -> int:
-        """A number that changes when another process has written: the cheapest "is there anything new"."""
-        return self.query("PRAGMA data_version")[0][0]
 
     # -- the run as a whole -------------------------------------------------------------------------------------
 
@@ -203,15 +156,6 @@ class Run:
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
-    def _structs(
-        self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
-    ) -> list[_T]:
-        names = ", ".join(f"{table}.{c}" for c in kind.__struct_fields__)
-        return [
-            kind(**dict(zip(kind.__struct_fields__, r, strict=True)))
-            for r in self.query(f"SELECT {names} FROM {table} {tail}", args)
-        ]
-
     def ranks(self) -> list[RankRow]:
         """Newest state of every rank that wrote, by rank; the columns of table `rank` only."""
         from distdiag.store.frames import TABLE_COLUMNS
@@ -242,7 +186,7 @@ class Run:
     def steps(self, first: int, last: int, ranks: Sequence[int] | None = None) -> list[StepRow]:
         """Step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
         if ranks is None:
-            return self._structs(StepRow, "step", "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
+            return self.structs(StepRow, "step", "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
         names = StepRow.__struct_fields__
         rows = self.query(_seek(", ".join(f"step.{n}" for n in names), len(ranks)), (first, last, *ranks))
         return [StepRow(**dict(zip(names, r, strict=True))) for r in rows]
@@ -268,7 +212,7 @@ class Run:
         """Completed collectives of the last steps (newest first), or the newest `limit` where steps are not known."""
         newest = self.query("SELECT max(step) FROM collective WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
         low = -1 if newest is None else newest - last_steps
-        return self._structs(
+        return self.structs(
             CollectiveRow,
             "collective",
             "WHERE (?1 IS NULL OR t_s <= ?1) AND (step IS NULL OR step > ?2) ORDER BY t_s DESC LIMIT ?3",
@@ -290,24 +234,15 @@ class Run:
 
     def hosts(self, t_s: float | None = None) -> list[HostRow]:
         """Newest row of each node, not after `t_s`."""
-        return self._newest(HostRow, "host", "node", t_s)
+        return self.newest(HostRow, "host", "node", t_s)
 
     def processes(self, t_s: float | None = None) -> list[ProcessRow]:
         """Newest row of each rank's process, not after `t_s`."""
-        return self._newest(ProcessRow, "process", "rank", t_s)
+        return self.newest(ProcessRow, "process", "rank", t_s)
 
     def gpus(self, t_s: float | None = None) -> list[GpuRow]:
         """Newest row of each GPU, not after `t_s`, by node and index."""
-        return self._newest(GpuRow, "gpu", "node, gpu", t_s)
-
-    def _newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:
-        # the last minute decides, so that the cost does not grow with the run
-        newest = self.query(f"SELECT max(t_s) FROM {table} WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
-        if newest is None:
-            return []
-        rows = self._structs(kind, table, f"WHERE t_s > ? AND t_s <= ? ORDER BY {key}, t_s", (newest - 60.0, newest))
-        keys = [k.strip() for k in key.split(",")]
-        return list({tuple(getattr(r, k) for k in keys): r for r in rows}.values())
+        return self.newest(GpuRow, "gpu", "node, gpu", t_s)
 
     def history(
         self, table: str, column: str, t0_s: float, t1_s: float, **key: int
@@ -326,11 +261,11 @@ class Run:
         """Newest state of every DataLoader, by rank; empty in runs that recorded none."""
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'loader'"):
             return []
-        return self._structs(LoaderRow, "loader", "ORDER BY rank, loader")
+        return self.structs(LoaderRow, "loader", "ORDER BY rank, loader")
 
     def scalars(self, name: str | None = None, limit: int = 10_000) -> list[ScalarRow]:
         """Values that the job logged, newest last."""
-        rows = self._structs(
+        rows = self.structs(
             ScalarRow, "scalar", "WHERE (?1 IS NULL OR name = ?1) ORDER BY rowid DESC LIMIT ?2", (name, limit)
         )
         return rows[::-1]

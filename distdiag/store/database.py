@@ -1,0 +1,85 @@
+"""An open database of a run: queries, and whether it is still the file that was opened."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from distdiag.store.opening import ReadStatus, RunUnreadable, inode, rows, unreadable
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Database:
+    """A read-only connection. Not for use by two threads at once."""
+
+    def __init__(self, path: Path, database: Path, con: sqlite3.Connection, note: str | None = None) -> None:
+        self.path = path
+        self.database = database
+        self.note = note  # what a person should know about how it was opened
+        self._con = con
+        self._inode = inode(database)
+
+    def close(self) -> None:
+        self._con.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def query(self, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of any SELECT.
+
+        Raises:
+            RunUnreadable: locked, corrupt, or deleted since it was opened.
+        """
+        try:
+            return rows(self._con, sql, args)
+        except sqlite3.Error as e:
+            raise unreadable(e, self.path, self.database) from e
+
+    def check(self) -> None:
+        """See that the database is still the file that was opened.
+
+        Raises:
+            RunUnreadable: it was deleted or replaced under the reader.
+        """
+        now = inode(self.database)
+        if now is None:
+            raise RunUnreadable(
+                ReadStatus.DELETED, f"{self.path} was deleted while it was open", "`distdiag tui RUN` opens another run"
+            )
+        if now != self._inode:
+            raise RunUnreadable(
+                ReadStatus.DELETED, f"{self.database} was replaced while it was open", "open the run again"
+            )
+
+    def data_version(self) -> int:
+        """A number that changes when another process has written: the cheapest "is there anything new"."""
+        return self.query("PRAGMA data_version")[0][0]
+
+    def structs(
+        self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
+    ) -> list[_T]:
+        """Rows of a table as Structs, whose fields are its columns."""
+        names = ", ".join(f"{table}.{c}" for c in kind.__struct_fields__)
+        return [
+            kind(**dict(zip(kind.__struct_fields__, r, strict=True)))
+            for r in self.query(f"SELECT {names} FROM {table} {tail}", args)
+        ]
+
+    def newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:
+        """Newest row of each key, not after `t_s`."""
+        # the last minute decides, so that the cost does not grow with the run
+        newest = self.query(f"SELECT max(t_s) FROM {table} WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
+        if newest is None:
+            return []
+        rows = self.structs(kind, table, f"WHERE t_s > ? AND t_s <= ? ORDER BY {key}, t_s", (newest - 60.0, newest))
+        keys = [k.strip() for k in key.split(",")]
+        return list({tuple(getattr(r, k) for k in keys): r for r in rows}.values())
