@@ -33,8 +33,10 @@ from distdiag.store.writer import Writer
 TICK_S = 0.25
 FRAME_S = 0.5
 LOOK_S = 0.9  # between two full looks while every rank goes from phase to phase: every fourth tick, and so is the host sampled
-# The same where a look takes its time from the ranks, as no core is free, and has found nothing for a while.
+# The same where a look takes its time from the ranks, as no core is free, and has found nothing for a while; after a longer
+# while less often still, unless somebody reads what is written.
 CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
+UNREAD_LOOK_S, UNREAD_AFTER_S = 3.9, 120.0
 DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
@@ -118,11 +120,15 @@ class Monitor:
             v.sample_place(self._idle[v.rank][0])
         return True
 
-    def _calm(self, now_s: float) -> bool:
-        """Whether looks cost the job more than they bring: every core has been taken, and nothing is suspected."""
+    def _time_between_looks_s(self, now_s: float) -> float:
+        """Longer where looks cost the job more than they bring: every core has been taken, and nothing is suspected."""
         lately = self._host_cpu[-5:]
         spare_cores = (self.hosts.cores or 1) * (1 - min(lately, default=0.0) / 100)
-        return now_s > CALM_AFTER_S and spare_cores < 0.5 and not self.diagnosis.suspects()
+        if now_s <= CALM_AFTER_S or spare_cores >= 0.5 or self.diagnosis.suspects():
+            return LOOK_S
+        if now_s <= UNREAD_AFTER_S or processes.others_lock(self.writer.path):
+            return CALM_LOOK_S
+        return UNREAD_LOOK_S
 
     def _cpu_look(self, v: RankView) -> bool | None:
         """Whether a rank's main thread sleeps and has used no CPU since the last look; asked for once in a look."""
@@ -291,7 +297,7 @@ class Monitor:
         if s.t_s - self._host_at >= LOOK_S or over:
             self._host_at = s.t_s
             self._sample_host(s)
-            self._look_s = CALM_LOOK_S if self._calm(s.t_s) else LOOK_S
+            self._look_s = self._time_between_looks_s(s.t_s)
         state = self.diagnosis.state
         if s.t_s - self._frame_at >= FRAME_S or over or changed:
             self._frame_at = s.t_s

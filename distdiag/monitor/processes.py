@@ -220,6 +220,17 @@ def file_lock_waits() -> dict[int, set[int]]:
     return waits
 
 
+def others_lock(database: Path) -> bool:
+    """Whether another process has this SQLite database open: in WAL mode each holds a lock on its -shm file all the time."""
+    try:
+        at = database.with_name(f"{database.name}-shm").stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return False
+    file, own = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}", str(os.getpid())
+    return any(len(parts := line.split()) > 5 and parts[5] == file and parts[4] != own for line in lines)
+
+
 @dataclass(slots=True)
 class CpuWatch:
     """Whether main threads sleep without using CPU, look by look.

@@ -40,9 +40,9 @@ from distdiag.store.rows import (
 if TYPE_CHECKING:
     import pandas as pd
 
-# Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second, or
-# every two where its looks would take their time from the ranks.
-SILENT_S, GONE_S = 6.0, 4.0
+# Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second,
+# or every four where its looks would take their time from the ranks and nobody reads.
+SILENT_S, GONE_S = 9.0, 6.0
 
 _finding = msgspec.json.Decoder(Finding)
 

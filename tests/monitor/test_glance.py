@@ -13,7 +13,7 @@ import pytest
 
 from distdiag.diagnosis.engine import Record
 from distdiag.diagnosis.findings import Finding, Severity
-from distdiag.monitor.loop import Monitor
+from distdiag.monitor.loop import CALM_LOOK_S, LOOK_S, UNREAD_LOOK_S, Monitor
 from distdiag.monitor.processes import CpuWatch
 from distdiag.monitor.ranks import RankView
 from distdiag.recorder.layout import Blocked, LifeWord, page_path
@@ -113,23 +113,37 @@ def warns(said: bool, severity: Severity = Severity.WARNING) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("records", "now_s", "spare", "calm"),
+    ("records", "now_s", "spare", "look_s"),
     [
-        ([], 60.0, False, True),
-        ([], 10.0, False, False),
-        ([], 60.0, True, False),  # a core is free: a look takes nothing from the ranks
-        ([warns(said=False)], 60.0, False, False),  # what is suspected is looked at until it can be said
-        ([warns(said=True)], 60.0, False, True),
-        ([warns(said=False, severity=Severity.INFO)], 60.0, False, True),
+        ([], 60.0, False, CALM_LOOK_S),
+        ([], 10.0, False, LOOK_S),
+        ([], 60.0, True, LOOK_S),  # a core is free: a look takes nothing from the ranks
+        ([], 200.0, True, LOOK_S),
+        ([], 200.0, False, UNREAD_LOOK_S),
+        ([warns(said=False)], 60.0, False, LOOK_S),  # what is suspected is looked at until it can be said
+        ([warns(said=False)], 200.0, False, LOOK_S),
+        ([warns(said=True)], 60.0, False, CALM_LOOK_S),
+        ([warns(said=False, severity=Severity.INFO)], 60.0, False, CALM_LOOK_S),
     ],
 )
 def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_suspected(
-    records: list[Record], now_s: float, spare: bool, calm: bool, monitor: Monitor
+    records: list[Record], now_s: float, spare: bool, look_s: float, monitor: Monitor
 ) -> None:
     monitor.diagnosis.records = {str(i): r for i, r in enumerate(records)}
     if spare:
         monitor._host_cpu.append(70.0)
-    assert monitor._calm(now_s) is calm
+    assert monitor._time_between_looks_s(now_s) == look_s
+
+
+def test_what_somebody_reads_is_written_more_often(monitor: Monitor) -> None:
+    reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", reads, str(monitor.run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None and reader.stdout.readline()
+        assert monitor._time_between_looks_s(200.0) == CALM_LOOK_S
+        reader.communicate(b"\n", timeout=30)
+    assert monitor._time_between_looks_s(200.0) == UNREAD_LOOK_S
 
 
 class Groups:
