@@ -179,14 +179,15 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
 
     batches = endless()
 
-    def step() -> float:
-        t = time.perf_counter()
+    def step() -> tuple[float, float]:
+        """(wall, CPU) seconds of a step of this process, all its threads."""
+        cpu, t = time.process_time(), time.perf_counter()
         (x,) = next(batches)
         loss = model(x).float().pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return time.perf_counter() - t
+        return time.perf_counter() - t, time.process_time() - cpu
 
     if by_clocks:
         order = random.Random(1)  # alike on both ranks
@@ -208,30 +209,32 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
 
     order = random.Random(1)
 
-    def in_turns() -> tuple[list[float], list[float]]:
-        """Times of plain and of recorded steps, pair by pair."""
+    def in_turns() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Plain and recorded steps, pair by pair."""
         let_monitor(run=False)
         step()
-        times: dict[bool, list[float]] = {False: [], True: []}
+        times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for _ in range(steps):
             for on in order.sample((False, True), 2):
                 record(on)
                 times[on].append(step())
         return times[False], times[True]
 
-    shares: list[float] = []  # of one core, that the monitor took in each block; on the first rank
-
-    def monitored() -> list[float]:
+    def monitored() -> list[tuple[float, float]]:
+        """(wall seconds of a step, CPU seconds of the monitor meanwhile: the first rank sees them)."""
         let_monitor(run=True)
         record(on=True)
         for _ in range(1 + order.randrange(steps)):  # it looks at once when it is let go, and then from time to time
             step()
-        began, cpu_s = time.perf_counter(), _cpu_s(monitor)
-        out = [step() for _ in range(2 * steps)]
-        shares.append((_cpu_s(monitor) - cpu_s) / (time.perf_counter() - began))
+        out, before = [], _cpu_s(monitor)
+        for _ in range(2 * steps):
+            t, _ = step()
+            now = _cpu_s(monitor)
+            out.append((t, now - before))
+            before = now
         return out
 
-    found: list[tuple[list[float], list[float], list[float]]] = []
+    found: list[Any] = []
     for _ in range(rounds + 2):
         if order.random() < 0.5:
             plain, recorded = in_turns()
@@ -240,7 +243,7 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
             watched = monitored()
             plain, recorded = in_turns()
         found.append((plain, recorded, watched))
-    del found[:2], shares[:2]
+    del found[:2]
     let_monitor(run=True)
     record(on=True)
     hooks_us = in_step_us = None
@@ -248,7 +251,7 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
         in_step_us = _hook_cost(step, record)
         hooks_us = _hooks_in_a_loop(model, optimizer, loader)
     pulse.stop()
-    _print_of_all((found, rss_after - rss_before, hooks_us, in_step_us, shares))
+    _print_of_all((found, rss_after - rss_before, hooks_us, in_step_us))
 
 
 def _print_of_all(mine: Any) -> None:
@@ -263,7 +266,9 @@ def _print_of_all(mine: Any) -> None:
     time.sleep(0.5)
 
 
-def _taken(step: Callable[[], float], clocks: Clocks, n: int, order: random.Random) -> tuple[float, float]:
+def _taken(
+    step: Callable[[], tuple[float, float]], clocks: Clocks, n: int, order: random.Random
+) -> tuple[float, float]:
     """(time that our code took, length) of a step, in nanoseconds, by a block with hooks and one without."""
     ns: dict[bool, float] = {}
     total_s: dict[bool, float] = {}
@@ -271,7 +276,7 @@ def _taken(step: Callable[[], float], clocks: Clocks, n: int, order: random.Rand
         clocks.hooks(on)
         step()
         before = clocks.ns
-        total_s[on] = sum(step() for _ in range(n))
+        total_s[on] = sum(step()[0] for _ in range(n))
         ns[on] = (clocks.ns - before) / n
     return ns[True] - ns[False], total_s[True] * 1e9 / n
 
@@ -298,7 +303,7 @@ def _cpu_s(pid: int | None) -> float:
     return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def _hook_cost(step: Callable[[], float], record: Callable[[bool], None]) -> list[float]:
+def _hook_cost(step: Callable[[], Any], record: Callable[[bool], None]) -> list[float]:
     """CPU microseconds that hooks add to a step without a model: process CPU time, blocks interleaved."""
     n, out = 60, []
 

@@ -11,7 +11,6 @@ from distdiag.diagnosis import dump_files, matching
 from distdiag.diagnosis.dump_files import DumpFile
 from distdiag.diagnosis.snapshot import Call, Site
 
-_COALESCED = ":coalesced"  # nccl's, xccl's
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
     "complex128": 16,
@@ -19,6 +18,12 @@ _ITEM_BYTES = {
 
 
 _STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
+
+
+def ends_batch(name: str) -> bool:
+    """Whether an entry stands for all that was coalesced: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
+    head, _, last = name.rpartition("coalesced")
+    return not last and (head.endswith(":") or (head.endswith("_") and head.rpartition(":")[2].isupper()))
 
 
 def backend_of(f: DumpFile) -> str:
@@ -67,7 +72,7 @@ def _pass(f: DumpFile) -> Scan:
     for e in f.entries:
         name = e["process_group"][0]
         if e["is_p2p"]:
-            if e["profiling_name"].endswith(_COALESCED):
+            if ends_batch(e["profiling_name"]):
                 out.batches[name, e["p2p_seq_id"]] = e
             else:
                 messages.append(e)
@@ -80,7 +85,7 @@ def _pass(f: DumpFile) -> Scan:
             t.newest = seq
         if e["state"] != "completed" and not (gloo and e["retired"]):
             unfinished.append((t, name, seq))
-        elif e["profiling_name"].endswith(_COALESCED):
+        elif ends_batch(e["profiling_name"]):
             over.add((name, seq))
     for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:
@@ -123,6 +128,8 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
         asynchronous=True,
         started=e["state"] in ("started", "completed") if source.timed else None,
         timed_out=bool(e["retired"]) and not done,
+        # tensors of different sizes take another path, which records the parts of a batch
+        even=source.backend == "nccl",
     )
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis import dump_files, dump_messages, matching
+from distdiag.diagnosis import dump_files, dump_late, dump_messages, matching
+from distdiag.diagnosis.dump_choice import choose, drop_earlier_runs, newest_ns
 from distdiag.diagnosis.dump_entries import Scan, backend_of, call_of, ns, scan_file, user_site
 from distdiag.diagnosis.dump_files import DumpFile
-from distdiag.diagnosis.findings import rank_list
+from distdiag.diagnosis.dump_late import LateRanks
 from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
 
 GAPS_SEEN = 3  # as often a rank has paused for so long: it may do it again
@@ -55,6 +56,9 @@ class LoadReport:
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # messages in flight that their other end has passed by
     usual_gap_s: dict[int, float] = field(default_factory=dict)  # how long a rank has paused before, time and again
     timeout_s: float | None = None  # of the collectives; None where groups differ
+    # of ranks with operations that their watchdog had not yet put away, as it does ten times a second, when the dump was taken
+    moved_s: dict[int, float] = field(default_factory=dict)
+    late: LateRanks | None = None
 
 
 def load(paths: str | Path | Iterable[str | Path]) -> tuple[Snapshot, LoadReport]:
@@ -80,9 +84,9 @@ def _load(paths: list[Path]) -> tuple[Snapshot, LoadReport]:
             by_rank.setdefault(f.rank, []).append(f)
     age: dict[Path, int] = {}  # a dump without entries is as new as its neighbours
     for f in read:
-        age[f.path.parent] = max(age.get(f.path.parent, 0), _newest_ns(f))
-    _drop_earlier_runs(by_rank, age, report)
-    chosen = {r: _choose(r, files, age, report) for r, files in sorted(by_rank.items())}
+        age[f.path.parent] = max(age.get(f.path.parent, 0), newest_ns(f))
+    drop_earlier_runs(by_rank, age, report.notes)
+    chosen = {r: choose(r, files, age, report.notes) for r, files in sorted(by_rank.items())}
     report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
     snapshot = _Builder(chosen, report).snapshot()
     known = [f for files in chosen.values() for f in files]
@@ -104,59 +108,26 @@ def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
     return probe.rank
 
 
-def _newest_ns(f: DumpFile) -> int:
-    t = f.entries[-1].get("time_created_ns") if f.entries else None
-    return t if isinstance(t, int) else 0
-
-
 def _gaps_s(f: DumpFile) -> list[float]:
     """Times between one operation and the next of a file's newest."""
     times = [t for e in f.entries[-GAP_ENTRIES:] if (t := ns(e)) is not None]
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
 
-def _drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], report: LoadReport) -> None:
-    """Take out folders of a run that was over when that of newer dumps of the same ranks began: an attempt before.
+def _moved_ns(f: DumpFile) -> int:
+    """When a dump found operations complete that the watchdog, which asks ten times a second, had not yet seen; 0 if none.
 
-    A rank that left a dump in the older one only has left none of this run.
+    So it is when the dump was taken, and the rank had just gone on. Not told by gloo's recorder, nor by one that does not
+    retire entries.
     """
-    began: dict[Path, int] = {}
-    for files in by_rank.values():
-        for f in files:
-            t = ns(f.entries[0]) if f.entries else None
-            if t is not None:
-                began[f.path.parent] = min(began.get(f.path.parent, t), t)
-    folders = {r: {f.path.parent for f in files} for r, files in by_rank.items()}
-    over = {d for of_rank in folders.values() for d in of_rank if any(began.get(e, 0) > age[d] > 0 for e in of_rank)}
-    only_there = [r for r, of_rank in folders.items() if of_rank <= over]
-    for folder in sorted(over):
-        report.notes.append(f"{folder} is of an earlier run than the rest: not used")
-    if only_there:
-        report.notes.append(f"{rank_list(only_there)} left a dump of that run only")
-    for r in list(by_rank):
-        by_rank[r] = [f for f in by_rank[r] if f.path.parent not in over]
-        if not by_rank[r]:
-            del by_rank[r]
-
-
-def _choose(rank: int, files: list[DumpFile], age: dict[Path, int], report: LoadReport) -> list[DumpFile]:
-    """One file of each recorder: the newest, where there are several of a rank."""
-    best: dict[str, DumpFile] = {}
-    empty: DumpFile | None = None
-    for f in sorted(files, key=lambda f: (age[f.path.parent], _newest_ns(f))):
-        if not f.entries:
-            empty = f
-            continue
-        old = best.get(backend_of(f))
-        if old is not None:
-            report.notes.append(f"rank {rank} has several dumps: {f.path} is used, {old.path} is older")
-        best[backend_of(f)] = f
-    if empty is not None and all(age[f.path.parent] < age[empty.path.parent] for f in best.values()):
-        report.notes += [
-            f"rank {rank} has several dumps: {empty.path} is used, {f.path} is older" for f in best.values()
-        ]
-        return [empty]
-    return list(best.values())
+    if backend_of(f) == "gloo" or not any(e["retired"] for e in f.entries):
+        return 0
+    found = (
+        ns(e, "time_discovered_completed_ns")
+        for e in f.entries[-GAP_ENTRIES:]
+        if e["state"] == "completed" and not e["retired"]
+    )
+    return max((t for t in found if t is not None), default=0)
 
 
 class _Builder:
@@ -204,6 +175,7 @@ class _Builder:
         calls = {rank: self._calls(rank, floor) for rank in self.chosen}
         open_messages, issued_messages, self.report.unmet = dump_messages.match(self.messages, self.groups, self.t0_ns)
         sites = self._sites(floor)
+        self.report.late = dump_late.find(self.scans, self.keys, floor, self.positions, self.t0_ns)
         ranks = {}
         for rank in range(self.world_size):
             if rank not in self.chosen:
@@ -328,6 +300,8 @@ class _Builder:
         if len(limits) == 1 and isinstance(limit := limits.pop(), int):
             self.report.timeout_s = limit / 1e3
         for rank, files in self.chosen.items():
+            if (moved := max((_moved_ns(f) for f in files), default=0)) > 0:
+                self.report.moved_s[rank] = (moved - self.t0_ns) / 1e9
             gaps = [g for f in files for g in _gaps_s(f)]
             if len(gaps) >= GAPS_SEEN:
                 self.report.usual_gap_s[rank] = sorted(gaps)[-GAPS_SEEN]

@@ -26,13 +26,14 @@ class Blame:
         victims: Ranks with operations in flight, culprits left out.
         silent: Ranks without a dump that some rank's oldest operation in flight may be waiting for.
         main: What most victims have been waiting in longest.
+        silent_in: What most of those that may wait for a silent rank have been waiting in.
         idle: Culprits with nothing in flight: the host stopped.
         device: Culprits whose operations in flight are complete on their peers: the device stopped.
         waited_for_since_s: Of each culprit, when the first of those who wait for it directly had begun to.
         behind: Culprits that have issued what the others wait in, but whose device has not begun it.
         in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
-        crossed: Operations of several groups that some devices have begun first and others would begin second; the
-            culprits are those that are alone with their order.
+        crossed: Operations of two groups and the ranks that came to each first, which the others of them would come to
+            second; the culprits are those that are alone with their order.
     """
 
     culprits: tuple[int, ...] = ()
@@ -40,12 +41,13 @@ class Blame:
     victims: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
     main: Wait | None = None
+    silent_in: Wait | None = None
     idle: tuple[int, ...] = ()
     device: tuple[int, ...] = ()
     waited_for_since_s: dict[int, float | None] = field(default_factory=dict)
     behind: tuple[int, ...] = ()
     in_flight: tuple[Wait, ...] = ()
-    crossed: tuple[Wait, ...] = ()
+    crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
     oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
 
 
@@ -74,11 +76,12 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
             lacking[id(w)] = _not_begun(w, also[id(w)])
     onward = _edges(states, graph, waits, lacking, also)
     awaited = frozenset().union(*lacking.values())
+    absentees = frozenset().union(*(lacking[id(w)] & w.missing for w in waits))
     oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
     culprits: set[int] = set()
     silent: set[int] = set()
     in_flight: list[Wait] = []
-    crossed: tuple[Wait, ...] = ()
+    crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
     for component in components(onward, lambda v: onward.get(v, ())):
         inside = set(component)
         if any(t not in inside for v in component for t in onward[v]):
@@ -86,13 +89,16 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         ends = {v for v in component if v >= 0}
         here = [waits[-v - 1] for v in component if v < 0]
         unknown = frozenset().union(*(unclear[id(w)] for w in here))
-        order = _crossed(here, also)
-        if order is not None:
-            culprits |= order[0]
-            crossed = order[1]
+        order = _crossed(snapshot, here, also)
+        if order:
+            crossed = order
+            few, many = order
+            culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
         elif unknown:
             silent |= unknown
-        elif ends & awaited:
+        elif ends & absentees:
+            culprits |= ends & absentees
+        elif ends & awaited:  # all have issued it: what a device has not begun may lie behind what it waits for itself
             culprits |= ends & awaited
         else:
             in_flight += here
@@ -109,9 +115,12 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         victims=tuple(sorted((victims | culprits) - set(extra))) if extra else tuple(sorted(victims)),
         silent=tuple(sorted(silent)),
         main=main,
+        silent_in=max(
+            (w for w in waits if unclear[id(w)] & silent), key=lambda w: (not w.p2p, len(w.ranks)), default=None
+        ),
         idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
         device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
-        waited_for_since_s={**lagging, **_since(waits, lacking, culprits)},
+        waited_for_since_s={**_crossed_since(crossed), **lagging, **_since(waits, lacking, culprits)},
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
         in_flight=tuple(in_flight) if not culprits and not silent else (),
         crossed=crossed,
@@ -163,18 +172,44 @@ def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
     return frozenset(q for q, b in begun.items() if not b)
 
 
-def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[frozenset[int], tuple[Wait, Wait]] | None:
-    """Two groups' operations that some devices have begun one way and others the other, each of which needs all of them.
+def _crossed(
+    snapshot: Snapshot, waits: list[Wait], also: dict[int, frozenset[int]]
+) -> tuple[tuple[Wait, frozenset[int]], ...]:
+    """Two groups' operations that ranks of both came to in different order, with the ranks that came to each first, the fewer
+    first; empty where nothing is crossed.
 
-    With the ranks that are alone with their order (none where both have as many); None where nothing is crossed.
+    By what their devices have begun, where that is known; else by what they issued first.
     """
-    held = [(w, also[id(w)] - late, late) for w in waits if not w.p2p and (late := _not_begun(w, also[id(w)]))]
-    for i, (v, a, without_a) in enumerate(held):
-        for w, b, without_b in held[:i]:
-            if a & without_b and b & without_a:
-                few, many = sorted(((v, a), (w, b)), key=lambda x: len(x[1]))
-                return (few[1] if len(few[1]) < len(many[1]) else frozenset()), (few[0], many[0])
-    return None
+    whole = [w for w in waits if not w.p2p and not w.missing]
+    for i, v in enumerate(whole):
+        for w in whole[:i]:
+            if v.group == w.group:
+                continue
+            shared = also[id(v)] & also[id(w)]
+            first_v = frozenset(q for q in shared if _came_first(v, w, q))
+            first_w = frozenset(q for q in shared if _came_first(w, v, q))
+            if first_v and first_w:
+                a, b = sorted(((v, first_v), (w, first_w)), key=lambda x: len(x[1]))
+                return a, b
+    return ()
+
+
+def _came_first(v: Wait, w: Wait, rank: int) -> bool:
+    """Whether this rank's device has begun `v` and not `w`; or issued it before, where that is not known."""
+    a, b = v.calls.get(rank), w.calls.get(rank)
+    if a is None or b is None:
+        return False
+    if a.started is not None and b.started is not None:
+        return a.started and not b.started
+    return a.entered_s is not None and b.entered_s is not None and a.entered_s < b.entered_s
+
+
+def _crossed_since(crossed: tuple[tuple[Wait, frozenset[int]], ...]) -> dict[int, float | None]:
+    """Of the ranks that came in different order, when they had issued both."""
+    out: dict[int, float | None] = {}
+    for q in frozenset().union(*(ranks for _, ranks in crossed)):
+        out[q] = max((t for w, _ in crossed if q in w.calls and (t := w.calls[q].entered_s) is not None), default=None)
+    return out
 
 
 def _done_somewhere(snapshot: Snapshot, w: Wait) -> bool:

@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from distdiag.diagnosis import collectives, dump_stalls
+from distdiag.diagnosis import collectives, dump_stalls, matching
+from distdiag.diagnosis.dump_gaps import any_call, unreadable, where_of, without_dump
+from distdiag.diagnosis.dump_late import LateRanks
 from distdiag.diagnosis.dump_snapshot import LoadReport, load
 from distdiag.diagnosis.dump_stalls import Blame
 from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
-from distdiag.diagnosis.graph import Wait, build
+from distdiag.diagnosis.graph import Wait, build, call_at
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, group_label, verb
-from distdiag.diagnosis.snapshot import Call, Snapshot
-from distdiag.diagnosis.wording import NO_PROGRESS, at
+from distdiag.diagnosis.snapshot import Snapshot
+from distdiag.diagnosis.wording import NO_PROGRESS, at, seconds
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
@@ -21,6 +23,7 @@ __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 # than it has paused before, time and again.
 YOUNG_S, USUAL_FACTOR = 0.5, 2.0
 REAL_TIME_S = 0.1  # recordings that took less were not made by a job
+MOVING_S = 5.0  # waits that are no longer than this are no hang where a rank had just gone on
 APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
 
@@ -40,15 +43,18 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     found: list[Finding] = list(conflicts)
-    if not conflicts and (unmet := _unmet(snapshot, loaded)) is not None:
+    running = _was_running(loaded) or _moved(loaded, blame)
+    if not conflicts and not running and (unmet := _unmet(snapshot, loaded)) is not None:
         found.append(unmet)
     elif not conflicts:
-        if blame.culprits or blame.extra or blame.crossed:
-            found.append(_stall(snapshot, loaded, blame))
-        elif not _was_running(loaded):
+        if loaded.late is not None and not running and _late_first(loaded.late, blame):
+            found.append(_late(snapshot, loaded, blame, loaded.late))
+        elif blame.culprits or blame.extra or blame.crossed:
+            found.append(_stall(snapshot, loaded, blame, running))
+        elif not running:
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
-    found += _without_dump(snapshot, loaded, blame, found)
-    found += _unreadable(loaded, given)
+    found += without_dump(snapshot, loaded, blame, found)
+    found += unreadable(loaded, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(_in_flight(snapshot, loaded, blame))
     return Report(
@@ -75,7 +81,7 @@ def _state(found: list[Finding]) -> State:
         return State.DEADLOCKED
     if any(f.kind == "stall" for f in worst):
         return State.STALLED
-    return State.DEGRADED if any(f.kind == "rank_lost" for f in worst) else State.RUNNING
+    return State.DEGRADED if any(f.kind in ("rank_lost", "timeout") for f in worst) else State.RUNNING
 
 
 def _notes(loaded: LoadReport) -> list[str]:
@@ -89,17 +95,6 @@ def _notes(loaded: LoadReport) -> list[str]:
         names = ", ".join(Path(p).name for p in loaded.others[:5]) + (" …" if len(loaded.others) > 5 else "")
         notes.append(f"not looked at: {names}")
     return notes
-
-
-def _where(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Where, ...]:
-    out = []
-    for r in ranks:
-        call = blame.oldest.get(r)
-        st = snapshot.ranks.get(r)
-        site = (call.site if call is not None else None) or (st.place if st is not None else None)
-        state = "waiting" if call is not None else None
-        out.append(Where(r, site.file, site.line, site.function or None, state) if site else Where(r, state=state))
-    return tuple(out)
 
 
 def _age_s(loaded: LoadReport, blame: Blame, rank: int) -> float | None:
@@ -125,19 +120,72 @@ def _was_running(loaded: LoadReport) -> bool:
     return bool(loaded.stale) and not (late and early and min(late) - max(early) > APART_S)
 
 
-def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
+def _moved(loaded: LoadReport, blame: Blame) -> bool:
+    """A rank had just gone on when its dump was taken, and nobody had waited for long by then.
+
+    Files need not tell when a dump was taken; operations that it found complete before the watchdog did, do.
+    """
+    since = [t for c in blame.oldest.values() if (t := c.entered_s) is not None]
+    if not loaded.moved_s:
+        return False
+    usual = max(loaded.usual_gap_s.values(), default=0.0)
+    return not since or max(loaded.moved_s.values()) - min(since) < max(MOVING_S, USUAL_FACTOR * usual)
+
+
+def _late_first(late: LateRanks, blame: Blame) -> bool:
+    """Whether the late ranks are where the waiting began, and not others that dumps show to be missing."""
+    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.extra and not blame.silent:
+        return True
+    since = [t for t in blame.waited_for_since_s.values() if t is not None]
+    return bool(since) and late.since_s < min(since)
+
+
+def _late(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRanks) -> Finding:
+    """A collective that ran into its timeout, and the ranks that came to it after."""
+    culprits = tuple(sorted(late.late_s))
+    calls = {q: call_at(st, late.group, late.seq) for q, st in snapshot.ranks.items()}
+    call = next((calls[q] for q in culprits if calls.get(q) is not None), None)
+    name = matching.op_name(call.op) if call is not None and call.op else "collective"
+    what = f"{name} #{late.seq:,} ({group_label(snapshot, late.group)})"
+    others = tuple(sorted(set(blame.victims) - set(culprits))) or late.others
+    sites = {q: c.site for q in culprits if (c := calls.get(q)) is not None}
+    return Finding(
+        kind="timeout",
+        cause="late_rank",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=others,
+        where=tuple(
+            Where(q, s.file, s.line, s.function or None) if (s := sites.get(q)) is not None else Where(q)
+            for q in culprits
+        ),
+        waiting=where_of(snapshot, others, blame),
+        message=f"{rank_list(culprits)} issued {what} {seconds(max(late.late_s.values()))} after the first of its group, and its "
+        f"timeout is {seconds(late.timeout_s)}: the others had given up",
+        cost="the job ends with a timeout",
+        advice=f"see what {rank_list(culprits)} did before{at(next(iter(sites.values()), None))}; where that may take so long, give "
+        "init_process_group or new_group a longer timeout",
+        evidence=tuple(p for r in culprits[:8] for p in loaded.files.get(r, ())),
+    )
+
+
+def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, running: bool) -> Finding:
     main = blame.main
-    call = _any(main) if main is not None else None
+    call = any_call(main) if main is not None else None
     what = collective_text(snapshot, main, call) if main is not None else "a collective"
     ages = [_age_s(loaded, blame, r) for r in blame.waited_for_since_s]
     usual = [max(YOUNG_S, USUAL_FACTOR * loaded.usual_gap_s.get(r, 0.0)) for r in blame.waited_for_since_s]
-    young = bool(ages) and (
-        _was_running(loaded) or all(a is not None and a < u for a, u in zip(ages, usual, strict=True))
-    )
+    young = running or (bool(ages) and all(a is not None and a < u for a, u in zip(ages, usual, strict=True)))
     culprits = blame.extra or blame.culprits
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
     message, advice = _words(snapshot, blame, culprits, what, made_by, unmade)
+    if young:
+        message, advice = (
+            _words_of_running(culprits, what),
+            "take a second set of dumps: if the numbers have not moved, it hangs",
+        )
     return Finding(
         kind="deadlock" if blame.extra or blame.crossed or unmade else "stall",
         cause="missing_rank" if blame.extra or unmade else "group_cycle" if blame.crossed else "unknown",
@@ -146,13 +194,22 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         culprits=culprits,
         victims=tuple(sorted({*blame.victims, *blame.culprits} - set(culprits))),
         collective=collective_ref(snapshot, main, call) if main is not None else None,
-        where=_where(snapshot, culprits, blame),
-        waiting=_where(snapshot, blame.victims, blame),
+        where=where_of(snapshot, culprits, blame),
+        waiting=where_of(snapshot, blame.victims, blame),
         message=message,
         cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,
         advice=advice,
         evidence=tuple(p for r in culprits[:8] for p in loaded.files.get(r, ())),
     )
+
+
+def _words_of_running(culprits: tuple[int, ...], what: str) -> str:
+    who = (
+        f"{rank_list(culprits)} {verb(culprits, 'was', 'were')} on {verb(culprits, 'its', 'their')} way to {what}"
+        if culprits
+        else f"{what} was in flight"
+    )
+    return f"{who} when the dumps were taken: a running job"
 
 
 def _words(
@@ -173,17 +230,18 @@ def _words(
         return message, collectives.NEW_GROUP_ADVICE
     if blame.crossed:
         texts = [
-            f"{rank_list(begun)} {verb(begun, 'is', 'are')} in {collective_text(snapshot, w, _any(w))}"
-            for w in blame.crossed
-            for begun in [{r for r, c in w.calls.items() if c.started}]
+            f"{rank_list(ranks)} came to {collective_text(snapshot, w, any_call(w))}" for w, ranks in blame.crossed
         ]
         return (
-            f"{' and '.join(texts)}: each waits for the other's ranks, which would come to it second",
+            f"{' first, and '.join(texts)} first: each waits for the other's ranks, which come to it second",
             "use the groups in the same order on all ranks that share them",
         )
     victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
         f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
     )  # fmt: skip
+    if (main := blame.main) is not None and main.p2p and main.key[4] in culprits:
+        sends = main.key[2] == "send"
+        what = f"the {'recv' if sends else 'send'} that meets rank {main.key[3]:,}'s {'send' if sends else 'recv'} ({group_label(snapshot, main.group)})"
     lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
     return f"{who} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame)}", _advice(blame)
 
@@ -193,7 +251,7 @@ def _unmet(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
     calls = [(r, c) for r, cs in sorted(loaded.unmet.items()) for c in cs]
     ends = Counter(q for r, c in calls for q in (r, c.peer) if q is not None)
     most = ends.most_common(2)
-    if not most or _was_running(loaded):
+    if not most:
         return None
     culprits = (most[0][0],) if len(most) == 1 or most[0][1] > most[1][1] else ()
     members = tuple(sorted(ends))
@@ -235,10 +293,6 @@ def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> tuple[tu
     return (), ""
 
 
-def _any(w: Wait) -> Call | None:
-    return next((w.calls[r] for r in w.ranks if r in w.calls), None)
-
-
 def _condition(blame: Blame) -> str:
     parts = []
     if blame.idle:
@@ -261,75 +315,6 @@ def _advice(blame: Blame) -> str:
     )
 
 
-def _without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: list[Finding]) -> list[Finding]:
-    """A rank that left no dump is said, always; it is to blame where somebody may be waiting for it."""
-    if not loaded.missing:
-        return []
-    decided = any(f.severity == Severity.ERROR for f in found)
-    blamed = tuple(r for r in loaded.missing if r in blame.silent) if decided else loaded.missing
-    rest = tuple(r for r in loaded.missing if r not in blamed)
-    out = []
-    if blamed:
-        waiting = tuple(r for r in blame.victims if r not in blamed)
-        main = blame.main
-        call = _any(main) if main is not None else None
-        tail = ""
-        if blame.victims and main is not None:
-            tail = f"; {len(waiting):,} {verb(waiting, 'rank waits', 'ranks wait')}, in {collective_text(snapshot, main, call)}"
-        out.append(
-            Finding(
-                kind="rank_lost",
-                cause="silent",
-                certainty=Certainty.SUSPECTED,
-                severity=Severity.ERROR,
-                culprits=blamed,
-                victims=waiting,
-                collective=collective_ref(snapshot, main, call) if main is not None and waiting else None,
-                where=tuple(Where(r) for r in blamed),
-                waiting=_where(snapshot, waiting, blame),
-                message=f"{rank_list(blamed)} left no dump: dead, or stuck outside torch{tail}",
-                cost=NO_PROGRESS if waiting else "what these ranks did is not known",
-                advice=f"see how the {verb(blamed, 'process', 'processes')} of {rank_list(blamed)} ended: exit code, "
-                "`dmesg -T` for oom-kill or Xid, the launcher's log",
-            )
-        )
-    if rest:
-        out.append(
-            Finding(
-                kind="recorder",
-                cause="missing_dump",
-                severity=Severity.WARNING,
-                message=f"{rank_list(rest)} left no dump: dead, or stuck outside torch; nothing says that others wait for "
-                f"{verb(rest, 'it', 'them')}",
-                cost=f"what {rank_list(rest)} did is not known",
-                advice="add the missing files, or see how those processes ended",
-            )
-        )
-    return out
-
-
-def _unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
-    if not loaded.bad:
-        return []
-    named = {str(p) for p in given}
-    serious = bool(loaded.unreadable) or any(path in named for path, _ in loaded.bad)
-    shown = "; ".join(f"{path}: {reason}" for path, reason in loaded.bad[:6])
-    more = f"; and {len(loaded.bad) - 6:,} more" if len(loaded.bad) > 6 else ""
-    whose = f" ({rank_list(loaded.unreadable)})" if loaded.unreadable else ""
-    return [
-        Finding(
-            kind="recorder",
-            cause="unreadable_dump",
-            certainty=Certainty.PROVED,
-            severity=Severity.ERROR if serious else Severity.WARNING,
-            message=f"{len(loaded.bad):,} {verb(loaded.bad, 'file is', 'files are')} no readable dump{whose}: {shown}{more}",
-            cost=f"what {rank_list(loaded.unreadable)} did is not known" if loaded.unreadable else "",
-            advice="copy the file again, or leave it out; nothing in it was executed",
-            evidence=tuple(path for path, _ in loaded.bad[:50]),
-        )
-    ]
-
-
 def _timed_out(loaded: LoadReport, w: Wait) -> bool:
     """The watchdog gave it up, or the file was written when the watchdog writes: just after the group's timeout."""
     for r, call in w.calls.items():
@@ -346,7 +331,7 @@ def _timed_out(loaded: LoadReport, w: Wait) -> bool:
 def _in_flight(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
     given_up = [w for w in blame.in_flight if _timed_out(loaded, w)]
     w = (given_up or blame.in_flight)[0]
-    call = _any(w)
+    call = any_call(w)
     ranks = tuple(sorted({r for x in blame.in_flight for r in x.ranks}))
     what = collective_text(snapshot, w, call)
     return Finding(
@@ -355,7 +340,7 @@ def _in_flight(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Finding:
         severity=Severity.ERROR if given_up else Severity.INFO,
         victims=ranks,
         collective=collective_ref(snapshot, w, call),
-        waiting=_where(snapshot, ranks, blame) if given_up else (),
+        waiting=where_of(snapshot, ranks, blame) if given_up else (),
         message=f"{what} ran into its timeout with no rank missing: a link or a device between these ranks stopped"
         if given_up
         else f"{what} was in flight with no rank missing: a running job, or a link or device that stopped",

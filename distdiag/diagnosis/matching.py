@@ -53,6 +53,8 @@ _DTYPES = {
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 # Every rank must bring the same number of elements; the others may legally vary by rank, or were not recorded whole.
 _SAME_SIZE = {"all_reduce", "reduce", "broadcast"}
+_SIZE_BY_FORM = {"all_gather", "reduce_scatter"}
+_EVEN_FORMS = {"all_gather_into_tensor", "reduce_scatter_tensor"}
 _SAME_DTYPE = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}
 
 
@@ -80,27 +82,31 @@ def elements(call: Call) -> int | None:
     return None if call.shape is None else math.prod(call.shape)
 
 
-Signature = tuple[str | None, int | None, str | None, int | None]
+Signature = tuple[str | None, int | None, str | None, int | None, bool]
 
 
 def signature(call: Call) -> Signature:
-    """What must agree between the members of a collective: family, root, dtype, elements. None = not to be compared."""
-    return _signature(call.op, call.root, call.dtype, call.shape)
+    """What must agree between the members of a collective: family, root, dtype, elements. None = not to be compared.
+
+    Last, whether elements must agree on any backend: the forms with one tensor for all ranks, and what is known to be even.
+    """
+    return _signature(call.op, call.root, call.dtype, call.shape, call.even)
 
 
 @lru_cache(4096)
-def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int, ...] | None) -> Signature:
+def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int, ...] | None, even: bool) -> Signature:
     bare = op.rpartition(":")[2].partition(" ")[0]
     family = _FAMILY.get(bare)
     if family is None:
-        return (None, None, None, None)
+        return (None, None, None, None, False)
     coalesced = "coalesced" in bare
     root = rooted if family in _ROOTED else None
     dtype = dtype_name(dtype) if family in _SAME_DTYPE else None  # of several tensors, that of the first
     if dtype is not None and dtype.startswith("complex"):
         dtype = None  # recorded as real of twice the size by some backends
-    size = math.prod(shape) if shape is not None and family in (*_SAME_SIZE, "all_gather") and not coalesced else None
-    return (family, root, dtype, size)
+    compared = family in (*_SAME_SIZE, *_SIZE_BY_FORM) and not coalesced
+    size = math.prod(shape) if shape is not None and compared else None
+    return (family, root, dtype, size, family in _SAME_SIZE or even or _CANONICAL.get(bare, bare) in _EVEN_FORMS)
 
 
 def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
@@ -123,7 +129,7 @@ def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
         return "op"
     for i, cause in ((1, "root"), (2, "dtype"), (3, "shape")):
         if a[i] is not None and b[i] is not None and a[i] != b[i]:
-            if cause == "shape" and a[0] == "all_gather" and backend != "gloo":
-                continue  # NCCL gathers tensors of different sizes; gloo aborts
+            if cause == "shape" and not (a[4] and b[4]) and (a[0] != "all_gather" or backend != "gloo"):
+                continue  # NCCL takes lists of tensors of different sizes; gloo aborts where it gathers
             return cause
     return None

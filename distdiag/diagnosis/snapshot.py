@@ -62,6 +62,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False  # it raised in the host
     started: bool | None = None  # the device has begun it; None where the recorder did not time it
     timed_out: bool = False  # given up by the backend's watchdog
+    even: bool = False  # recorded on a path that takes as many elements of every rank
 
     @property
     def p2p(self) -> bool:

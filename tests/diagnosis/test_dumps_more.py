@@ -38,7 +38,7 @@ def test_devices_that_began_two_groups_in_another_order(tmp_path: Path) -> None:
         job.issue(r, "all_reduce", second, False)
     f = only(diagnose(tmp_path, job))
     assert said(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
-    assert "rank 2 is in all_reduce #21 (fsdp" in f.message and "same order" in f.advice
+    assert "rank 2 came to all_reduce #21 (fsdp" in f.message and "same order" in f.advice
 
 
 def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:

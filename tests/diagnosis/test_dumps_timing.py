@@ -1,0 +1,121 @@
+"""What dumps tell by their times: a job that was running, a rank that came too late; and sizes, orders and batches that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdiag.diagnosis.dumps import diagnose_dumps
+from tests.diagnosis.recordings import Job, write
+from tests.diagnosis.test_dumps import only, quiet, said, trained
+from tests.diagnosis.test_dumps_more import SECOND_NS, begin, diagnose
+
+HOUR_S = 3600.0  # files that were copied later
+
+
+def just_ended(job: Job, rank: int, at_ns: int) -> None:
+    """A rank's newest operation that is complete was found so by the dump itself, at `at_ns`."""
+    e = next(e for e in reversed(job.ranks[rank].entries) if e["state"] == "completed")
+    e.update(retired=False, time_discovered_completed_ns=at_ns)
+
+
+def test_a_rank_that_had_just_gone_on_shows_a_running_job(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    just_ended(job, 2, job.now_ns + SECOND_NS // 100)
+    report = diagnose(tmp_path, job, after_s=HOUR_S)
+    assert quiet(report) and report.state == "running"
+    assert "rank 2 was on its way to all_reduce #21" in report.findings[0].message
+
+
+def test_a_rank_that_goes_on_elsewhere_proves_nothing_for_a_wait_of_minutes(tmp_path: Path) -> None:
+    job = trained(Job(4, {"1": ("heartbeat", (0, 1))}))
+    job.collective(ranks=(0, 1, 3))
+    job.now_ns += 600 * SECOND_NS
+    job.collective(group="1")
+    just_ended(job, 0, job.now_ns)
+    assert only(diagnose(tmp_path, job, after_s=HOUR_S)).culprits == (2,)
+
+
+def test_a_recorder_that_retires_nothing_does_not_tell_when_it_was_asked(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    for ring in job.ranks:
+        for e in ring.entries:
+            e["retired"] = False
+    assert only(diagnose(tmp_path, job, after_s=HOUR_S)).culprits == (2,)
+
+
+@pytest.mark.parametrize("op", ["_all_gather_base", "all_gather", "reduce_scatter", "_reduce_scatter_base"])
+def test_a_last_batch_that_is_shorter_on_one_rank(op: str, tmp_path: Path) -> None:
+    job = trained(Job(4))
+    for r in range(4):
+        job.issue(r, op, "0", False, shape=(37 if r == 3 else 64, 10))
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("mismatch", "shape", (3,)) and "370" in f.message and "640" in f.message
+
+
+def test_a_batch_of_parts_that_differ_is_legal(tmp_path: Path) -> None:
+    """Lists of tensors of different sizes are gathered by a broadcast of each rank's, of which only the batch is timed."""
+    job = trained(Job(3))
+    for done in (True, False):
+        for r in range(3):
+            for op in ("_broadcast_oop", "_broadcast_oop", "ALLGATHER_coalesced"):
+                last = op.endswith("coalesced")
+                job.issue(r, op, "0", done and last, shape=(10 + r,))
+                ring = job.ranks[r]
+                ring.seq["0"] = 21 if done else 22
+                ring.entries[-1]["collective_seq_id"] = ring.seq["0"]
+        if done:
+            assert diagnose(tmp_path / "over", job).findings == ()
+    job.collective(ranks=(0, 2))
+    f = only(diagnose(tmp_path / "hung", job))
+    assert f.culprits == (1,)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_rank_that_comes_to_two_groups_in_another_order_than_those_it_shares_both_with(
+    timed: bool, tmp_path: Path
+) -> None:
+    """Who is in one of the groups alone says nothing about the order, however many they are."""
+    job = trained(Job(8, {"1": ("half", (0, 1, 2, 3))}))
+    for again in range(2):
+        for r in range(8):
+            groups = ["0"] if r > 3 else ["0", "1"] if r == 2 else ["1", "0"]
+            if len(groups) > again:
+                job.issue(r, "all_reduce", groups[again], False)
+                if timed and not again:
+                    begin(job, r)
+        job.now_ns += SECOND_NS
+    if not timed:
+        for ring in job.ranks:
+            for e in ring.entries:
+                e["time_discovered_started_ns"] = None
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
+
+
+def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
+    """All ranks of a group issue what nobody completes, rank 3 so much later; its clock may differ."""
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 2))
+    job.now_ns += int(after_s * SECOND_NS)
+    job.issue(3, "all_reduce", "0", False, line=99)
+    for e in job.ranks[3].entries:
+        e["time_created_ns"] += int(clock_s * SECOND_NS)
+    for ring in job.ranks:
+        for e in ring.entries:
+            e["timeout_ms"] = 120_000
+    return job
+
+
+def test_a_rank_that_came_when_the_others_had_given_up(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, late(tmp_path, after_s=240.0), after_s=HOUR_S))
+    assert said(f) == ("timeout", "late_rank", (3,)) and f.victims == (0, 1, 2)
+    assert "its timeout is 120 s" in f.message and (f.where[0].rank, f.where[0].line) == (3, 99)
+
+
+def test_a_clock_that_is_wrong_makes_no_rank_late(tmp_path: Path) -> None:
+    write(tmp_path, late(tmp_path, after_s=0.1, clock_s=240.0))
+    assert not any(f.kind == "timeout" for f in diagnose_dumps(tmp_path).findings)
