@@ -327,6 +327,9 @@ class Checks:
         if self.averaged_elements:
             self.sample(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step)
+        rates = [g.get("lr") for g in optimizer.param_groups]
+        if all(type(rate) in (int, float) for rate in rates):  # a tensor may lie on a device
+            self.sample(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
         buffers = [b for m in self._models.values() for b in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)

@@ -254,6 +254,9 @@ class SampleKind(IntEnum):
     REDUCED = 5  # elements all-reduced during the step, against those of the parameters that have gradients
     AVERAGED = 7  # the most of them between two steps so far
     NAN_INPUT = 8  # the batch of a loss that is not finite holds NaN itself
+    LEARNING_RATE = (
+        9  # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups
+    )
 
 
 class SampleRecord(Structure):

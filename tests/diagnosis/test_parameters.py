@@ -90,6 +90,37 @@ def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() ->
     assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
 
 
+def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], float], **more: Any) -> Finding:
+    """The drift of three ranks whose learning rates were sampled with their checksums."""
+    model = msgspec.structs.replace(MODEL, **more)
+    steps = (2, 4, 8, 16)
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        return tuple(
+            x
+            for k in steps
+            for x in (Sample("parameters", k, values(q, k), key=5), Sample("learning_rate", k, rates(q, k)))
+        )
+
+    ranks = [rank(q, step=16, models=(model,), samples=samples(q)) for q in range(3)]
+    return only(of_kind(parameters.rules(job(*ranks)), "replica_drift"))
+
+
+def test_learning_rates_that_differ_are_the_reason() -> None:
+    f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-4 if q == 2 and k > 4 else 1e-3)
+    assert f.culprits == (2,) and "0.001 on ranks 0, 1, 0.0001 on rank 2" in f.message and "scheduler" in f.advice
+    # gradients are accumulated over two backwards: one of them is synchronised
+    f = with_rates(lambda q, k: 1.0 + 0.1 * q * k, lambda q, k: 0.1 * (q + 1), forwards=32, synced_backwards=16)
+    assert f.culprits == () and "learning rates differ" in f.message
+
+
+def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other_reasons() -> None:
+    f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-3)
+    assert "learning rate" not in f.message
+    f = with_rates(lambda q, k: 1.0 + 0.1 * q, lambda q, k: 0.1 * (q + 1), forwards=32, synced_backwards=0)
+    assert "their gradients are not averaged" in f.message
+
+
 def test_replicas_averaged_now_and_then_may_differ_between() -> None:
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters
