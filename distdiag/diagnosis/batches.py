@@ -37,7 +37,7 @@ def training_loaders(s: Snapshot) -> dict[int, Loader]:
         mine = [x for x in r.loaders if x.in_training]
         if not mine:
             return {}
-        out[r.rank] = max(mine, key=lambda x: x.batches + x.iterations_started)
+        out[r.rank] = max(mine, key=lambda x: (not x.fed, x.batches + x.iterations_started))
     return out
 
 
@@ -274,20 +274,23 @@ def _duplicates(s: Snapshot) -> list[Finding]:
     if doubled:
         ranks = tuple(sorted(q for g in doubled for q in g))
         x = loaders[ranks[0]]
-        plain = not x.distributed_sampler
+        # what is made up on the spot, to measure or to try something, is often meant to be alike
+        made_up = all(loaders[q].fed for q in ranks)
         out.append(
             Finding(
                 kind="duplicate_data",
                 cause="same_batches_on_ranks",
                 certainty=Certainty.PROVED,
-                severity=Severity.WARNING,
+                severity=Severity.INFO if made_up else Severity.WARNING,
                 victims=ranks,
                 where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
                 step=min(r.step for r in s.ranks.values()),
                 message=f"{rank_list(ranks)} train on the same batches{at(x.site)}",
                 cost=f"{len(ranks) - len(doubled)} of {s.world_size} ranks compute what another has computed",
-                advice="give the DataLoader a DistributedSampler(dataset)"
-                if plain
+                advice="unless the data are made up: draw them by a seed of the rank's own (seed + rank), or from a shard of its own"
+                if made_up
+                else "give the DataLoader a DistributedSampler(dataset)"
+                if not x.distributed_sampler
                 else "the DistributedSampler was made with the wrong rank or num_replicas",
             )
         )

@@ -87,6 +87,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 0
     promised: bool = False  # the job itself said how many batches it takes: no guess from its source is needed
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
+    fed: bool = False  # no loader: what a DDP module was given in steps without one
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 
 

@@ -150,6 +150,7 @@ class Slots:
                     in_training=bool(s.in_training),
                     workers=s.workers,
                     promised=bool(s.promised),
+                    fed=bool(s.fed),
                     first_fingerprints=tuple(s.first[: s.n_first]),
                     previous_fingerprints=tuple(s.previous[: s.n_previous]),
                 )

@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 3
+VERSION = 4
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
 STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
@@ -168,6 +168,7 @@ class LoaderSlot(Structure):
         ("previous", c_uint64 * 6),
         ("wait_ns", c_uint64),
         ("promised", c_uint32),  # the job itself said how many batches it will take
+        ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
     ]
 
 

@@ -126,6 +126,15 @@ class Loaders:
             slot.first[n - 1] = fingerprint(batch)
             slot.n_first = n
 
+    def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> None:
+        """A DDP module was given, in a step without a batch from a loader, what the job's own code has made or read."""
+        if id(ddp) not in self._by_iterator:
+            slot = self._begin(ddp, site)
+            if slot is None:
+                return
+            slot.fed = 1
+        self.gives(ddp, inputs, now_ns())
+
     @guarded
     def ends(self, iterator: Any) -> None:
         known = self._by_iterator.pop(id(iterator), None)

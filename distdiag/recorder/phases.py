@@ -388,6 +388,8 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
                 if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
                     ph.batch = ph.loaders.batch_length(inputs)
                     ph.samples += ph.batch
+                    if ph.batch:
+                        ph.loaders.fed(ddp, inputs, site)
                 if ph.checks.later:
                     ph.checks.poll()
         if training:

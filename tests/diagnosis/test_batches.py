@@ -70,6 +70,21 @@ def test_the_same_batches_on_two_ranks_are_said() -> None:
     assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
 
 
+def test_inputs_that_the_job_makes_itself_may_be_meant_to_be_alike() -> None:
+    fed = loader(fed=True, length=None, first_fingerprints=prints(1))
+    f = only(duplicates(fed, fed))
+    assert (f.severity, f.victims) == ("info", (0, 1)) and "seed" in f.advice
+    assert duplicates(fed, loader(fed=True, length=None, first_fingerprints=prints(2))) == []
+
+
+def test_a_loader_says_more_than_what_a_model_was_given_without_one() -> None:
+    def both(seed: int) -> tuple[Loader, ...]:
+        return loader(fed=True, batches=1000, first_fingerprints=prints(1)), loader(first_fingerprints=prints(seed))
+
+    s = job(rank(0, loaders=both(2)), rank(1, loaders=both(3)))
+    assert [f for f in batches.rules(s, lambda _: PLAIN) if f.kind == "duplicate_data"] == []
+
+
 def test_a_forgotten_set_epoch_is_said_only_where_shuffling_was_wanted() -> None:
     def again(seed: int, shuffle: bool) -> Loader:
         return loader(
