@@ -111,6 +111,11 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
     sizes = e.get("input_sizes") or e.get("output_sizes") or ()
     dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
     shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
+    if (
+        shape is not None and len(sizes) > 1 and e["profiling_name"].endswith("_coalesced")
+    ):  # several at once: all of them
+        known = all(isinstance(n, int) for one in sizes for n in one)
+        shape = (sum(math.prod(one) for one in sizes),) if known else None
     dtype = matching.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
     gloo = source.backend == "gloo"
     done = e["state"] == "completed" or (gloo and e["retired"])

@@ -162,16 +162,16 @@ _ranks_of: dict[str, tuple[int, ...] | None] = {}
 
 
 def _ranks(value: Any) -> tuple[int, ...] | None:
-    """`[0, 1]` as list or text; None where empty or not understood. A thousand dumps hold the same texts."""
+    """`[0, 1]` as list or text, in its order; None where empty or not understood. A thousand dumps hold the same texts."""
     if isinstance(value, str):
         if value not in _ranks_of:
             if len(_ranks_of) > 65536:
                 _ranks_of.clear()
             found = re.findall(r"\d+", value)
-            _ranks_of[value] = tuple(sorted({int(x) for x in found})) or None
+            _ranks_of[value] = tuple(dict.fromkeys(int(x) for x in found)) or None
         return _ranks_of[value]
     if isinstance(value, (list, tuple)) and all(isinstance(x, int) for x in value):
-        return tuple(sorted(set(value))) or None
+        return tuple(dict.fromkeys(value)) or None
     return None
 
 
@@ -256,7 +256,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 def name_ranks(files: Sequence[DumpFile]) -> None:
-    """Set `rank` of every file that does not tell it: `rank3`, else the number in which the names differ."""
+    """Set `rank` of every file that does not tell it: `rank3`, else the number in which the names differ, else what the
+    recorder's groups leave; else the same by the folders that the files lie in."""
     unnamed = [f for f in files if f.rank is None]
     for f in unnamed:
         if m := list(_RANK.finditer(f.path.name)):
@@ -272,11 +273,21 @@ def name_ranks(files: Sequence[DumpFile]) -> None:
             own = set.intersection(*(set(r) for _, r in f.groups.values() if r)) if any(f.groups.values()) else set()
             if len(own) == 1:  # the recorder lists only the groups that the rank is in
                 f.rank = own.pop()
+    for f in files:
+        if f.rank is None:
+            ranks = [m[-1] for part in reversed(f.path.parts[:-1]) if (m := _RANK.findall(part))]
+            if ranks and _plausible(f, int(ranks[0])):
+                f.rank = int(ranks[0])
+    nowhere = [f for f in files if f.rank is None]
+    if len({f.path for f in nowhere}) > 1:
+        top = Path(os.path.commonpath([f.path for f in nowhere]))
+        _by_position(nowhere, [f.path.parent.relative_to(top).as_posix() for f in nowhere])
 
 
-def _by_position(files: list[DumpFile]) -> None:
-    """The last number in the names that is different in all of them and lies in the groups that the file lists."""
-    numbers = [[int(x) for x in _NUMBER.findall(_stem(f.path))] for f in files]
+def _by_position(files: list[DumpFile], names: list[str] | None = None) -> None:
+    """The last number in the names (their own by default) that is different in all and lies in the groups of the file."""
+    names = [_stem(f.path) for f in files] if names is None else names
+    numbers = [[int(x) for x in _NUMBER.findall(name)] for name in names]
     for back in range(1, 1 + min((len(n) for n in numbers), default=0)):
         column = [n[-back] for n in numbers]
         if len(set(column)) < len(column):

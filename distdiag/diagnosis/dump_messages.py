@@ -8,13 +8,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from distdiag.diagnosis.dump_entries import Scan, call_of, of_batch
-from distdiag.diagnosis.snapshot import Call, Group
+from distdiag.diagnosis.snapshot import Call
 
 MOSTLY = 0.9  # of the messages that both ends number, where a few are not met at all
 
 
 def match(
-    messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], groups: dict[str, Group], t0_ns: int
+    messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
 ) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
     """Sends and receives in flight as calls; how many each rank has issued, numbered alike on both sides; and those in
     flight that the other end has passed by without meeting them."""
@@ -24,7 +24,7 @@ def match(
     sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
     for rank, mine in messages.items():
         for key, e, source in mine:
-            parsed = _ends(e["profiling_name"], groups[key].ranks)
+            parsed = _ends(e["profiling_name"], members[key])
             if parsed is None:
                 continue
             direction, peer = parsed
@@ -34,7 +34,7 @@ def match(
     for key, by_pair in sent.items():
         if all(done for es in by_pair.values() for _, done, *_ in es):
             continue
-        alike = _numbered_alike(by_pair, len(groups[key].ranks))
+        alike = _numbered_alike(by_pair, len(members[key]))
         passed = {} if alike else _passed_by(by_pair)
         for (rank, peer, direction), es in by_pair.items():
             waiting = [(seq, e, source) for seq, done, e, source in es if not done]

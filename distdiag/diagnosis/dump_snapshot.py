@@ -141,6 +141,7 @@ class _Builder:
             for scan in scans:  # a dump without entries does not tell whose it is
                 scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
+        self.in_order: dict[str, tuple[int, ...]] = {}  # their members as the group numbers them
         self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
         self.messages: dict[int, list[tuple[str, dict[str, Any], Scan]]] = {}  # rank -> (group, entry, its file)
         self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
@@ -173,7 +174,9 @@ class _Builder:
         self._clock()
         self._find_stale()
         calls = {rank: self._calls(rank, floor) for rank in self.chosen}
-        open_messages, issued_messages, self.report.unmet = dump_messages.match(self.messages, self.groups, self.t0_ns)
+        open_messages, issued_messages, self.report.unmet = dump_messages.match(
+            self.messages, self.in_order, self.t0_ns
+        )
         sites = self._sites(floor)
         self.report.late = dump_late.find(self.scans, self.keys, floor, self.positions, self.t0_ns)
         ranks = {}
@@ -224,7 +227,8 @@ class _Builder:
                 key = plain if len(known) < 2 or ranks not in known else f"{plain}@{ranks[0]}"
                 self.keys[(rank, backend, name)] = key
                 if key not in self.groups:
-                    self.groups[key] = Group(name=key, ranks=ranks, description=desc, backend=backend)
+                    self.groups[key] = Group(name=key, ranks=tuple(sorted(ranks)), description=desc, backend=backend)
+                    self.in_order[key] = ranks
                     if without := self._without(ranks, backend, by_rank):
                         self.report.without_group[key] = without
 

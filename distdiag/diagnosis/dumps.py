@@ -11,7 +11,7 @@ from distdiag.diagnosis.dump_gaps import any_call, unreadable, where_of, without
 from distdiag.diagnosis.dump_late import LateRanks
 from distdiag.diagnosis.dump_snapshot import LoadReport, load
 from distdiag.diagnosis.dump_stalls import Blame
-from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
+from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, at_least, rank_list
 from distdiag.diagnosis.graph import Wait, build, call_at
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, group_label, verb
 from distdiag.diagnosis.snapshot import Snapshot
@@ -22,7 +22,7 @@ __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 # A rank that others had waited for less than this when its dump was written was merely on its way; or for not much longer
 # than it has paused before, time and again.
 YOUNG_S, USUAL_FACTOR = 0.5, 2.0
-REAL_TIME_S = 0.1  # recordings that took less were not made by a job
+REAL_TIME_S = 0.005  # recordings that took less were not made by a job
 MOVING_S = 5.0  # waits that are no longer than this are no hang where a rank had just gone on
 APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
@@ -43,7 +43,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     found: list[Finding] = list(conflicts)
-    running = _was_running(loaded) or _moved(loaded, blame)
+    running = _was_running(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame)
     if not conflicts and not running and (unmet := _unmet(snapshot, loaded)) is not None:
         found.append(unmet)
     elif not conflicts:
@@ -55,7 +55,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
     found += without_dump(snapshot, loaded, blame, found)
     found += unreadable(loaded, given)
-    if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
+    if blame.in_flight and not any(at_least(f.severity, Severity.WARNING) and f.kind != "recorder" for f in found):
         found.append(_in_flight(snapshot, loaded, blame))
     return Report(
         run=", ".join(map(str, given)),
@@ -79,7 +79,7 @@ def _state(found: list[Finding]) -> State:
     worst = [f for f in found if f.severity == Severity.ERROR]
     if any(f.kind in ("deadlock", "mismatch") for f in worst):
         return State.DEADLOCKED
-    if any(f.kind == "stall" for f in worst):
+    if any(f.kind == "stall" and at_least(f.severity, Severity.WARNING) for f in found):
         return State.STALLED
     return State.DEGRADED if any(f.kind in ("rank_lost", "timeout") for f in worst) else State.RUNNING
 
@@ -97,17 +97,41 @@ def _notes(loaded: LoadReport) -> list[str]:
     return notes
 
 
-def _age_s(loaded: LoadReport, blame: Blame, rank: int) -> float | None:
-    """How long others had waited for `rank` when its dump was written; None where file times tell nothing.
+def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
+    """How long a rank may have waited at most when its dump, or that of the rank it waits for, was taken; None where file
+    times tell nothing.
 
-    They do where the file was written after its own newest entry, of a recording that took some time: not if the
-    clock differs, and a copy's time is merely too late, which hides nothing.
+    They do where a file was written after its own newest entry, of a recording that took some time: not if the clock
+    differs, and a copy's time is merely too late, which hides nothing.
     """
-    written, newest, since = (d.get(rank) for d in (loaded.modified_s, loaded.newest_s, blame.waited_for_since_s))
-    if written is None or newest is None or since is None or written < newest:
-        return None
     spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
-    return written - since if max(spans, default=0.0) > REAL_TIME_S else None
+    if max(spans, default=0.0) <= REAL_TIME_S:
+        return None
+    waits: list[float] = []
+    begun = _begun(loaded, blame)
+    for r in {*blame.victims, *blame.culprits, *blame.extra, *blame.waited_for_since_s}:
+        since = [t for t in (blame.waited_for_since_s.get(r), begun.get(r)) if t is not None]
+        written, newest = loaded.modified_s.get(r), loaded.newest_s.get(r)
+        if not since and (r not in blame.waited_for_since_s or r in blame.idle):
+            continue
+        if not since or written is None or newest is None or written < newest:
+            return None
+        waits.append(written - min(since))
+    return max(waits, default=None)
+
+
+def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
+    """Since when each rank may have waited; what its ring has lost was issued before the rest."""
+    known = {r: c.entered_s for r, c in blame.oldest.items()}
+    begun = {r: known.get(r) or loaded.oldest_s.get(r) for r in {*blame.victims, *known}}
+    return {r: t for r, t in begun.items() if t is not None}
+
+
+def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
+    """Nobody had waited for long, or for much longer than the ranks that are waited for have paused before."""
+    longest = _longest_wait_s(loaded, blame)
+    usual = max((loaded.usual_gap_s.get(r, 0.0) for r in blame.waited_for_since_s), default=0.0)
+    return longest is not None and longest < max(YOUNG_S, USUAL_FACTOR * usual)
 
 
 def _was_running(loaded: LoadReport) -> bool:
@@ -125,7 +149,7 @@ def _moved(loaded: LoadReport, blame: Blame) -> bool:
 
     Files need not tell when a dump was taken; operations that it found complete before the watchdog did, do.
     """
-    since = [t for c in blame.oldest.values() if (t := c.entered_s) is not None]
+    since = _begun(loaded, blame).values()
     if not loaded.moved_s:
         return False
     usual = max(loaded.usual_gap_s.values(), default=0.0)
@@ -170,13 +194,10 @@ def _late(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRanks)
     )
 
 
-def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, running: bool) -> Finding:
+def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) -> Finding:
     main = blame.main
     call = any_call(main) if main is not None else None
     what = collective_text(snapshot, main, call) if main is not None else "a collective"
-    ages = [_age_s(loaded, blame, r) for r in blame.waited_for_since_s]
-    usual = [max(YOUNG_S, USUAL_FACTOR * loaded.usual_gap_s.get(r, 0.0)) for r in blame.waited_for_since_s]
-    young = running or (bool(ages) and all(a is not None and a < u for a, u in zip(ages, usual, strict=True)))
     culprits = blame.extra or blame.culprits
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
@@ -239,11 +260,14 @@ def _words(
     victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
         f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
     )  # fmt: skip
+    on_host = blame.main is not None and snapshot.groups[blame.main.group].backend == "gloo"
     if (main := blame.main) is not None and main.p2p and main.key[4] in culprits:
         sends = main.key[2] == "send"
         what = f"the {'recv' if sends else 'send'} that meets rank {main.key[3]:,}'s {'send' if sends else 'recv'} ({group_label(snapshot, main.group)})"
     lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
-    return f"{who} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame)}", _advice(blame)
+    return f"{who} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame, on_host)}", _advice(
+        blame, on_host
+    )
 
 
 def _unmet(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
@@ -293,20 +317,22 @@ def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> tuple[tu
     return (), ""
 
 
-def _condition(blame: Blame) -> str:
+def _condition(blame: Blame, on_host: bool) -> str:
     parts = []
     if blame.idle:
         whose = "" if len(blame.idle) == len(blame.culprits) else f" ({rank_list(blame.idle)})"
         parts.append(f"nothing is in flight there{whose}: the host stopped issuing")
     if blame.device:
         whose = "" if len(blame.device) == len(blame.culprits) else f" ({rank_list(blame.device)})"
-        parts.append(f"what is in flight there has completed on all peers{whose}: the device stopped")
+        parts.append(
+            f"what is in flight there has completed on all peers{whose}{'' if on_host else ': the device stopped'}"
+        )
     return f"; {'; '.join(parts)}" if parts else ""
 
 
-def _advice(blame: Blame) -> str:
+def _advice(blame: Blame, on_host: bool) -> str:
     who = rank_list(blame.culprits)
-    if blame.device and not blame.idle:
+    if blame.device and not blame.idle and not on_host:
         return f"look at the GPUs of {who}: `dmesg -T | grep -i xid`, ECC counters; then at their processes' stacks"
     if blame.idle and not blame.device:
         return f"take the stacks of {who} (`py-spy dump --native --pid …`): Python code, a lock, the data loader, or the GIL"

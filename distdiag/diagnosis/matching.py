@@ -55,7 +55,7 @@ _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _SAME_SIZE = {"all_reduce", "reduce", "broadcast"}
 _SIZE_BY_FORM = {"all_gather", "reduce_scatter"}
 _EVEN_FORMS = {"all_gather_into_tensor", "reduce_scatter_tensor"}
-_SAME_DTYPE = {"all_reduce", "reduce", "broadcast", "reduce_scatter"}
+_SAME_DTYPE = {"all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"}
 
 
 def op_name(op: str) -> str:
@@ -104,7 +104,7 @@ def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int,
     dtype = dtype_name(dtype) if family in _SAME_DTYPE else None  # of several tensors, that of the first
     if dtype is not None and dtype.startswith("complex"):
         dtype = None  # recorded as real of twice the size by some backends
-    compared = family in (*_SAME_SIZE, *_SIZE_BY_FORM) and not coalesced
+    compared = family in (*_SAME_SIZE, *_SIZE_BY_FORM) and (even or not coalesced)
     size = math.prod(shape) if shape is not None and compared else None
     return (family, root, dtype, size, family in _SAME_SIZE or even or _CANONICAL.get(bare, bare) in _EVEN_FORMS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,99 @@ def test_a_rank_that_came_when_the_others_had_given_up(tmp_path: Path) -> None:
 def test_a_clock_that_is_wrong_makes_no_rank_late(tmp_path: Path) -> None:
     write(tmp_path, late(tmp_path, after_s=0.1, clock_s=240.0))
     assert not any(f.kind == "timeout" for f in diagnose_dumps(tmp_path).findings)
+
+
+def test_a_rank_whose_dump_is_of_long_before_is_not_on_its_way(tmp_path: Path) -> None:
+    """It died, and left a dump; the others waited until their timeout."""
+    job = trained(Job(4), 200)
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job)
+    for p in tmp_path.iterdir():
+        at = job.now_ns + SECOND_NS // 20 + (0 if p.name.endswith("_2") else 600 * SECOND_NS)
+        os.utime(p, ns=(at, at))
+    assert only(diagnose_dumps(tmp_path)).culprits == (2,)
+
+
+def test_a_ring_that_holds_little_is_a_running_job_all_the_same(tmp_path: Path) -> None:
+    job = trained(Job(4), 200)
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job, keep=3)
+    for p in tmp_path.iterdir():
+        os.utime(p, ns=(job.now_ns + SECOND_NS // 20,) * 2)
+    assert quiet(diagnose_dumps(tmp_path))
+
+
+def test_a_wait_that_the_ring_has_lost_is_older_than_all_in_it(tmp_path: Path) -> None:
+    """An asynchronous checkpoint hangs on one rank, training goes on: a group's counters are all that is left of it."""
+    job = trained(Job(3, {"1": ("checkpoint", (0, 1, 2))}), 2)
+    job.collective(group="1", ranks=(0, 1))
+    for _ in range(300):
+        job.collective()
+        job.now_ns += SECOND_NS // 20
+    for r in range(3):
+        just_ended(job, r, job.now_ns)
+    write(tmp_path, job, keep=100)
+    assert only(diagnose_dumps(tmp_path)).culprits == (2,)
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "_all_gather_base"])
+def test_types_must_agree_where_sizes_need_not(op: str, tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, op, "0", False, dtype="Long" if r == 1 else "BFloat16")
+    assert said(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
+
+
+def test_an_uneven_all_to_all_is_legal(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, "all_to_all", "0", False, shape=(10 + r,))
+    assert not any(f.kind == "mismatch" for f in diagnose(tmp_path, job).findings)
+
+
+def test_lists_of_coalesced_tensors_are_compared_as_a_whole(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, "reduce_scatter_tensor_coalesced", "0", False)
+        job.ranks[r].entries[-1]["input_sizes"] = [[8, 2], [4]] if r == 1 else [[8, 2], [4], [6]]
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("mismatch", "shape", (1,)) and "20 elements" in f.message and "26 elements" in f.message
+
+
+def test_members_of_a_group_are_numbered_in_its_own_order(tmp_path: Path) -> None:
+    """`new_group(sort_ranks=False)`: `send 0->1` is from its first member to its second."""
+    job = Job(6, {"1": ("pipe", (4, 2, 0))})
+    for _ in range(20):
+        job.collective()
+        job.message(4, 2, "1")
+        job.message(2, 0, "1")
+    job.message(4, 2, "1", received=False)
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (2,) and "rank 4's send" in f.message
+
+
+def test_a_dump_that_cannot_be_read_is_a_rank_of_which_nothing_is_known(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job)
+    cut = next(p for p in tmp_path.iterdir() if p.name.endswith("_2"))
+    cut.write_bytes(cut.read_bytes()[:500])
+    report = diagnose_dumps(tmp_path)
+    found = {f.kind: f for f in report.findings}
+    assert found["rank_lost"].culprits == (2,) and found["rank_lost"].victims == (0, 1, 3)
+    assert str(cut) in found["recorder"].message and report.state == "degraded"
+
+
+@pytest.mark.parametrize(
+    "folder", ["node{n}/rank{r}/dump.pkl", "{r}/trace.pkl", "node-{n}/gpu{r}/fr.pickle", "a_0/{r}/x"]
+)
+def test_ranks_are_told_by_folders_where_files_are_all_called_alike(folder: str, tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path / "flat", job)
+    for p in (tmp_path / "flat").iterdir():
+        r = int(p.name[-1])
+        to = tmp_path / "deep" / folder.format(r=r, n=r // 2)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        p.rename(to)
+    assert only(diagnose_dumps(tmp_path / "deep")).culprits == (2,)
