@@ -138,7 +138,8 @@ def test_a_ring_that_holds_little_is_a_running_job_all_the_same(tmp_path: Path) 
     job.collective(ranks=(0, 1, 3))
     write(tmp_path, job, keep=3)
     for p in tmp_path.iterdir():
-        os.utime(p, ns=(job.now_ns + SECOND_NS // 20,) * 2)
+        at = job.now_ns + SECOND_NS // 20
+        os.utime(p, ns=(at, at))
     assert quiet(diagnose_dumps(tmp_path))
 
 
