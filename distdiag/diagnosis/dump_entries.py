@@ -90,7 +90,9 @@ def _pass(f: DumpFile) -> Scan:
     for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:
             t.head = seq
-    out.timed = not gloo and any(ns(e, "time_discovered_started_ns") for e in f.entries[-200:])
+    out.timed = not gloo and any(
+        e["state"] == "started" or ns(e, "time_discovered_started_ns") for e in f.entries[-200:]
+    )
     return out
 
 

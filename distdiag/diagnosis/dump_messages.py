@@ -19,6 +19,7 @@ def match(
     """Sends and receives in flight as calls; how many each rank has issued, numbered alike on both sides; and those in
     flight that the other end has passed by without meeting them."""
     unmet: dict[int, list[Call]] = {}
+    blocking: dict[int, bool] = {}  # of each rank, whether all it has in flight are
     calls: dict[int, list[Call]] = {r: [] for r in messages}
     counts: dict[int, dict[str, int]] = {r: {} for r in messages}
     sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
@@ -43,9 +44,21 @@ def match(
                 call = call_of(key, e, source, t0_ns)
                 call = replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1)
                 calls[rank].append(call)
+                blocking[rank] = blocking.get(rank, True) and _blocking(e)
                 if seq in passed.get((rank, peer, direction), ()):
                     unmet.setdefault(rank, []).append(call)
+    for rank, mine in calls.items():
+        if blocking.get(rank) and len(mine) > 1 and all(c.started is None and c.entered_s is not None for c in mine):
+            first = min(mine, key=lambda c: c.entered_s or 0.0)
+            calls[rank] = [replace(c, started=c is first) for c in mine]
     return calls, counts, unmet
+
+
+def _blocking(e: dict[str, Any]) -> bool:
+    """Whether `send` or `recv` was called, which come to the device one after the other; not so `isend` and batches."""
+    frames = e.get("frames")
+    innermost = frames[0] if isinstance(frames, list) and frames else None
+    return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
 
 
 Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank, peer, direction)

@@ -34,6 +34,7 @@ class Blame:
         in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
         crossed: Operations of two groups and the ranks that came to each first, which the others of them would come to
             second; the culprits are those that are alone with their order.
+        circle: What ranks have begun that all wait for each other: each comes to another's after its own.
     """
 
     culprits: tuple[int, ...] = ()
@@ -48,6 +49,7 @@ class Blame:
     behind: tuple[int, ...] = ()
     in_flight: tuple[Wait, ...] = ()
     crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
+    circle: tuple[Wait, ...] = ()
     oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
 
 
@@ -73,13 +75,14 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         if not w.p2p and _done_somewhere(snapshot, w):
             lacking[id(w)] = unclear[id(w)] = frozenset()
         if not w.missing:
-            lacking[id(w)] = _not_begun(w, also[id(w)])
+            lacking[id(w)] = _not_begun(w, also[id(w)]) if not w.p2p else _not_met(snapshot, w)
     onward = _edges(states, graph, waits, lacking, also)
     awaited = frozenset().union(*lacking.values())
     absentees = frozenset().union(*(lacking[id(w)] & w.missing for w in waits))
     oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
     culprits: set[int] = set()
     silent: set[int] = set()
+    circle: set[int] = set()
     in_flight: list[Wait] = []
     crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
     for component in components(onward, lambda v: onward.get(v, ())):
@@ -98,6 +101,8 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
             silent |= unknown
         elif ends & absentees:
             culprits |= ends & absentees
+        elif len(ends) > 1 and ends <= awaited:  # each has begun what another comes to after what it has begun itself
+            circle |= ends
         elif ends & awaited:  # all have issued it: what a device has not begun may lie behind what it waits for itself
             culprits |= ends & awaited
         else:
@@ -122,8 +127,9 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
         waited_for_since_s={**_crossed_since(crossed), **lagging, **_since(waits, lacking, culprits)},
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
-        in_flight=tuple(in_flight) if not culprits and not silent else (),
+        in_flight=tuple(in_flight) if not culprits and not silent and not circle else (),
         crossed=crossed,
+        circle=tuple(w for w in waits if any(r in circle and c.started for r, c in w.calls.items())),
         oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
     )
 
@@ -149,19 +155,33 @@ def _edges(
 def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
     """Members for whom this operation is in flight, too."""
     if w.p2p:
-        group, nth, direction, rank, peer, tag = w.key
-        st = snapshot.ranks.get(peer) if peer is not None else None
-        other = "recv" if direction == "send" else "send"
-        open_there = st is not None and any(
-            c.op == other and c.peer == rank and c.group == group and c.tag == tag and c.nth == nth for c in st.calls
-        )
-        return frozenset((rank, peer)) if open_there and peer is not None else frozenset((rank,))
+        rank, peer = w.key[3], w.key[4]
+        return frozenset((rank, peer)) if _other_end(snapshot, w) is not None else frozenset((rank,))
     states = snapshot.ranks
     return frozenset(
         q
         for q in snapshot.groups[w.group].ranks
         if q in states and states[q].completed.get(w.group, 0) < w.seq <= states[q].enqueued.get(w.group, 0)
     )
+
+
+def _other_end(snapshot: Snapshot, w: Wait) -> Call | None:
+    """The call in flight that meets a message, if it has been issued."""
+    group, nth, direction, rank, peer, tag = w.key
+    st = snapshot.ranks.get(peer) if peer is not None else None
+    other = "recv" if direction == "send" else "send"
+    calls = st.calls if st is not None else ()
+    fitting = (
+        c for c in calls if c.op == other and c.peer == rank and c.group == group and c.tag == tag and c.nth == nth
+    )
+    return next(fitting, None)
+
+
+def _not_met(snapshot: Snapshot, w: Wait) -> frozenset[int]:
+    """The other end of a message, where this end's device has begun it and the other's has not: it comes to it later."""
+    mine, theirs = w.calls.get(w.key[3]), _other_end(snapshot, w)
+    waits = mine is not None and mine.started and theirs is not None and theirs.started is False
+    return frozenset((w.key[4],)) if waits else frozenset()
 
 
 def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:

@@ -49,7 +49,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     elif not conflicts:
         if loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(_late(snapshot, loaded, blame, loaded.late))
-        elif blame.culprits or blame.extra or blame.crossed:
+        elif blame.culprits or blame.extra or blame.crossed or blame.circle:
             found.append(_stall(snapshot, loaded, blame, running))
         elif not running:
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
@@ -199,6 +199,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
     call = any_call(main) if main is not None else None
     what = collective_text(snapshot, main, call) if main is not None else "a collective"
     culprits = blame.extra or blame.culprits
+    circle = bool(blame.circle) and not culprits
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
     message, advice = _words(snapshot, blame, culprits, what, made_by, unmade)
@@ -208,8 +209,12 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
             "take a second set of dumps: if the numbers have not moved, it hangs",
         )
     return Finding(
-        kind="deadlock" if blame.extra or blame.crossed or unmade else "stall",
-        cause="missing_rank" if blame.extra or unmade else "group_cycle" if blame.crossed else "unknown",
+        kind="deadlock" if blame.extra or blame.crossed or unmade or circle else "stall",
+        cause="missing_rank"
+        if blame.extra or unmade
+        else "group_cycle"
+        if blame.crossed
+        else (("p2p_cycle" if blame.circle[0].p2p else "group_cycle") if circle else "unknown"),
         certainty=Certainty.SUSPECTED,
         severity=Severity.INFO if young else Severity.ERROR,
         culprits=culprits,
@@ -249,6 +254,13 @@ def _words(
             f"made and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, where the others wait"
         )
         return message, collectives.NEW_GROUP_ADVICE
+    if blame.circle and not culprits:
+        texts = [f"rank {r:,} in {collective_text(snapshot, w, w.calls[r])}" for w in blame.circle for r in w.ranks]
+        shown = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
+        return (
+            f"ranks wait for each other in a circle: {shown}; each comes to what another has begun only after its own",
+            "let every second rank receive before it sends, or use batch_isend_irecv",
+        )
     if blame.crossed:
         texts = [
             f"{rank_list(ranks)} came to {collective_text(snapshot, w, any_call(w))}" for w, ranks in blame.crossed

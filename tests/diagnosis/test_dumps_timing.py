@@ -217,3 +217,23 @@ def test_ranks_are_told_by_folders_where_files_are_all_called_alike(folder: str,
         to.parent.mkdir(parents=True, exist_ok=True)
         p.rename(to)
     assert only(diagnose_dumps(tmp_path / "deep")).culprits == (2,)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_circle_of_ranks_that_all_send_before_they_receive(timed: bool, tmp_path: Path) -> None:
+    """Every receive has been issued, behind a send that waits: no rank is missing, and none is to blame."""
+    job = trained(Job(4))
+    for op in ("send {r}->{after}", "recv {r}<-{before}"):
+        for r in range(4):
+            job.issue(r, op.format(r=r, after=(r + 1) % 4, before=(r - 1) % 4), "0", False)
+            job.ranks[r].entries[-1]["frames"][0]["name"] = op[:4]
+            if timed and op.startswith("send"):
+                begin(job, r)
+        job.now_ns += SECOND_NS // 1000
+    if not timed:
+        for ring in job.ranks:
+            for e in ring.entries:
+                e["time_discovered_started_ns"] = None
+    f = only(diagnose(tmp_path, job))
+    assert said(f) == ("deadlock", "p2p_cycle", ()) and f.victims == (0, 1, 2, 3)
+    assert "rank 0 in send to rank 1" in f.message and "batch_isend_irecv" in f.advice

@@ -1,0 +1,61 @@
+"""What a DDP module is given is noted as a loader is, where there is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import REPOSITORY, free_port, rows, start, wait_for
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+dist.init_process_group("gloo")
+torch.manual_seed(SEED)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+made = (torch.randn(4, 8) for _ in range(30))
+for x in DataLoader(torch.randn(120, 8), 4) if LOADER else made:
+    model(x).sum().backward()
+    optimizer.step()
+with torch.no_grad():
+    model(torch.randn(4, 8))
+dist.destroy_process_group()
+"""
+
+
+def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]:
+    """(length, batches, fingerprint) of each loader of a job of one rank."""
+    folder.mkdir()
+    (folder / "script.py").write_text(f"SEED, LOADER = {seed}, {loader}\n{SCRIPT}")
+    one_rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py"]
+    with start(command, cwd=folder, timeout=60, env=one_rank) as job:
+        assert job.wait() == 0, job.tail()
+        wait_for(lambda: rows(folder / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
+    return rows(folder / "R", "SELECT length, batches, fingerprint FROM loader")
+
+
+def test_batches_of_the_jobs_own_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    [(length, batches, first)] = noted(tmp_path / "a", 1, loader=False)
+    [(_, _, other)] = noted(tmp_path / "b", 2, loader=False)
+    assert (length, batches) == (None, 30)  # what is only evaluated is no training
+    assert first and other and first != other
+
+
+def test_a_loader_is_noted_alone(tmp_path: Path) -> None:
+    [(length, batches, _)] = noted(tmp_path / "a", 1, loader=True)
+    assert (length, batches) == (30, 30)
