@@ -199,7 +199,6 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
     call = any_call(main) if main is not None else None
     what = collective_text(snapshot, main, call) if main is not None else "a collective"
     culprits = blame.extra or blame.culprits
-    circle = bool(blame.circle) and not culprits
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
     message, advice = _words(snapshot, blame, culprits, what, made_by, unmade)
@@ -208,13 +207,10 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
             _words_of_running(culprits, what),
             "take a second set of dumps: if the numbers have not moved, it hangs",
         )
+    kind, cause = _kind_of(blame, culprits, unmade)
     return Finding(
-        kind="deadlock" if blame.extra or blame.crossed or unmade or circle else "stall",
-        cause="missing_rank"
-        if blame.extra or unmade
-        else "group_cycle"
-        if blame.crossed
-        else (("p2p_cycle" if blame.circle[0].p2p else "group_cycle") if circle else "unknown"),
+        kind=kind,
+        cause=cause,
         certainty=Certainty.SUSPECTED,
         severity=Severity.INFO if young else Severity.ERROR,
         culprits=culprits,
@@ -227,6 +223,17 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
         advice=advice,
         evidence=tuple(p for r in culprits[:8] for p in loaded.files.get(r, ())),
     )
+
+
+def _kind_of(blame: Blame, culprits: tuple[int, ...], unmade: str) -> tuple[str, str]:
+    """(kind, cause) of a stall: a deadlock where it is seen how the ranks came to wait for each other."""
+    if blame.extra or unmade:
+        return "deadlock", "missing_rank"
+    if blame.crossed:
+        return "deadlock", "group_cycle"
+    if blame.circle and not culprits:
+        return "deadlock", "p2p_cycle" if blame.circle[0].p2p else "group_cycle"
+    return "stall", "unknown"
 
 
 def _words_of_running(culprits: tuple[int, ...], what: str) -> str:
