@@ -62,6 +62,10 @@ def shared(*parts: str) -> Path:
     return path
 
 
+# The environment that a launcher gives the only rank of a job; a job with collectives needs a MASTER_PORT, too.
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
 def free_port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as s:

@@ -135,11 +135,17 @@ def _averaging_place(r: RankState) -> Site | None:
     return next((c.site for c in reversed(r.calls) if c.op == "all_reduce" and (c.bytes or 0) > 16), None)
 
 
+def _by_value(values: dict[int, float]) -> dict[float, list[int]]:
+    """The ranks that have each value."""
+    out: dict[float, list[int]] = {}
+    for q, v in sorted(values.items()):
+        out.setdefault(v, []).append(q)
+    return out
+
+
 def _fewer(values: dict[int, float]) -> tuple[int, ...]:
     """Ranks whose value fewer ranks have than another; none where no two agree."""
-    by_value: dict[float, list[int]] = {}
-    for q, v in values.items():
-        by_value.setdefault(v, []).append(q)
+    by_value = _by_value(values)
     most = max(len(v) for v in by_value.values())
     return tuple(sorted(q for v in by_value.values() if len(v) < most for q in v)) if most > 1 else ()
 
@@ -161,8 +167,6 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
 
 
 def _rates_text(rates: dict[int, float]) -> str:
-    by_rate: dict[float, list[int]] = {}
-    for q, rate in sorted(rates.items()):
-        by_rate.setdefault(rate, []).append(q)
+    by_rate = _by_value(rates)
     shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in sorted(by_rate.items(), key=lambda x: -len(x[1]))]
     return ", ".join(shown[:4]) + (", …" if len(shown) > 4 else "")

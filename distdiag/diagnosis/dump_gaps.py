@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distdiag.diagnosis.dump_snapshot import LoadReport
 from distdiag.diagnosis.dump_stalls import Blame
-from distdiag.diagnosis.findings import Certainty, Finding, Severity, Where, at_least, rank_list
+from distdiag.diagnosis.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.graph import Wait
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, verb
 from distdiag.diagnosis.snapshot import Call, Snapshot
@@ -37,7 +37,7 @@ def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: li
     Where another rank is to blame and this one is lacking in messages only, it may as well have waited for that one: its
     neighbours in a pipeline do.
     """
-    decided = any(at_least(f.severity, Severity.WARNING) for f in found)
+    decided = any(f.severity == Severity.ERROR for f in found)
     # a dump that cannot be read says as little; that it cannot is said with the file's name
     damaged = tuple(r for r in loaded.unreadable if r in blame.silent) if not decided else ()
     blamed = tuple(r for r in loaded.missing if r in blame.silent) if decided else loaded.missing

@@ -92,7 +92,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         ends = {v for v in component if v >= 0}
         here = [waits[-v - 1] for v in component if v < 0]
         unknown = frozenset().union(*(unclear[id(w)] for w in here))
-        order = _crossed(snapshot, here, also)
+        order = _crossed(here, also)
         if order:
             crossed = order
             few, many = order
@@ -192,9 +192,7 @@ def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
     return frozenset(q for q, b in begun.items() if not b)
 
 
-def _crossed(
-    snapshot: Snapshot, waits: list[Wait], also: dict[int, frozenset[int]]
-) -> tuple[tuple[Wait, frozenset[int]], ...]:
+def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[tuple[Wait, frozenset[int]], ...]:
     """Two groups' operations that ranks of both came to in different order, with the ranks that came to each first, the fewer
     first; empty where nothing is crossed.
 

@@ -11,7 +11,7 @@ from distdiag.diagnosis.dump_gaps import any_call, unreadable, where_of, without
 from distdiag.diagnosis.dump_late import LateRanks
 from distdiag.diagnosis.dump_snapshot import LoadReport, load
 from distdiag.diagnosis.dump_stalls import Blame
-from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, at_least, rank_list
+from distdiag.diagnosis.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
 from distdiag.diagnosis.graph import Wait, build, call_at
 from distdiag.diagnosis.incident_text import collective_ref, collective_text, group_label, verb
 from distdiag.diagnosis.snapshot import Snapshot
@@ -55,7 +55,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
             found += proofs  # cycles: suspected only, and only where no rank is simply missing
     found += without_dump(snapshot, loaded, blame, found)
     found += unreadable(loaded, given)
-    if blame.in_flight and not any(at_least(f.severity, Severity.WARNING) and f.kind != "recorder" for f in found):
+    if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(_in_flight(snapshot, loaded, blame))
     return Report(
         run=", ".join(map(str, given)),
@@ -79,7 +79,7 @@ def _state(found: list[Finding]) -> State:
     worst = [f for f in found if f.severity == Severity.ERROR]
     if any(f.kind in ("deadlock", "mismatch") for f in worst):
         return State.DEADLOCKED
-    if any(f.kind == "stall" and at_least(f.severity, Severity.WARNING) for f in found):
+    if any(f.kind == "stall" for f in worst):
         return State.STALLED
     return State.DEGRADED if any(f.kind in ("rank_lost", "timeout") for f in worst) else State.RUNNING
 
@@ -216,7 +216,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
         culprits=culprits,
         victims=tuple(sorted({*blame.victims, *blame.culprits} - set(culprits))),
         collective=collective_ref(snapshot, main, call) if main is not None else None,
-        where=where_of(snapshot, culprits, blame),
+        where=where_of(snapshot, culprits or blame.victims, blame),  # nobody to blame: where each of them stands
         waiting=where_of(snapshot, blame.victims, blame),
         message=message,
         cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,

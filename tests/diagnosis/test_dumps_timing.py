@@ -236,4 +236,5 @@ def test_a_circle_of_ranks_that_all_send_before_they_receive(timed: bool, tmp_pa
                 e["time_discovered_started_ns"] = None
     f = only(diagnose(tmp_path, job))
     assert said(f) == ("deadlock", "p2p_cycle", ()) and f.victims == (0, 1, 2, 3)
+    assert [w.rank for w in f.where] == [0, 1, 2, 3] and f.where[0].file == "/home/user/train.py"
     assert "rank 0 in send to rank 1" in f.message and "batch_isend_irecv" in f.advice

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, free_port, rows, start, wait_for
+from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -33,17 +33,9 @@ def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]
     """(length, batches, fingerprint) of each loader of a job of one rank."""
     folder.mkdir()
     (folder / "script.py").write_text(f"SEED, LOADER = {seed}, {loader}\n{SCRIPT}")
-    one_rank = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(REPOSITORY),
-    }
+    env = {**ONE_RANK, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py"]
-    with start(command, cwd=folder, timeout=60, env=one_rank) as job:
+    with start(command, cwd=folder, timeout=60, env=env) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: rows(folder / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
     return rows(folder / "R", "SELECT length, batches, fingerprint FROM loader")

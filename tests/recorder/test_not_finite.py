@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, launch, rows, start, wait_for
+from tests.jobs import ONE_RANK, REPOSITORY, launch, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -47,15 +47,8 @@ def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
 ) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(f"NAN, DROPPED, SCALES = {nan}, {dropped}, {scales}\n{SCRIPT}")
-    one_rank = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
     command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", str(script)]
-    with start(command, cwd=tmp_path, timeout=60, env=one_rank) as job:
+    with start(command, cwd=tmp_path, timeout=60, env={**ONE_RANK, "PYTHONPATH": str(REPOSITORY)}) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the monitor to close the run")
         kept = wait_for(lambda: rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'"), 10, "a finding")
