@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 # of those that `_methods` lists, what runs in the steps of this job
 STEP_METHODS = {"forward", "_sync_buffers", "__iter__", "__next__", "backward", "prepare_for_backward"}
+LOOKS_CHANGE_S = (32.0, 128.0)  # the age of a monitor from which on it looks less often, and a little
 
 
 class Switch:
@@ -195,10 +195,6 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
         return
     monitor = _monitor() if dist.get_rank() == 0 else None
 
-    def let_monitor(run: bool) -> None:
-        if monitor is not None:
-            os.kill(monitor, signal.SIGCONT if run else signal.SIGSTOP)
-
     def record(on: bool) -> None:
         quiet.clear() if on else quiet.set()
         (switch.on if on else switch.off)()
@@ -209,49 +205,41 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
 
     order = random.Random(1)
 
-    def in_turns() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """Plain and recorded steps, pair by pair."""
-        let_monitor(run=False)
+    def round_of_pairs() -> list[tuple[bool, float, float, float]]:
+        """Plain and recorded steps, pair by pair, as they were done: whether recorded, then seconds: on the clock, of CPU,
+        and of the monitor's CPU meanwhile (the first rank sees them)."""
         step()
-        times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        done = []
+        before = _cpu_s(monitor)
         for _ in range(steps):
             for on in order.sample((False, True), 2):
                 record(on)
-                times[on].append(step())
-        return times[False], times[True]
-
-    def monitored() -> list[tuple[float, float]]:
-        """(wall seconds of a step, CPU seconds of the monitor meanwhile: the first rank sees them)."""
-        let_monitor(run=True)
+                wall, cpu = step()
+                now = _cpu_s(monitor)
+                done.append((on, wall, cpu, now - before))
+                before = now
         record(on=True)
-        for _ in range(1 + order.randrange(steps)):  # it looks at once when it is let go, and then from time to time
-            step()
-        out, before = [], _cpu_s(monitor)
-        for _ in range(2 * steps):
-            t, _ = step()
-            now = _cpu_s(monitor)
-            out.append((t, now - before))
-            before = now
-        return out
+        return done
 
-    found: list[Any] = []
-    for _ in range(rounds + 2):
-        if order.random() < 0.5:
-            plain, recorded = in_turns()
-            watched = monitored()
-        else:
-            watched = monitored()
-            plain, recorded = in_turns()
-        found.append((plain, recorded, watched))
-    del found[:2]
-    let_monitor(run=True)
-    record(on=True)
+    def recorded_until(monitor_age_s: float) -> float:
+        """The monitor's CPU seconds when it is so old; steps until then."""
+        going = torch.ones(1)
+        while going:
+            for _ in range(20):
+                step()
+            going[0] = time.monotonic() - began_s < monitor_age_s
+            dist.broadcast(going, 0)
+        return _cpu_s(monitor)
+
+    began_s = time.monotonic()
+    ages = [] if hooks_only else [(age_s, recorded_until(age_s)) for age_s in (5.0, *LOOKS_CHANGE_S)]
+    found = [round_of_pairs() for _ in range(rounds + 2)][2:]
     hooks_us = in_step_us = None
     if hooks_only:
         in_step_us = _hook_cost(step, record)
         hooks_us = _hooks_in_a_loop(model, optimizer, loader)
     pulse.stop()
-    _print_of_all((found, rss_after - rss_before, hooks_us, in_step_us))
+    _print_of_all((found, rss_after - rss_before, hooks_us, in_step_us, ages))
 
 
 def _print_of_all(mine: Any) -> None:

@@ -34,6 +34,9 @@ from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
+ROUTINE_SAMPLES = frozenset(
+    {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
+)
 VISITS_KEPT, VISITED_SITES = 4, 256
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
@@ -99,11 +102,17 @@ class PageView(Slots):
         still_ns = now_ns - max(h.phase_since_ns, h.blocked_since_ns)
         computes = idle is False and h.blocked in (Blocked.NO, Blocked.DDP)
         moved = still_ns < (COMPUTES_NS if computes else STILL_NS)
-        room = h.n_calls - self._calls_read < CALLS // 4 and h.n_steps - self._steps_read < STEPS // 4
-        same = (h.life, h.errors, h.dropped, h.n_samples, h.caught_ns, h.n_groups, h.n_models) == (
-            before.life, before.errors, before.dropped, before.n_samples, before.caught_ns, before.n_groups, before.n_models,
+        room = (
+            h.n_calls - self._calls_read < CALLS // 4
+            and h.n_steps - self._steps_read < STEPS // 4
+            and h.n_samples - self._samples_read < SAMPLES // 4
+        )
+        same = (h.life, h.errors, h.dropped, h.caught_ns, h.exception_ns, h.n_groups, h.n_models) == (
+            before.life, before.errors, before.dropped, before.caught_ns, before.exception_ns, before.n_groups, before.n_models,
         )  # fmt: skip
-        if moved and room and same and h.exception_ns == before.exception_ns:
+        if same and h.n_samples != before.n_samples:  # what is looked at from time to time anyway can wait
+            same = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(before.n_samples, h.n_samples))
+        if moved and room and same:
             self.page.header = h
             return True
         return False

@@ -24,16 +24,19 @@ from distdiag.recorder.layout import (
     HEAP_BYTES,
     MAGIC,
     PAGE_BYTES,
+    SAMPLES,
     STEP_FORMAT,
     STEPS,
     VERSION,
     CallRecord,
     Header,
     Page,
+    SampleRecord,
     word,
 )
 
 _STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
+_SAMPLES_AT = Page.samples.offset
 _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
 _WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
@@ -163,6 +166,15 @@ class PageReader:
 
     def header(self) -> Header:
         return Header.from_buffer_copy(self._map)
+
+    def sample_kinds(self, first: int, end: int) -> set[int]:
+        """Kinds of the samples `first` to `end` (exclusive, 0-based), of which the ring holds the newest only."""
+        size, at = ctypes.sizeof(SampleRecord), SampleRecord.kind.offset
+        found = set()
+        for i in range(max(first, end - SAMPLES), end):
+            kind = _SAMPLES_AT + i % SAMPLES * size + at
+            found.add(int.from_bytes(self._map[kind : kind + 4], "little"))
+        return found
 
     def read(self, calls_known: int = -1) -> Page:
         """A copy of the page at this instant, but for its texts; each takes the place of the last.

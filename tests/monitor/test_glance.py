@@ -16,7 +16,7 @@ from distdiag.diagnosis.findings import Finding, Severity
 from distdiag.monitor.loop import CALM_LOOK_S, LOOK_S, UNREAD_LOOK_S, Monitor
 from distdiag.monitor.processes import CpuWatch
 from distdiag.monitor.ranks import RankView
-from distdiag.recorder.layout import Blocked, LifeWord, page_path
+from distdiag.recorder.layout import SAMPLES, Blocked, LifeWord, SampleKind, page_path
 from distdiag.recorder.page import PageWriter
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder
@@ -91,7 +91,32 @@ def steps_much(page: PageWriter) -> None:
     page.h.n_steps += 100
 
 
-@pytest.mark.parametrize("happens", [raises, fails, calls_much, steps_much])
+def samples(page: PageWriter, kind: SampleKind, times: int = 1) -> None:
+    for _ in range(times):
+        page.page.samples[page.h.n_samples % SAMPLES].kind = kind
+        page.h.n_samples += 1
+
+
+def loses_its_loss(page: PageWriter) -> None:
+    samples(page, SampleKind.PARAMETERS)
+    samples(page, SampleKind.NONFINITE_LOSS)
+    samples(page, SampleKind.BUFFERS)
+
+
+def samples_much(page: PageWriter) -> None:
+    samples(page, SampleKind.PARAMETERS, SAMPLES // 2)
+
+
+def test_checksums_wait_for_the_next_full_look(page: PageWriter, view: RankView) -> None:
+    for _ in range(3):
+        samples(page, SampleKind.PARAMETERS)
+        samples(page, SampleKind.LEARNING_RATE)
+        assert view.goes_on(moves(page), False)
+    view.refresh(2.0)
+    assert [s.kind for s in view.samples] == ["parameters", "learning_rate"] * 3
+
+
+@pytest.mark.parametrize("happens", [raises, fails, calls_much, steps_much, loses_its_loss, samples_much])
 def test_what_a_full_look_must_see_is_not_passed_over(
     happens: Callable[[PageWriter], None], page: PageWriter, view: RankView
 ) -> None:
