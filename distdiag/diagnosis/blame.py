@@ -4,8 +4,9 @@ History is the set of call sites that each rank has been at. The odd one out sta
 never been while theirs is common to both: it makes an extra call. Seen later, when the extra call has long been paired
 with something else, the odd one is the rank that has been everywhere the others were, and somewhere else too. Where both
 know both sites, the rhythm may tell: a rank that comes to the barrier of its epoch after fewer collectives than ever has
-left its loop early; one that is in its loop when that barrier is due has stayed too long. In a circle of messages it is
-the rank that has departed from the order of its own calls (`patterns`).
+left its loop early; one that is in its loop when that barrier is due has stayed too long. At one and the same site, as in
+a loop over the gradients, and in a circle of messages it is the rank that has departed from the order of calls that was
+kept until then (`patterns`).
 """
 
 from __future__ import annotations
@@ -88,6 +89,22 @@ def odd_by_history(
     return True
 
 
+def odd_in_group(states: dict[int, RankState], wait: Wait, here: dict[int, str | None], odd: Iterable[int]) -> bool:
+    """The same within one group: `odd` are the first ever to bring it to their site, which they may know from other groups,
+    while all have brought it to the site of the rest before."""
+    odd = set(odd)
+    rest = frozenset().union(*wait.sides) - odd
+    if not all(states[r].visits_whole for r in odd | rest):
+        return False
+    visited = {r: states[r].visits.get(wait.group, {}) for r in odd | rest}
+    mine, theirs = {here.get(a) or "" for a in odd}, {here.get(b) or "" for b in rest}
+    return (
+        all(visited[a].get(site) == (wait.seq,) for a in odd for site in {here.get(a) or ""})
+        and all(not mine & visited[b].keys() for b in rest)
+        and all(min(visited[r].get(site, (wait.seq,))) < wait.seq for r in odd | rest for site in theirs)
+    )
+
+
 def _exhausted(ranks: Collection[int], exhausted: Collection[int]) -> tuple[int, ...]:
     """Those of `ranks` known to have run out of batches, if the others have not."""
     out = tuple(sorted(set(ranks) & set(exhausted)))
@@ -114,11 +131,17 @@ def of_conflict(
         a, b = test(states, here, first, second), test(states, here, second, first)
         if a != b:
             return tuple(first if a else second), reason
+    for side in (first, second):
+        if odd_in_group(states, wait, here, side):
+            return tuple(side), Reason.SITE
     odd = rhythm_of(snapshot, wait)
     if odd is not None:
         return odd.ranks, Reason.RHYTHM
     behind = condition_of(snapshot, wait, source)
-    return (behind[0], Reason.CONDITION) if behind is not None else NOBODY
+    if behind is not None:
+        return behind[0], Reason.CONDITION
+    left = patterns.left_by(states, wait)
+    return (tuple(sorted(left)), Reason.PATTERN) if left else NOBODY
 
 
 def condition_of(

@@ -51,6 +51,8 @@ class Scan:
     messages: list[dict[str, Any]] = field(default_factory=list)
     # by (name of the group, p2p_seq_id): the entry that closes a batch and has the state of all its messages
     batches: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    # by group of two ranks that is used for messages only: the newest that has completed, by the group's own counter
+    met: dict[str, int] = field(default_factory=dict)
     timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
 
 
@@ -90,6 +92,15 @@ def _pass(f: DumpFile) -> Scan:
     for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:
             t.head = seq
+    for e in messages:  # a dump of what is active only leaves out the entries that close batches
+        name, number = e["process_group"][0], str(e.get("pg_id"))
+        if (
+            not gloo
+            and not e["collective_seq_id"]
+            and number in f.status
+            and len(f.groups.get(name, ("", ()))[1] or ()) == 2
+        ):
+            out.met[name] = f.status[number][1]
     out.timed = not gloo and any(
         e["state"] == "started" or ns(e, "time_discovered_started_ns") for e in f.entries[-200:]
     )
@@ -98,8 +109,11 @@ def _pass(f: DumpFile) -> Scan:
 
 def of_batch(e: dict[str, Any], source: Scan) -> dict[str, Any]:
     """A message with the state and times of the batch that it was issued in, if any: it has none of its own."""
-    batch = source.batches.get((e["process_group"][0], e["p2p_seq_id"]))
-    return e if batch is None else {**e, **{k: batch.get(k) for k in _STATE}}
+    name, number = e["process_group"][0], e["p2p_seq_id"]
+    batch = source.batches.get((name, number))
+    if batch is not None:
+        return {**e, **{k: batch.get(k) for k in _STATE}}
+    return {**e, "state": "completed"} if number <= source.met.get(name, 0) else e
 
 
 def ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:

@@ -22,10 +22,12 @@ from distdiag.diagnosis.dump_entries import Scan, backend_of, call_of, ns, scan_
 from distdiag.diagnosis.dump_files import DumpFile
 from distdiag.diagnosis.dump_late import LateRanks
 from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.visits import Visits
 
 GAPS_SEEN = 3  # as often a rank has paused for so long: it may do it again
 GAP_ENTRIES = 200  # of the newest
-SITES_UP_TO = 60_000  # entries whose call sites are all looked at; beyond that, only those of operations in flight
+SITES_UP_TO = 60_000  # entries that are all looked at, to break ties; beyond that, only those of operations in flight
+CALLS_BEFORE = 128  # in one group
 
 
 @dataclass
@@ -147,6 +149,7 @@ class _Builder:
         self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
         self.t0_ns = 0
         self.world_size = 0
+        self.looks_back = False
 
     def snapshot(self) -> Snapshot:
         self._find_groups()
@@ -171,13 +174,15 @@ class _Builder:
             for g, (issued, done) in where.items():
                 if done < issued:
                     floor[g] = min(floor.get(g, done + 1), done + 1)
+        total = sum(len(f.entries) for files in self.chosen.values() for f in files)
+        self.looks_back = bool(floor) and total <= SITES_UP_TO
         self._clock()
         self._find_stale()
         calls = {rank: self._calls(rank, floor) for rank in self.chosen}
         open_messages, issued_messages, self.report.unmet = dump_messages.match(
             self.messages, self.in_order, self.t0_ns
         )
-        sites = self._sites(floor)
+        sites, visits = self._sites()
         self.report.late = dump_late.find(self.scans, self.keys, floor, self.positions, self.t0_ns)
         ranks = {}
         for rank in range(self.world_size):
@@ -195,6 +200,8 @@ class _Builder:
                 calls=tuple(sorted((*calls[rank], *open_messages[rank]), key=lambda c: c.entered_s or 0.0)),
                 p2p_issued=issued_messages[rank],
                 sites=sites.get(rank, {}),
+                visits=visits[rank].known() if rank in visits else {},
+                visits_whole=rank in visits and visits[rank].whole and self._from_the_start(rank),
             )
         t = max((*self.report.newest_s.values(), 0.0))
         return Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
@@ -339,11 +346,12 @@ class _Builder:
         self.report.stale = tuple(sorted(stale))
 
     def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
-        """Calls from the oldest collective in flight anywhere in its group on."""
+        """Calls from the oldest collective in flight anywhere in its group on, and some before it where that is cheap."""
         out: dict[tuple[str, int], Call] = {}
         for scan in self.scans[rank]:
             backend = scan.backend
-            low = {n: floor[k] for n in scan.tails if (k := self.keys[(rank, backend, n)]) in floor}
+            back = CALLS_BEFORE if self.looks_back else 0
+            low = {n: floor[k] - back for n in scan.tails if (k := self.keys[(rank, backend, n)]) in floor}
             if not low:
                 continue
             for e in scan.file.entries:
@@ -357,21 +365,27 @@ class _Builder:
                 out[(key, e["collective_seq_id"])] = call
         return list(out.values())
 
+    def _from_the_start(self, rank: int) -> bool:
+        """Whether a rank's ring still holds its first entry."""
+        return all(f.entries[0].get("record_id") == 0 for f in self.chosen[rank] if f.entries)
+
     def _newest_site(self, rank: int) -> Site | None:
         last = [f.entries[-1] for f in self.chosen[rank] if f.entries]
         return user_site(max(last, key=lambda e: ns(e) or 0).get("frames")) if last else None
 
-    def _sites(self, floor: dict[str, int]) -> dict[int, dict[str, int]]:
-        """Call sites of every rank so far, where ties may have to be broken by them and looking at all is cheap."""
-        total = sum(len(f.entries) for files in self.chosen.values() for f in files)
-        if not floor or total > SITES_UP_TO:
-            return {}
-        out: dict[int, dict[str, int]] = {}
-        for rank, files in self.chosen.items():
-            mine = out.setdefault(rank, {})
-            for f in files:
-                for e in f.entries:
+    def _sites(self) -> tuple[dict[int, dict[str, int]], dict[int, Visits]]:
+        """Call sites of every rank so far, and when each group came to them."""
+        counts: dict[int, dict[str, int]] = {}
+        visits: dict[int, Visits] = {}
+        for rank, scans in self.scans.items() if self.looks_back else ():
+            mine, seen = counts.setdefault(rank, {}), visits.setdefault(rank, Visits())
+            for scan in scans:
+                for e in scan.file.entries:
                     site = user_site(e.get("frames"))
-                    if site is not None:
-                        mine[site.key] = mine.get(site.key, 0) + 1
-        return out
+                    if site is None:
+                        continue
+                    mine[site.key] = mine.get(site.key, 0) + 1
+                    if not e["is_p2p"]:
+                        key = self.keys[(rank, scan.backend, e["process_group"][0])]
+                        seen.add(key, site.key, e["collective_seq_id"])
+        return counts, visits

@@ -146,7 +146,10 @@ def _edges(
     onward: dict[int, list[int]] = {}
     for r, st in states.items():
         if st.life != Life.MISSING:
-            onward[r] = [number[id(w)] for w in graph.of_rank.get(r, ()) if id(w) in number]
+            mine = [w for w in graph.of_rank.get(r, ()) if id(w) in number]
+            # what its device has not begun lies behind what it has
+            begun = [w for w in mine if r in w.calls and w.calls[r].started]
+            onward[r] = [number[id(w)] for w in begun or mine]
     for w in waits:
         onward[number[id(w)]] = sorted(lacking[id(w)] or also[id(w)])
     return onward

@@ -7,13 +7,16 @@ the one that lately went from one call to another as it never had before has lef
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from distdiag.diagnosis import matching
+from distdiag.diagnosis.graph import Wait
 from distdiag.diagnosis.snapshot import Call, RankState
 
 LATELY = 32  # calls; the circle closes some calls after the departure
 HISTORY = 48  # earlier calls, at least
+SEEN, LONGEST = 3, 24  # times that the same calls, at most so many in a row, were followed by one and the same
 KINDS = 0.25  # at most so many different passages for each of them: else there is no pattern
 
 
@@ -49,3 +52,41 @@ def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
         if i:  # of the first run, the beginning may not be known
             (now if end > len(calls) - LATELY else before).append((kind, n, runs[i + 1][0]))
     return before, now
+
+
+def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
+    """Of two sides that meet in one collective with different calls, the one whose call never came there, where the other's
+    always did; empty where that cannot be told."""
+    sides = [frozenset(side) for side in wait.sides]
+    if wait.p2p or len(sides) != 2 or any(r not in states or r not in wait.calls for side in sides for r in side):
+        return frozenset()
+    due = {_due(states[r].calls, wait.group, wait.seq) for side in sides for r in side}
+    if len(due) != 1 or None in due:
+        return frozenset()
+    (kind,) = due
+    right = [{_kind(wait.calls[r]) == kind for r in side} for side in sides]
+    if right == [{True}, {False}]:
+        return sides[1]
+    return sides[0] if right == [{False}, {True}] else frozenset()
+
+
+def _kind(c: Call) -> tuple[Any, ...]:
+    return c.op, c.site.key if c.site else None, c.root, matching.dtype_name(c.dtype), matching.elements(c)
+
+
+def _due(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | None:
+    """The kind of call that always followed what came last in this group before `seq`; None where more than one did."""
+    numbered = sorted(
+        ((c.seq, c) for c in calls if c.group == group and c.seq is not None and c.seq < seq), key=lambda x: x[0]
+    )
+    if [n for n, _ in numbered] != list(range(seq - len(numbered), seq)):
+        return None  # some are not known
+    kinds = [_kind(c) for _, c in numbered]
+    for k in range(1, min(LONGEST, len(kinds) - 1) + 1):
+        last = kinds[-k:]
+        followers = [kinds[i + k] for i in range(len(kinds) - k) if kinds[i : i + k] == last]
+        if len(followers) < SEEN:
+            return None
+        if len(set(followers)) == 1:
+            return followers[0]
+    return None

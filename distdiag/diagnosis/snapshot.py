@@ -187,6 +187,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> how often
     # group -> site -> the collective sequence numbers of its last visits, oldest first; of calls in a row only the first
     visits: dict[str, dict[str, tuple[int, ...]]] = {}
+    visits_whole: bool = False  # nothing is missing in them: a site that a group has not there was never visited
     host_blocked: bool | None = None  # the OS says that the main thread sleeps and used no CPU since the last snapshot
 
     # What the live recorder knows beyond the collectives; empty in dumps.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distdiag.diagnosis.snapshot import Call, Sample, Site, Step
+from distdiag.diagnosis.visits import Visits
 from distdiag.monitor.processes import Ending
 from distdiag.monitor.slots import Slots
 from distdiag.rank_ranges import unfold_ranks
@@ -37,7 +38,6 @@ COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is take
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
 )
-VISITS_KEPT, VISITED_SITES = 4, 256
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
 
@@ -59,8 +59,7 @@ class PageView(Slots):
     ended_s: float | None = None
     place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
     place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
-    _visits: dict[str, dict[str, deque[int]]] = field(default_factory=dict)  # by group and site
-    _newest_at: dict[tuple[str, str], int] = field(default_factory=dict)  # by group and site: the newest number
+    visits: Visits = field(default_factory=Visits)
     _shares: bool = False  # it has exchanged numbers with others while it trained
     group_calls: dict[str, int] = field(default_factory=dict)
     group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -144,7 +143,7 @@ class PageView(Slots):
         self.new_calls, self.closed_calls = [], []
         if h.n_calls - self._calls_read > CALLS:
             self.missed_calls += h.n_calls - CALLS - self._calls_read
-            self._visits.clear()  # some are not known
+            self.visits.forget()
             self._calls_read = h.n_calls - CALLS
         for number, at in list(self._open.items()):
             rec = page.calls[at]
@@ -164,7 +163,7 @@ class PageView(Slots):
             self.calls.append(call)
             self.new_calls.append(call)
             if rec.group != NO_GROUP and call.seq is not None and call.site is not None:
-                self._visited(call.group, call.site.key, call.seq)
+                self.visits.add(call.group, call.site.key, call.seq)
             if rec.left_ns:
                 self.closed_calls.append((call, rec.wait_ns / 1e9))
             else:
@@ -174,19 +173,6 @@ class PageView(Slots):
             if rec.group == NO_GROUP and self.text(rec.op) == "new_group":
                 self.group_calls[call.group] = 1
                 self.group_members[call.group] = unfold_ranks(self.text(rec.dtype))
-
-    def _visited(self, group: str, site: str, seq: int) -> None:
-        before = self._newest_at.get((group, site))
-        if before is None and len(self._newest_at) >= VISITED_SITES:
-            return
-        self._newest_at[group, site] = seq
-        if before is None or seq > before + 1:
-            kept = self._visits.setdefault(group, {}).setdefault(site, deque(maxlen=VISITS_KEPT))
-            kept.append(seq)
-
-    def visits(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """As `RankState.visits`."""
-        return {g: {site: tuple(v) for site, v in sites.items()} for g, sites in self._visits.items()}
 
     def _replace(self, number: int, call: Call, waited_s: float) -> None:
         behind = self._calls_read - number

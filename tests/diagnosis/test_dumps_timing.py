@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,41 @@ def test_a_circle_of_ranks_that_all_send_before_they_receive(timed: bool, tmp_pa
     assert said(f) == ("deadlock", "p2p_cycle", ()) and f.victims == (0, 1, 2, 3)
     assert [w.rank for w in f.where] == [0, 1, 2, 3] and f.where[0].file == "/home/user/train.py"
     assert "rank 0 in send to rank 1" in f.message and "batch_isend_irecv" in f.advice
+
+
+def test_what_is_not_begun_lies_behind_what_is(tmp_path: Path) -> None:
+    """A collective that stands on all its ranks holds up the messages they have issued after it, and whoever waits for those."""
+    job = trained(Job(6, {"1": ("tensor", (0, 1)), "2": ("pipe", (1, 2)), "3": ("data", (2, 3, 4, 5))}))
+    job.collective(group="1", done=())
+    for r in (0, 1):
+        begin(job, r)
+    for rank, op in ((1, "send 0->1"), (2, "recv 1<-0")):
+        job.issue(rank, op, "2", False)
+    begin(job, 2)
+    job.collective(group="3", ranks=(3, 4, 5))
+    for r in (3, 4, 5):
+        begin(job, r)
+    job.collective(ranks=(3, 4, 5))
+    f = only(diagnose(tmp_path, job))
+    assert f.kind == "stall" and f.culprits == (0, 1)
+
+
+def test_batches_of_messages_in_a_dump_of_what_is_active_are_told_by_the_groups_counter(tmp_path: Path) -> None:
+    """The parts of a batch stay as they were issued, and what closes it is left out once it is over."""
+    job = trained(Job(4, {"1": ("pipe", (0, 1))}), steps=0)
+    for number in range(1, 6):
+        for rank, parts in ((0, ("send 0->1", "recv 0<-1")), (1, ("send 1->0", "recv 1<-0"))):
+            for op in parts:
+                job.issue(rank, op, "1", False)
+                job.ranks[rank].p2p["1"] = job.ranks[rank].entries[-1]["p2p_seq_id"] = number
+    job.collective(ranks=(0, 2, 3))
+    folder = tmp_path / "dumps"
+    for over in (5, 4):
+        write(folder, job, active=True)
+        for rank in (0, 1):
+            at = folder / f"_dump_{rank}"
+            dump = pickle.loads(at.read_bytes())
+            dump["pg_status"]["1"].update(last_enqueued_collective=5, last_completed_collective=over)
+            at.write_bytes(pickle.dumps(dump))
+        f = only(diagnose_dumps(folder))
+        assert f.culprits == (1,) and ("nothing is in flight there" in f.message) == (over == 5)

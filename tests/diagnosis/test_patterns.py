@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from distdiag.diagnosis import collectives, patterns
 from distdiag.diagnosis.snapshot import Call, Group, RankState, Site, Snapshot
 
@@ -100,3 +102,72 @@ def test_who_is_stuck_behind_a_circle_of_messages_is_no_measure() -> None:
         Snapshot(t_s=9.0, world_size=3, ranks=dict(enumerate((first, middle, last))), groups=groups)
     )
     assert (f.cause, f.culprits, f.victims) == ("p2p_cycle", (), (1, 2))
+
+
+def reduced(seq: int, elements: int, line: int = 12, group: str = "default_pg") -> Call:
+    return Call(op="all_reduce", group=group, seq=seq, shape=(elements,), dtype="float32", site=Site("net.py", line))
+
+
+def met(*newest: Call, before: tuple[int, ...] = (8, 64, 3) * 6 + (8,)) -> RankState:
+    """Gradients of three layers, step by step, by one line of a loop; then `newest`."""
+    calls = [reduced(i + 1, n) for i, n in enumerate(before)]
+    return RankState(rank=0, calls=(*calls, *newest), sites={"net.py:12": len(calls) + 1})
+
+
+def verdict(one: RankState, other: RankState) -> tuple[str, str | None, tuple[int, ...]]:
+    seq = one.calls[-1].seq
+    assert seq is not None
+    ranks = {
+        q: msgspec.structs.replace(
+            st, rank=q, blocked=st.calls[-1], enqueued={"default_pg": seq}, completed={"default_pg": seq - 1}
+        )
+        for q, st in enumerate((one, other))
+    }
+    s = Snapshot(
+        t_s=9.0,
+        world_size=2,
+        ranks=ranks,
+        groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")},
+    )
+    (f,) = collectives.rules(s)
+    return f.kind, f.cause, f.culprits
+
+
+def test_of_two_ranks_the_one_that_leaves_out_a_layer_is_told_by_what_always_came_next() -> None:
+    assert verdict(met(reduced(20, 64)), met(reduced(20, 3))) == ("mismatch", "shape", (1,))
+    assert verdict(met(reduced(20, 3)), met(reduced(20, 64))) == ("mismatch", "shape", (0,))
+
+
+def test_what_comes_next_may_take_more_than_one_call_to_tell() -> None:
+    before = (8, 8, 64, 8, 3) * 5 + (8, 8)
+    assert verdict(met(reduced(28, 64), before=before), met(reduced(28, 3), before=before))[2] == (1,)
+
+
+def test_without_one_successor_nobody_is_told() -> None:
+    for before in [(8, 64, 8, 3, 8, 3, 8, 64, 64, 8), (8, 64, 8, 64, 8), tuple(i * i % 17 + 1 for i in range(40))]:
+        n = len(before) + 1
+        assert verdict(met(reduced(n, 64), before=before), met(reduced(n, 3), before=before))[2] == ()
+    # neither call is the one that was due
+    assert verdict(met(reduced(20, 5)), met(reduced(20, 3)))[2] == ()
+
+
+def test_calls_that_were_lost_leave_no_pattern() -> None:
+    one, other = met(reduced(20, 64)), met(reduced(20, 3))
+    other = msgspec.structs.replace(other, calls=other.calls[:9] + other.calls[10:])
+    assert verdict(one, other)[2] == ()
+
+
+def test_a_group_that_is_brought_to_another_groups_line() -> None:
+    """Both know both lines, each from its own groups; in this group one of them is new."""
+
+    def state(here: int, visits: dict[str, tuple[int, ...]], whole: bool = True) -> RankState:
+        sites = {"net.py:12": 9, "net.py:30": 9}
+        return RankState(
+            rank=0, calls=(reduced(7, here, here),), sites=sites, visits={"default_pg": visits}, visits_whole=whole
+        )
+
+    usual, wrong = {"net.py:12": (1,)}, {"net.py:12": (1,), "net.py:30": (7,)}
+    assert verdict(state(30, wrong), state(12, usual))[2] == (0,)
+    assert verdict(state(12, usual), state(30, wrong))[2] == (1,)
+    assert verdict(state(12, usual), state(30, wrong, whole=False))[2] == ()
+    assert verdict(state(12, {**usual, "net.py:30": (3,)}), state(30, wrong))[2] == ()

@@ -37,7 +37,7 @@ def calls(page: PageWriter, line: int, seq: int, group: int = 0) -> None:
 
 def seen(view: RankView, line: int) -> tuple[int, ...]:
     view.refresh(1.0)
-    return view.visits().get("default_pg", {}).get(f"/job/train.py:{line}", ())
+    return view.visits.known().get("default_pg", {}).get(f"/job/train.py:{line}", ())
 
 
 def test_of_calls_in_a_row_the_first_counts(page: PageWriter, view: RankView) -> None:
@@ -52,7 +52,7 @@ def test_of_calls_in_a_row_the_first_counts(page: PageWriter, view: RankView) ->
 
 def test_what_belongs_to_no_collective_is_no_visit(page: PageWriter, view: RankView) -> None:
     calls(page, 10, 1, group=NO_GROUP)  # init_process_group, new_group
-    assert seen(view, 10) == () and view.visits() == {}
+    assert seen(view, 10) == () and view.visits.known() == {}
 
 
 def test_where_calls_were_missed_nothing_older_counts(page: PageWriter, view: RankView) -> None:

@@ -1,0 +1,35 @@
+"""Where a rank's collectives were issued: by group and call site, the sequence numbers of the last visits."""
+
+from __future__ import annotations
+
+from collections import deque
+
+VISITS_KEPT, VISITED_SITES = 4, 256
+
+
+class Visits:
+    """Of calls in a row at one site only the first counts; of each site the last few are kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, deque[int]]] = {}
+        self._newest: dict[tuple[str, str], int] = {}
+        self.whole = True  # a site that is not known here was never visited
+
+    def add(self, group: str, site: str, seq: int) -> None:
+        """A call of this group, in the order of their numbers."""
+        before = self._newest.get((group, site))
+        if before is None and len(self._newest) >= VISITED_SITES:
+            self.whole = False
+            return
+        self._newest[group, site] = seq
+        if before is None or seq > before + 1:
+            self._kept.setdefault(group, {}).setdefault(site, deque(maxlen=VISITS_KEPT)).append(seq)
+
+    def forget(self) -> None:
+        """Some calls were not seen: what was known of the times before says nothing any more."""
+        self._kept.clear()
+        self.whole = False
+
+    def known(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """As `RankState.visits`."""
+        return {g: {site: tuple(v) for site, v in sites.items()} for g, sites in self._kept.items()}
