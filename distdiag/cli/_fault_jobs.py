@@ -71,7 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     faulty: bool
     diagnosis: str
     plain_outcome: Outcome
-    expected: Expected
+    expected: Expected = Expected()
     positions: tuple[Position, ...] = ()
     unused_parameters: dict[str, tuple[str, ...]] | None = None
     launch: Literal["torchrun", "python"] = "torchrun"  # python: the script spawns its ranks itself

@@ -297,7 +297,8 @@ def of_cycle(snapshot: Snapshot, incident: Incident, exhausted: Collection[int] 
         return ran_out, Reason.EXHAUSTED
     if left_out := _by_messages(snapshot, incident):
         return left_out
-    if (departed := patterns.departed(states[r] for r in members)) is not None:
+    others = (st for q, st in states.items() if q not in incident.members)
+    if (departed := patterns.departed((states[r] for r in members), others)) is not None:
         return (departed,), Reason.PATTERN
     calls = {r: w.calls.get(r) for w in incident.waits for r in w.ranks}
     here = {r: standing(states[r], calls.get(r)) for r in members}

@@ -8,6 +8,7 @@ from distdiag.diagnosis.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.wording import where
 
 DRIFT_RELATIVE = 1e-5
+CONSTANT, CONSTANT_AT_FIRST = 0.75, 0.9
 BUFFERS_RELATIVE = 0.3  # statistics of different batches of the same data differ by some per cent, and may
 
 
@@ -31,8 +32,18 @@ def rules(s: Snapshot) -> list[Finding]:
             continue
         began_alike = len([k for k in common if k < drifting[0]]) >= 2
         values = {q: samples[q][drifting[-1]].value for q in ranks}
+        spreads = [max(v) - min(v) for k in drifting for v in [[samples[q][k].value for q in ranks]]]
+        averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
+        if averaged and not began_alike and _constant(drifting, spreads):
+            cause = "different_init"
         return [_drift_finding(s, cause, drifting, values, began_alike)]
     return []
+
+
+def _constant(steps: list[int], spreads: list[float]) -> bool:
+    """Whether replicas are as far apart as at the first look; those that walk away from each other are further with each step,
+    by its root at least."""
+    return spreads[0] >= (CONSTANT if steps[-1] >= 4 * steps[0] else CONSTANT_AT_FIRST) * spreads[-1]
 
 
 def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
@@ -90,7 +101,9 @@ def _drift_finding(
     do = {
         "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; "
         "step the parameters that DDP wraps",
-        "different_init": "broadcast the parameters from rank 0 once after building the model (or seed alike, or use DDP)",
+        "different_init": "load weights alike on all ranks before the model is wrapped: DDP makes replicas alike only then"
+        if any(r.models for r in s.ranks.values())
+        else "broadcast the parameters from rank 0 once after building the model (or seed alike, or use DDP)",
         "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
     }[cause]
     models = [m for r in s.ranks.values() for m in r.models]

@@ -20,16 +20,29 @@ SEEN, LONGEST = 3, 24  # times that the same calls, at most so many in a row, we
 KINDS = 0.25  # at most so many different passages for each of them: else there is no pattern
 
 
-def departed(states: Iterable[RankState]) -> int | None:
-    """The one rank that lately departed from its own pattern while the others kept to theirs; None where not just one."""
+def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:
+    """The one rank that lately departed from its own pattern while the others kept to theirs; None where not just one.
+
+    Args:
+        members: Of the circle.
+        others: The rest of the job: where one of them has departed, too, the program has gone on to something new.
+    """
     found = []
-    for st in states:
-        before, now = _passages(st.calls)
-        if len(before) < 4 or sum(n for _, n, _ in before) < HISTORY or len(set(before)) > max(2, KINDS * len(before)):
+    for st in members:
+        new = _has_departed(st)
+        if new is None:
             return None
-        if set(now) - set(before):
+        if new:
             found.append(st.rank)
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and not any(map(_has_departed, others)) else None
+
+
+def _has_departed(st: RankState) -> bool | None:
+    """Whether it lately went from one call to another as never before; None where there is no pattern."""
+    before, now = _passages(st.calls)
+    if len(before) < 4 or sum(n for _, n, _ in before) < HISTORY or len(set(before)) > max(2, KINDS * len(before)):
+        return None
+    return bool(set(now) - set(before))
 
 
 def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list, size_text
 from distdiag.diagnosis.graph import WaitGraph
-from distdiag.diagnosis.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.wording import NO_PROGRESS, at, op_text, seconds, where, where_stack
 
 # How long a rank may keep the others waiting before that is worth a word, by what it is seen to do. A person asked at a
@@ -147,12 +147,30 @@ def lock_cycles(s: Snapshot, graph: WaitGraph) -> list[Finding]:
     return out
 
 
+def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
+    """A collective that this rank has issued, by another thread or to wait for it later, and who has not come to it."""
+    for name, issued in r.enqueued.items():
+        done, group = r.completed.get(name, issued), s.groups.get(name)
+        if done >= issued or group is None:
+            continue
+        missing = tuple(q for q in group.ranks if q in s.ranks and s.ranks[q].enqueued.get(name, 0) <= done)
+        if missing:
+            known = (c for c in r.calls if c.group == name and c.seq == done + 1)
+            return next(known, Call(op="", group=name, seq=done + 1)), missing
+    return None
+
+
 def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: float) -> Finding:
     word = "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
     call = s.ranks[victims[0]].blocked
     assert call is not None
     busy = [w for w in r.workers if w is not None] if word == "data" else []
     of_worker = f", and {'a worker of it' if len(r.workers) > 1 else 'its worker'} stands{at(busy[0])}" if busy else ""
+    behind = _left_open(s, r) if word in ("lock", "queue") else None
+    of_call = ""
+    if behind is not None:
+        left, missing = behind
+        of_call = f" while it has {op_text(left)}{at(left.site)} in flight, to which {rank_list(missing)} {'has' if len(missing) == 1 else 'have'} not come"
     usual = f" (its longest so far: {seconds(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
     return Finding(
         kind="stall",
@@ -168,9 +186,11 @@ def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: 
         first_seen_s=s.t_s - waited,
         message=f"rank {r.rank} has not entered {op_text(call)}"
         + (f", {size_text(call.bytes)}" if call.bytes else "")
-        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}{of_worker}; {rank_list(victims)} {'has' if len(victims) == 1 else 'have'} waited {seconds(waited)}{usual}",
+        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}{of_worker}{of_call}; {rank_list(victims)} {'has' if len(victims) == 1 else 'have'} waited {seconds(waited)}{usual}",
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice="look at that line of the dataset: storage that hangs, a lock, a loop"
         if busy
+        else f"{rank_list(behind[1])} must come to {op_text(behind[0])}, too, or nobody: look at what started it, maybe in a thread"
+        if behind is not None
         else _DO.get(word, "look at that line; `distdiag dump` saves all stacks; it is withdrawn if the rank goes on"),
     )

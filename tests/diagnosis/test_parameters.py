@@ -121,6 +121,22 @@ def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other
     assert "their gradients are not averaged" in f.message
 
 
+def test_weights_that_were_loaded_into_wrapped_replicas_are_told_from_gradients_of_their_own() -> None:
+    """Averaged gradients leave the distance as it was; a rank's own lead away, if only by the root of the steps."""
+
+    def cause(values: Callable[[int, int], float], synced: int = 16) -> str | None:
+        return with_rates(values, lambda q, k: 1e-3, forwards=16, synced_backwards=synced).cause
+
+    assert cause(lambda q, k: 1.0 + 0.01 * k + 0.1 * (q == 1)) == "different_init"
+    assert cause(lambda q, k: 1.0 + 0.01 * k + 0.1 * (q == 1), synced=0) == "gradients_not_synced"
+    for power in (0.5, 1.0):
+        assert cause(lambda q, k, power=power: 1.0 + 0.01 * q * k**power) == "gradients_not_synced"
+    f = with_rates(lambda q, k: 1.0 + (q == 1), lambda q, k: 1e-3, forwards=16, synced_backwards=16)
+    assert (
+        f.culprits == (1,) and "began with different values" in f.message and "before the model is wrapped" in f.advice
+    )
+
+
 def test_replicas_averaged_now_and_then_may_differ_between() -> None:
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters

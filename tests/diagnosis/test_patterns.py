@@ -38,6 +38,12 @@ def test_the_one_that_left_something_out_is_told_from_the_one_that_waits_for_it(
     assert patterns.departed([ranks[0], state(1, last_stage(15))]) is None
 
 
+def test_where_ranks_outside_the_circle_go_on_to_something_new_as_well_nobody_is_told() -> None:
+    circle = [state(0, first_stage(15)), state(1, last_stage(15, left_out=57))]
+    assert patterns.departed(circle, [state(2, first_stage(15))]) == 1
+    assert patterns.departed(circle, [state(2, last_stage(15, left_out=56))]) is None
+
+
 def test_tags_that_moved_on_too_far() -> None:
     def ring(rank: int, twice_at: int | None) -> RankState:
         tag, calls = 0, []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis import stalls
 from distdiag.diagnosis.graph import build
-from distdiag.diagnosis.snapshot import (
-    Call,
-)
+from distdiag.diagnosis.snapshot import Call, Group
 from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
 
 
@@ -36,6 +35,21 @@ def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
     s = waits_for_rank_one(99.0, 100.0, activity="lock", holds_up=(0,))
     f = only(stalls.lock_cycles(s, build(s)))
     assert (f.kind, f.certainty, f.victims) == ("deadlock", "proved", (0, 1))
+
+
+def test_a_lock_is_waited_for_with_a_collective_in_flight_that_others_never_come_to() -> None:
+    """A checkpoint in a thread, on some ranks only: what it waits for stands beside where its rank does."""
+    open_save = {"enqueued": {"default_pg": 6, "save": 3}, "completed": {"default_pg": 6, "save": 2}}
+    s = waits_for_rank_one(80.0, 100.0, activity="lock")
+    s = msgspec.structs.replace(s, ranks={**s.ranks, 1: msgspec.structs.replace(s.ranks[1], **open_save)})
+    s.groups["save"] = Group(name="save", ranks=(0, 1))
+    f = only(stalls.rules(s, build(s)))
+    assert f.kind == "stall" and f.culprits == (1,)
+    assert "while it has a collective #3 (save) in flight, to which rank 0 has not come" in f.message
+    assert "rank 0 must come to a collective #3 (save), too" in f.advice
+    come = msgspec.structs.replace(s.ranks[0], enqueued={**s.ranks[0].enqueued, "save": 3})
+    s = msgspec.structs.replace(s, ranks={**s.ranks, 0: come})
+    assert "in flight" not in only(stalls.rules(s, build(s))).message
 
 
 @pytest.mark.parametrize(("waited_s", "severity"), [(9.0, "warning"), (25.0, "error")])
