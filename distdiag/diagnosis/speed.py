@@ -44,9 +44,9 @@ def rules(s: Snapshot) -> list[Finding]:
         return _by_arrivals(s) or _shared_waits(s)
     ranks = sorted(window)
     # `self_ms` spelled out: of a thousand ranks the calls alone would take a third of the time
-    rows = ([ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0 for x in window[q]] for q in ranks)
+    rows = [[ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0 for x in window[q]] for q in ranks]
     columns = list(zip(*rows, strict=True))
-    out = _straggler(s, window, ranks, columns)
+    out = _straggler(s, window, ranks, rows, columns)
     if out and any(keeps_company(window[q]) for q in ranks):
         return []  # the others have run out of data, and know it: that one has some left is no slowness
     if not out:
@@ -95,14 +95,9 @@ def part_ms(x: Step, phase: str) -> float:
     return getattr(x, f"{phase}_ms")
 
 
-def _straggler(
-    s: Snapshot, window: dict[int, list[Step]], ranks: list[int], columns: list[tuple[float, ...]]
-) -> list[Finding]:
-    """`columns`: for every step of the window, `self_ms` of all ranks."""
-    n = len(columns)
+def _slowest(ranks: list[int], columns: list[tuple[float, ...]]) -> tuple[list[int], int, list[float]]:
+    """([the rank that most often works longest], in how many steps, what others would gain in each if it did not)."""
     slowest: Counter[int] = Counter()
-    latest: Counter[int] = Counter()
-    ready_known = 0
     gains: list[float] = []
     for column in columns:
         top = max(column)
@@ -110,64 +105,104 @@ def _straggler(
         slowest[ranks[at_top]] += 1
         gains.append(top - max(max(column[:at_top], default=0.0), max(column[at_top + 1 :], default=0.0)))
     q, count = slowest.most_common(1)[0]
-    if count < RECURRENCE * n:
+    return [q], count, gains
+
+
+def _slow_together(
+    ranks: list[int], rows: list[list[float]], columns: list[tuple[float, ...]]
+) -> tuple[list[int], int, list[float]]:
+    """The same of several, half of the ranks at most, that all work longer than all the rest: those of a slow node, say."""
+    totals = [sum(row) for row in rows]
+    order = sorted(range(len(ranks)), key=lambda i: -totals[i])
+    k = max(range(2, len(ranks) // 2 + 1), key=lambda k: totals[order[k - 1]] - totals[order[k]], default=0)
+    if not k or totals[order[k - 1]] - totals[order[k]] < MIN_MS * len(columns):
+        return [], 0, []
+    slow, rest = order[:k], order[k:]
+    count, gains = 0, []
+    for column in columns:
+        usual = max(column[i] for i in rest)
+        count += min(column[i] for i in slow) > usual
+        gains.append(max(column) - usual)
+    return sorted(ranks[i] for i in slow), count, gains
+
+
+def _straggler(
+    s: Snapshot, window: dict[int, list[Step]], ranks: list[int], rows: list[list[float]],
+    columns: list[tuple[float, ...]],
+) -> list[Finding]:  # fmt: skip
+    """`rows`, `columns`: `self_ms` of every rank, of every step of the window."""
+    n = len(columns)
+    slow, count, gains = _slowest(ranks, columns)
+    if count < RECURRENCE * n and not any(r.p2p_issued for r in s.ranks.values()):  # stages are not made to be alike
+        slow, count, gains = _slow_together(ranks, rows, columns)
+    if count < RECURRENCE * n or not slow:
         return []
     gain = statistics.median(gains)
-    step_ms = statistics.median(x.step_ms for x in window[q])
+    step_ms = statistics.median(x.step_ms for x in window[slow[0]])
     if gain < max(MIN_MS, LEAST_SHARE * step_ms):
         return []
+    late = ready_known = 0
+    among = set(slow)
     for ready in zip(*([x.ready_s for x in window[k]] for k in ranks), strict=True):
         if None not in ready:
             ready_known += 1
-            latest[ranks[ready.index(max(ready))]] += 1
-    if ready_known > n // 2 and latest[q] < RECURRENCE * ready_known:
+            late += ranks[ready.index(max(ready))] in among
+    if ready_known > n // 2 and late < RECURRENCE * ready_known:
         return []  # it works longest but does not arrive last: nobody waits for it
-    mine = [self_ms(x) for x in window[q]]
-    rest = [k for k in ranks if k != q]
+    rest = [k for k in ranks if k not in among]
     rest = rest[:: max(1, len(rest) // ENOUGH)]
     others = [
         statistics.median_low([self_ms(window[k][i]) for k in rest]) for i in range(n)
     ]  # per step, so that a slow step of all ranks is nobody's fault
-    excess = statistics.median(a - b for a, b in zip(mine, others, strict=True))
     usual = {
         p: statistics.median(statistics.median_low([part_ms(window[k][i], p) for k in rest]) for i in range(n))
         for p in PHASES
     }
-    excesses = {p: statistics.median(part_ms(x, p) for x in window[q]) - usual[p] for p in PHASES}
-    phase = max(PHASES, key=lambda p: excesses[p])
-    ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
-    busy = s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT
-    if busy and phase != "optimizer" and usual["optimizer"] > CONTROL_MS:
-        # what it computes in optimizer.step is the same on all ranks: where that takes longer, too, the core is the cause
-        ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
-    needed = [share for factor, share in (SHARES if busy else SHARES_QUIET_HOST) if ratio >= factor]
-    if not needed or min(gain, excess) < max(MIN_MS, needed[0] * step_ms):
+    found = [
+        (q, phase, ms)
+        for q in slow[:: max(1, len(slow) // ENOUGH)]
+        for phase, ms in [_excess(s, window[q], others, usual, gain, step_ms)]
+    ]
+    q, phase, excess_ms = max(found, key=lambda x: x[2])
+    if any(p != phase or not p for _, p, _ in found):
         return []
+    busy = _busy(s)
+    for r in (s.ranks[k] for k in slow):
+        asleep = r.workers_busy is not None and r.workers_busy < ASLEEP
+        computing = phase == "data" and any(x.workers for x in r.loaders) and not asleep
+        if computing and (busy or (r.workers_starved or 0.0) > STARVED):
+            # Its workers stand in the queue for a CPU. Where all loaders are at their limit, the one that is slower by a
+            # little makes all the waiting, and the others' are full because of it: what they could do is not known.
+            return []
     r = s.ranks[q]
-    asleep = r.workers_busy is not None and r.workers_busy < ASLEEP
-    computing = phase == "data" and any(x.workers for x in r.loaders) and not asleep
-    if computing and (busy or (r.workers_starved or 0.0) > STARVED):
-        # Its workers stand in the queue for a CPU. Where all loaders are at their limit, the one that is slower by a
-        # little makes all the waiting, and the others' are full because of it: what they could do is not known.
-        return []
     stack = _stack_of(r, phase)
     place: Site | None = stack[0] if stack else None
+    alone = len(slow) == 1
+    whose, up_to = f"{'its' if alone else 'their'} own code between steps", "" if alone else "up to "
+    slower = "slowest" if alone else "slower than all of them"
     return [
         Finding(
             kind="straggler",
             cause=CAUSES[phase],
             certainty=Certainty.SUSPECTED,
             severity=Severity.WARNING,
-            culprits=(q,),
-            victims=tuple(k for k in ranks if k != q),
-            where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
+            culprits=tuple(slow),
+            victims=tuple(k for k in ranks if k not in among),
+            where=(
+                *(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)),
+                *(
+                    where(s.ranks[k], "user_code", next(iter(_stack_of(s.ranks[k], phase)), None))
+                    for k in slow
+                    if k != q
+                ),
+            ),
             step=r.step,
-            message=f"rank {q}: {'its own code between steps' if phase == 'other' else phase} +{excesses[phase]:.0f} ms "
-            f"per step against the others, slowest in {count} of the last {n} steps{at(place)}",
-            cost=f"{rank_list([k for k in ranks if k != q])} wait{'s' if len(ranks) == 2 else ''} {gain:.0f} ms per step: "
+            message=f"{rank_list(slow)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
+            f"per step against the others, {slower} in {count} of the last {n} steps{at(place)}",
+            cost=f"{rank_list([k for k in ranks if k not in among])} wait{'s' if len(ranks) == 2 else ''} {gain:.0f} ms per step: "
             f"{percent(gain / step_ms)} of step time",
             advice={
-                "data": f"check storage and CPU load for rank {q}'s loader; more workers or prefetching",
+                "data": f"check storage and CPU load for the loader of {rank_list(slow)}; more workers or prefetching",
                 "forward": "the same input size on that rank? then check its device clocks and its neighbours on the host",
                 "backward": "the same input size on that rank? then check its device clocks and its neighbours on the host",
                 "optimizer": "does only that rank do more in optimizer.step (hooks, logging)?",
@@ -175,6 +210,36 @@ def _straggler(
             }[phase],
         )
     ]
+
+
+def _busy(s: Snapshot) -> bool:
+    return s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT
+
+
+def _excess(
+    s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], gain: float, step_ms: float
+) -> tuple[str, float]:
+    """(phase in which one rank takes longer than usual, by how many ms); no phase where that is too little to tell.
+
+    Args:
+        steps: Of that rank.
+        others: `self_ms` that is usual for the others, by step.
+        usual: Milliseconds that are usual for them, by phase.
+        gain: What they would gain, in milliseconds a step.
+        step_ms: A step.
+    """
+    excess = statistics.median(self_ms(x) - b for x, b in zip(steps, others, strict=True))
+    excesses = {p: statistics.median(part_ms(x, p) for x in steps) - usual[p] for p in PHASES}
+    phase = max(PHASES, key=lambda p: excesses[p])
+    ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
+    busy = _busy(s)
+    if busy and phase != "optimizer" and usual["optimizer"] > CONTROL_MS:
+        # what it computes in optimizer.step is the same on all ranks: where that takes longer, too, the core is the cause
+        ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
+    needed = [share for factor, share in (SHARES if busy else SHARES_QUIET_HOST) if ratio >= factor]
+    if not needed or min(gain, excess) < max(MIN_MS, needed[0] * step_ms):
+        return "", 0.0
+    return phase, excesses[phase]
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:

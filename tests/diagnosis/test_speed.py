@@ -47,6 +47,49 @@ def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None
     assert stragglers(job(*slower, host_cpu_pct=100.0)) == []
 
 
+def node_of_two(slow: tuple[int, ...], world: int, *phases: str, **more: Any) -> list[Finding]:
+    """Ranks that are slow by as much in the mean, one more than the other in turns."""
+    r, phase = random.Random(7), dict(zip(slow, phases or ("data",) * len(slow), strict=True))
+    extra = [{q: r.uniform(50.0, 70.0) for q in slow} for _ in range(60)]
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        usual = steps(seed=q)
+        out = []
+        for k, x in enumerate(usual):
+            own, most = extra[k].get(q, 0.0), max(extra[k].values())
+            assert x.ready_s is not None
+            longer = {f"{p}_ms": getattr(x, f"{p}_ms") + own for p in [phase.get(q)] if p}
+            longer["ready_s"] = x.ready_s + own / 1e3
+            wait_ms = x.wait_ms + most - own
+            out.append(
+                msgspec.structs.replace(
+                    x,
+                    **{
+                        **longer,
+                        "step_ms": x.step_ms + most,
+                        "wait_ms": wait_ms,
+                        "backward_ms": x.backward_ms + most - own,
+                    },
+                )
+            )
+        return tuple(out)
+
+    return stragglers(job(*(rank(q, steps=of_rank(q), **more) for q in range(world)), host_cpu_pct=40.0))
+
+
+def test_several_that_are_all_slower_than_the_rest_are_named_together() -> None:
+    f = only(node_of_two((2, 3), 4))
+    assert (f.cause, f.culprits, f.victims) == ("data", (2, 3), (0, 1)) and "ranks 2, 3: data up to +" in f.message
+    assert {w.rank for w in f.where} == {2, 3}
+    assert only(node_of_two((0, 5, 6), 8)).culprits == (0, 5, 6)
+
+
+def test_the_greater_part_stages_of_a_pipeline_and_different_reasons_are_no_slow_node() -> None:
+    assert [f.culprits for f in node_of_two((1, 2, 3), 4) if f.cause != "rotating"] == []
+    assert node_of_two((2, 3), 4, p2p_issued={"send:1:0:default_pg": 9}) == []
+    assert node_of_two((2, 3), 4, "data", "optimizer") == []
+
+
 def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
     def found(starved: float | None, cpu_pct: float, workers: int = 2, busy: float = 0.9) -> list[Finding]:
         loaders = (Loader(site=LOOP, workers=workers, in_training=True),)
