@@ -60,6 +60,8 @@ class LoadReport:
     timeout_s: float | None = None  # of the collectives; None where groups differ
     # of ranks with operations that their watchdog had not yet put away, as it does ten times a second, when the dump was taken
     moved_s: dict[int, float] = field(default_factory=dict)
+    # when a rank's dump found operations begun that are not over: not later than it was taken
+    asked_s: dict[int, float] = field(default_factory=dict)
     late: LateRanks | None = None
 
 
@@ -130,6 +132,12 @@ def _moved_ns(f: DumpFile) -> int:
         if e["state"] == "completed" and not e["retired"]
     )
     return max((t for t in found if t is not None), default=0)
+
+
+def _asked_ns(f: DumpFile) -> int:
+    """When a dump found operations in flight that the device had begun: the recorder looks when it is asked; 0 if none."""
+    begun = (ns(e, "time_discovered_started_ns") for e in f.entries[-GAP_ENTRIES:] if e["state"] == "started")
+    return max((t for t in begun if t is not None), default=0)
 
 
 class _Builder:
@@ -313,6 +321,8 @@ class _Builder:
         for rank, files in self.chosen.items():
             if (moved := max((_moved_ns(f) for f in files), default=0)) > 0:
                 self.report.moved_s[rank] = (moved - self.t0_ns) / 1e9
+            if (asked := max((_asked_ns(f) for f in files), default=0)) > 0:
+                self.report.asked_s[rank] = (asked - self.t0_ns) / 1e9
             gaps = [g for f in files for g in _gaps_s(f)]
             if len(gaps) >= GAPS_SEEN:
                 self.report.usual_gap_s[rank] = sorted(gaps)[-GAPS_SEEN]

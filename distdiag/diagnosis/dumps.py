@@ -19,9 +19,9 @@ from distdiag.diagnosis.wording import NO_PROGRESS, at, seconds
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
-# A rank that others had waited for less than this when its dump was written was merely on its way; or for not much longer
-# than it has paused before, time and again.
-YOUNG_S, USUAL_FACTOR = 0.5, 2.0
+# A rank that others had waited for less than this (and far from the timeout) when its dump was written was merely on its way,
+# or for not much longer than it has paused before, time and again.
+YOUNG_S, USUAL_FACTOR = 2.0, 2.0
 REAL_TIME_S = 0.005  # recordings that took less were not made by a job
 MOVING_S = 5.0  # waits that are no longer than this are no hang where a rank had just gone on
 APART_S = 30.0  # files of one round of dumps are written closer together than this
@@ -131,7 +131,8 @@ def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
     """Nobody had waited for long, or for much longer than the ranks that are waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
     usual = max((loaded.usual_gap_s.get(r, 0.0) for r in blame.waited_for_since_s), default=0.0)
-    return longest is not None and longest < max(YOUNG_S, USUAL_FACTOR * usual)
+    young_s = YOUNG_S if loaded.timeout_s is None else min(YOUNG_S, loaded.timeout_s / 4)
+    return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
 
 
 def _was_running(loaded: LoadReport) -> bool:
@@ -284,6 +285,11 @@ def _words(
         sends = main.key[2] == "send"
         what = f"the {'recv' if sends else 'send'} that meets rank {main.key[3]:,}'s {'send' if sends else 'recv'} ({group_label(snapshot, main.group)})"
     lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
+    members = snapshot.groups[main.group].ranks if main is not None and not main.p2p else culprits
+    here, elsewhere = tuple(q for q in culprits if q in members), tuple(q for q in culprits if q not in members)
+    if here and elsewhere and blame.behind != culprits:
+        who, has = rank_list(here), verb(here, "has", "have")
+        lack = f"{has} not entered {what}, nor {rank_list(elsewhere)} what other groups wait in"
     return f"{who} {lack}; {victims} for {verb(culprits, 'it', 'them')}{_condition(blame, on_host)}", _advice(
         blame, on_host
     )
@@ -361,15 +367,18 @@ def _advice(blame: Blame, on_host: bool) -> str:
 
 
 def _timed_out(loaded: LoadReport, w: Wait) -> bool:
-    """The watchdog gave it up, or the file was written when the watchdog writes: just after the group's timeout."""
+    """The watchdog gave it up; the dump itself was taken after the group's timeout, or the file written just after it."""
+    limit_s = loaded.timeout_s
     for r, call in w.calls.items():
-        written = loaded.modified_s.get(r)
         if call.timed_out:
             return True
-        if written is not None and call.entered_s is not None and loaded.timeout_s:
-            late = written - call.entered_s - loaded.timeout_s
-            if 0 <= late <= DUMPED_WITHIN_S:
-                return True
+        if call.entered_s is None or not limit_s:
+            continue
+        written, asked = loaded.modified_s.get(r), loaded.asked_s.get(r)
+        if asked is not None and asked - call.entered_s >= limit_s:
+            return True
+        if written is not None and limit_s <= written - call.entered_s <= limit_s + DUMPED_WITHIN_S:
+            return True
     return False
 
 

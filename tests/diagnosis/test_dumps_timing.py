@@ -277,3 +277,43 @@ def test_batches_of_messages_in_a_dump_of_what_is_active_are_told_by_the_groups_
             at.write_bytes(pickle.dumps(dump))
         f = only(diagnose_dumps(folder))
         assert f.culprits == (1,) and ("nothing is in flight there" in f.message) == (over == 5)
+
+
+def test_a_timeout_is_told_by_the_dump_itself_where_files_were_copied(tmp_path: Path) -> None:
+    """The recorder finds what has begun when it is asked for a dump."""
+    for waited_s, severity in ((601, "error"), (599, "info")):
+        job = trained(Job(4))
+        job.collective(done=())
+        for r in range(4):
+            begin(job, r)
+            e = job.ranks[r].entries[-1]
+            e["time_discovered_started_ns"] = e["time_created_ns"] + waited_s * SECOND_NS
+        (f,) = diagnose(tmp_path / str(waited_s), job, after_s=24 * HOUR_S).findings
+        assert (f.kind, f.severity, f.culprits) == ("stall", severity, ())
+
+
+def test_ranks_that_stopped_in_different_groups_are_each_said_of_their_own(tmp_path: Path) -> None:
+    job = trained(Job(8, {"1": ("tensor", (0, 1, 2, 3)), "2": ("tensor", (4, 5, 6, 7))}))
+    job.collective(group="1", ranks=(0, 1, 2))
+    job.collective(group="2", ranks=(4, 5, 7))
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (3, 6)
+    text = f.message
+    assert "rank 3 has not entered" in text or "rank 6 has not entered" in text, text
+    assert "what other groups wait in" in text and "ranks 3, 6 have not entered" not in text
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "timeout_s", "running"), [(1.0, 600, True), (3.0, 600, False), (1.0, 2, False), (0.3, 2, True)]
+)
+def test_a_wait_of_a_second_is_no_hang_where_the_timeout_is_far(
+    waited_s: float, timeout_s: int, running: bool, tmp_path: Path
+) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    for ring in job.ranks:
+        for e in ring.entries:
+            e["timeout_ms"] = timeout_s * 1000
+    report = diagnose(tmp_path, job, after_s=waited_s)
+    assert quiet(report) is running
+    assert report.findings[0].culprits == (2,)
