@@ -14,9 +14,10 @@ time, and in CPU time of the whole process, where waits for the other rank are n
 every hook, less what torch does inside, and around the pulse, less what the same clocks show around no hooks: the sharpest,
 and too high, since what a hook has to bring back into the caches is there for torch's own code after it.
 
-The monitor takes milliseconds from few steps, plain or recorded. How much longer a step was than those around it, where the monitor looked in
-it, less the same of steps at random times (long steps are hit more often, by a look as by a random time), says how much of
-each millisecond of the monitor's CPU a step waits for; that times its CPU is what it costs. The total is both together.
+The monitor takes milliseconds from few steps, plain or recorded. How much longer a step was than those around it, where the
+monitor looked in it, less the same of steps at random times (long steps are hit more often, by a look as by a random time),
+says how much of each millisecond of the monitor's CPU a step waits for; that times its CPU is what it costs. The total is both
+together.
 
 All have a 95 % bootstrap interval over rounds (a round is one sample: its ranks wait for each other).
 

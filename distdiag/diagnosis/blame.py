@@ -99,7 +99,7 @@ def odd_in_group(states: dict[int, RankState], wait: Wait, here: dict[int, str |
     visited = {r: states[r].visits.get(wait.group, {}) for r in odd | rest}
     mine, theirs = {here.get(a) or "" for a in odd}, {here.get(b) or "" for b in rest}
     return (
-        all(visited[a].get(site) == (wait.seq,) for a in odd for site in {here.get(a) or ""})
+        all(visited[a].get(here.get(a) or "") == (wait.seq,) for a in odd)
         and all(not mine & visited[b].keys() for b in rest)
         and all(min(visited[r].get(site, (wait.seq,))) < wait.seq for r in odd | rest for site in theirs)
     )

@@ -8,7 +8,7 @@ from distdiag.diagnosis.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.wording import where
 
 DRIFT_RELATIVE = 1e-5
-CONSTANT, CONSTANT_AT_FIRST = 0.75, 0.9
+CONSTANT, CONSTANT_AT_FIRST = 0.75, 0.9  # of the newest distance, the first; until there are four times as many steps
 BUFFERS_RELATIVE = 0.3  # statistics of different batches of the same data differ by some per cent, and may
 
 

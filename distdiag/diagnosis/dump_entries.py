@@ -92,14 +92,10 @@ def _pass(f: DumpFile) -> Scan:
     for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:
             t.head = seq
+    pairs = {name for name, (_, members) in f.groups.items() if len(members or ()) == 2} if not gloo else set()
     for e in messages:  # a dump of what is active only leaves out the entries that close batches
         name, number = e["process_group"][0], str(e.get("pg_id"))
-        if (
-            not gloo
-            and not e["collective_seq_id"]
-            and number in f.status
-            and len(f.groups.get(name, ("", ()))[1] or ()) == 2
-        ):
+        if name in pairs and not e["collective_seq_id"] and number in f.status:
             out.met[name] = f.status[number][1]
     out.timed = not gloo and any(
         e["state"] == "started" or ns(e, "time_discovered_started_ns") for e in f.entries[-200:]

@@ -376,8 +376,12 @@ class _Builder:
         return list(out.values())
 
     def _from_the_start(self, rank: int) -> bool:
-        """Whether a rank's ring still holds its first entry."""
-        return all(f.entries[0].get("record_id") == 0 for f in self.chosen[rank] if f.entries)
+        """Whether a rank's ring still holds all of its entries, and its dump left none of them out."""
+        return all(
+            (f.entries[0].get("record_id"), f.entries[-1].get("record_id")) == (0, len(f.entries) - 1)
+            for f in self.chosen[rank]
+            if f.entries
+        )
 
     def _newest_site(self, rank: int) -> Site | None:
         last = [f.entries[-1] for f in self.chosen[rank] if f.entries]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distdiag.diagnosis.findings import Certainty, CollectiveRef, Finding, Severity, rank_list, size_text
 from distdiag.diagnosis.graph import WaitGraph
+from distdiag.diagnosis.incident_text import verb
 from distdiag.diagnosis.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.wording import NO_PROGRESS, at, op_text, seconds, where, where_stack
 
@@ -170,7 +171,7 @@ def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: 
     of_call = ""
     if behind is not None:
         left, missing = behind
-        of_call = f" while it has {op_text(left)}{at(left.site)} in flight, to which {rank_list(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+        of_call = f" while it has {op_text(left)}{at(left.site)} in flight, to which {rank_list(missing)} {verb(missing, 'has', 'have')} not come"
     usual = f" (its longest so far: {seconds(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
     return Finding(
         kind="stall",
@@ -186,7 +187,7 @@ def _stall(s: Snapshot, r: RankState, victims: list[int], waited: float, limit: 
         first_seen_s=s.t_s - waited,
         message=f"rank {r.rank} has not entered {op_text(call)}"
         + (f", {size_text(call.bytes)}" if call.bytes else "")
-        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}{of_worker}{of_call}; {rank_list(victims)} {'has' if len(victims) == 1 else 'have'} waited {seconds(waited)}{usual}",
+        + f"; it {_DOES.get(word, 'is busy')}{at(r.place)}{of_worker}{of_call}; {rank_list(victims)} {verb(victims, 'has', 'have')} waited {seconds(waited)}{usual}",
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice="look at that line of the dataset: storage that hangs, a lock, a loop"
         if busy
