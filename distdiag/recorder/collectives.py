@@ -141,7 +141,7 @@ class Collectives(Groups):
         op_text = self._op(op)
         number = self.page.write_call(
             op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:], now_ns(), 0, 0, flags,
-            self.page.u64[_STEP],
+            self.page.words[_STEP],
         )  # fmt: skip
         self._count_site(site, op_text)
         if method in _COUNTED_APART:
@@ -223,11 +223,11 @@ class Collectives(Groups):
         return self._count_site(site, self._op(op))
 
     def block(self, kind: int, at: int, site: int) -> None:
-        u32, u64 = self.page.u32, self.page.u64
-        u64[_BLOCKED_AT] = at
-        u32[_BLOCKED_SITE] = site
-        u64[_BLOCKED_SINCE] = now_ns()
-        u32[_BLOCKED] = kind
+        words = self.page.words
+        words[_BLOCKED_AT] = at
+        words[_BLOCKED_SITE] = site
+        words[_BLOCKED_SINCE] = now_ns()
+        words[_BLOCKED] = kind
 
     def block_ddp(self, pg: Any, site: int) -> None:
         """The main thread enters C++ code of DDP that may wait for others."""
@@ -237,11 +237,11 @@ class Collectives(Groups):
 
     def unblock(self) -> int:
         """The main thread has come back; nanoseconds since it entered."""
-        u32 = self.page.u32
-        if not u32[_BLOCKED]:
+        words = self.page.words
+        if not words[_BLOCKED]:
             return 0
-        u32[_BLOCKED] = 0
-        return now_ns() - self.page.u64[_BLOCKED_SINCE]
+        words[_BLOCKED] = 0
+        return now_ns() - words[_BLOCKED_SINCE]
 
     @guarded
     def issued(self, number: int, g: Group, main: bool, site: int, work: Any, method: str) -> None:
@@ -262,7 +262,7 @@ class Collectives(Groups):
         if method in _COUNTED_APART:
             g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
-        if self.page.u32[_BLOCKED] == _WAIT:
+        if self.page.words[_BLOCKED] == _WAIT:
             self.unblock()
         note_caught(self.r, error)
 
@@ -274,10 +274,10 @@ class Collectives(Groups):
             return _NO_WAIT
         number, site = known
         page = self.page
-        if page.u32[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
+        if page.words[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
             return number, False
         self.block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
-        self.last_ready_ns = page.u64[_BLOCKED_SINCE]
+        self.last_ready_ns = page.words[_BLOCKED_SINCE]
         return number, True
 
     @guarded
@@ -297,7 +297,7 @@ class Collectives(Groups):
         site = self.r.user_site(sys._getframe(depth))
         who = self.page.text(fold_ranks(members)) if members else 0
         number = self.page.write_call(
-            self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *_NO_TENSOR[1:], now_ns(), 0, 0, 0, self.page.u64[_STEP]
+            self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *_NO_TENSOR[1:], now_ns(), 0, 0, 0, self.page.words[_STEP]
         )
         self.block(_GROUP, number, site)
 
@@ -312,7 +312,7 @@ class Collectives(Groups):
 
     @guarded
     def group_call_ends(self) -> None:
-        if self.page.u32[_BLOCKED] == _GROUP:
+        if self.page.words[_BLOCKED] == _GROUP:
             self.unblock()
             self.page.call_left(self.h.blocked_at, now_ns(), 0, failed=False)
 

@@ -17,7 +17,16 @@ from torch.utils.data import dataloader as loader_module
 from distdiag.recorder import state
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.layout import Phase
-from distdiag.recorder.phases import DATA, Phases, constructed, constructing, forward_begins, forward_ends
+from distdiag.recorder.phases import (
+    DATA,
+    Phases,
+    buffers_begin,
+    buffers_end,
+    constructed,
+    constructing,
+    forward_begins,
+    forward_ends,
+)
 from distdiag.recorder.state import guarded, now_ns
 
 
@@ -49,6 +58,8 @@ def _wrap_ddp(ph: Phases) -> None:
             ph.col.unblock()
         if slot is not None:
             constructed(ph, self, slot, sys._getframe(1))
+            if slot.find_unused > 0:
+                _time_searches(ph)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         began = forward_begins(ph, self, inputs)
@@ -70,25 +81,32 @@ def _wrap_ddp(ph: Phases) -> None:
     if original_sync is not None:
 
         def _sync_buffers(self: Any) -> Any:
-            waits = ph.buffers_begin(self)
+            began = buffers_begin(ph, self)
             try:
                 return original_sync(self)
             finally:
-                if waits:
-                    ph.col.wait_ns += ph.col.unblock()
+                if began:
+                    buffers_end(ph, began)
 
         DDP._sync_buffers = _sync_buffers  # type: ignore[method-assign]
+
+
+def _time_searches(ph: Phases) -> None:
+    """How long DDP looks for unused parameters: hooked when a model asks for it, for it is called in every step of all."""
     reducer = c10d.Reducer
-    original_prepare = reducer.prepare_for_backward
+    original = reducer.prepare_for_backward
+    if hasattr(original, "__wrapped__"):
+        return
 
     def prepare_for_backward(self: Any, tensors: Any) -> None:
         if not tensors:  # only find_unused_parameters hands over tensors to search from
-            return original_prepare(self, tensors)
+            return original(self, tensors)
         t = now_ns()
-        original_prepare(self, tensors)
+        original(self, tensors)
         _searched(ph, now_ns() - t)
         return None
 
+    prepare_for_backward.__wrapped__ = original  # type: ignore[attr-defined]
     reducer.prepare_for_backward = prepare_for_backward  # type: ignore[method-assign]
 
 
@@ -131,17 +149,16 @@ def _wrap_loader(ph: Phases) -> None:
         return it
 
     def __next__(self: Any) -> Any:
-        main = get_ident() == ph.main_thread
-        t = ph.enter(DATA) if main else 0
+        if get_ident() != ph.main_thread:
+            return original_next(self)
+        t = ph.enter(DATA)
         try:
             batch = original_next(self)
         except StopIteration:
-            if main:
-                ph.loaders.ends(self)
-                ph.data_ns += ph.leave() - t
+            ph.loaders.ends(self)
+            ph.data_ns += ph.leave() - t
             raise
-        if main:
-            ph.given(self, batch, t)
+        ph.given(self, batch, t)
         return batch
 
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]

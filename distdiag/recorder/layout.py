@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 4
+VERSION = 5
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
 STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
@@ -64,6 +64,20 @@ class Header(Structure):
         ("node", c_int32),
         ("attempt", c_int32),
         ("gpu", c_int32),
+        # what is written many times a step, as whole words that lie together: with cold caches each line of memory counts
+        ("phase", c_uint64),
+        ("phase_since_ns", c_uint64),
+        ("blocked", c_uint64),
+        ("blocked_at", c_uint64),
+        ("blocked_site", c_uint64),
+        ("blocked_since_ns", c_uint64),
+        ("step", c_uint64),
+        ("micro_steps", c_uint64),  # backward passes
+        ("n_steps", c_uint64),
+        ("n_calls", c_uint64),
+        ("epoch", c_int64),
+        ("life", c_uint64),
+        ("device_bytes", c_uint64),
         ("started_wall_ns", c_uint64),
         ("started_mono_ns", c_uint64),
         ("process_start_ticks", c_uint64),
@@ -74,7 +88,6 @@ class Header(Structure):
         ("dropped", c_uint64),  # records and strings that did not fit
         ("errors", c_uint64),  # failures of ours
         ("error", c_uint32),  # text of the last one
-        ("life", c_uint32),
         ("exit_code", c_int32),
         ("exception", c_uint32),
         ("exception_ns", c_uint64),
@@ -84,22 +97,11 @@ class Header(Structure):
         ("caught_ns", c_uint64),
         ("heartbeat_ns", c_uint64),
         ("beats", c_uint64),
-        ("phase", c_uint32),
-        ("phase_since_ns", c_uint64),
-        ("step", c_uint64),
-        ("epoch", c_int32),
-        ("micro_steps", c_uint64),  # backward passes
-        ("stack_version", c_uint32),  # odd while the pulse writes the stack
-        ("stack_depth", c_uint32),
-        ("stack", c_uint32 * STACK),  # sites of the user's frames, innermost first
-        ("raw_innermost", c_uint32),  # "queue.get": the innermost Python frame of all, torch's and stdlib's included
+        ("stack_version", c_uint64),  # odd while the pulse writes the stack
+        ("stack_depth", c_uint64),
+        ("stack", c_uint64 * STACK),  # sites of the user's frames, innermost first
+        ("raw_innermost", c_uint64),  # "queue.get": the innermost Python frame of all, torch's and stdlib's included
         ("stack_ns", c_uint64),
-        ("blocked", c_uint32),
-        ("blocked_at", c_int64),
-        ("blocked_site", c_uint32),
-        ("blocked_since_ns", c_uint64),
-        ("n_calls", c_uint64),
-        ("n_steps", c_uint64),
         ("n_samples", c_uint64),
         ("n_scalars", c_uint64),
         ("n_groups", c_uint32),
@@ -110,7 +112,6 @@ class Header(Structure):
         ("in_join", c_uint32),
         ("new_groups", c_uint64),  # how many process groups this rank asked for: they are collective calls, too
         ("initialised", c_uint64),  # how often init_process_group was entered
-        ("device_bytes", c_uint64),
         ("device_total_bytes", c_uint64),
         ("device_peak_bytes", c_uint64),
         ("witness", c_uint32),  # path of the worker server's socket
@@ -228,7 +229,7 @@ class StepRecord(Structure):
     _fields_ = [
         ("number", c_uint64),
         ("step", c_uint64),
-        ("epoch", c_int32),
+        ("epoch", c_int64),
         ("start_ns", c_uint64),
         ("end_ns", c_uint64),
         ("data_ns", c_uint64),
@@ -241,7 +242,7 @@ class StepRecord(Structure):
         ("samples", c_uint64),
         ("batch", c_uint64),  # local batch size of the (first) batch
         ("loss", c_double),
-        ("loss_known", c_uint32),
+        ("loss_known", c_uint64),
         ("device_bytes", c_uint64),
     ]
 
@@ -298,15 +299,15 @@ class Page(Structure):
 
 PAGE_BYTES = ctypes.sizeof(Page)
 # A whole record in one call, `number` apart: ctypes takes as long for each field as this for all of them.
-STEP_FORMAT = struct.Struct("=QQi4x11QdI4xQ")
 CALL_FORMAT = struct.Struct("=QIIqQiiIIi4x6q2q3QB7xQ")
-assert STEP_FORMAT.size == ctypes.sizeof(StepRecord) and CALL_FORMAT.size == ctypes.sizeof(CallRecord)
+assert CALL_FORMAT.size == ctypes.sizeof(CallRecord)
 
 
 def word(field: str) -> int:
-    """Index of a header field in `PageWriter.u64` or `u32`, by its size."""
+    """Index in `PageWriter.words` of a header field of 64 bits."""
     at = getattr(Header, field)
-    return at.offset // at.size
+    assert at.offset % 8 == 0 and at.size % 8 == 0, field
+    return at.offset // 8
 
 
 NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`

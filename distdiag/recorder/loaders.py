@@ -9,10 +9,10 @@ batches only.
 from __future__ import annotations
 
 import ctypes
-import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
@@ -43,8 +43,8 @@ class Loaders:
         self.newest: Callable[[], torch.Tensor | None] | None = (
             None  # the first tensor of the last batch, while it lives
         )
-        self._last: LoaderSlot | None = None  # the one whose batch came last
-        self._trained: LoaderSlot | None = None  # the one marked as training last
+        self.last: LoaderSlot | None = None  # the one whose batch came last
+        self.trained: LoaderSlot | None = None  # the one marked as training last
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -112,28 +112,36 @@ class Loaders:
         self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), self.page.word_of(slot, "active_ns")
         return slot
 
-    def gives(self, iterator: Any, batch: Any, t: int) -> None:
-        """A batch was handed out at `t`."""
+    def gives(self, iterator: Any, batch: Any, t: int) -> int:
+        """A batch was handed out at `t`; the samples in it: the first dimension of its first tensor, which is `newest` from
+        now on; 0 where there is none."""
         known = self._by_iterator.get(id(iterator))
-        if known is None:
-            return
-        slot, batches_at, active_at = known
-        words = self._words
-        words[batches_at] = n = words[batches_at] + 1
-        words[active_at] = t
-        self._last = slot
-        if n <= FINGERPRINTS:
-            slot.first[n - 1] = fingerprint(batch)
-            slot.n_first = n
+        if known is not None:
+            slot, batches_at, active_at = known
+            words = self._words
+            words[batches_at] = n = words[batches_at] + 1
+            words[active_at] = t
+            self.last = slot
+            if n <= FINGERPRINTS:
+                slot.first[n - 1] = fingerprint(batch)
+                slot.n_first = n
+        x = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
+        if not isinstance(x, torch.Tensor) or not (shape := x.shape):
+            x = first_tensor(batch, _has_samples)
+            if x is None:
+                return 0
+            shape = x.shape
+        self.newest = ref(x)
+        return int(shape[0])
 
-    def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> None:
-        """A DDP module was given, in a step without a batch from a loader, what the job's own code has made or read."""
-        if id(ddp) not in self._by_iterator:
+    def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> int:
+        """A DDP module was given, in a step without a batch from a loader, what the job's own code has made or read; the
+        samples in it."""
+        if id(ddp) not in self._by_iterator and first_tensor(inputs, _has_samples) is not None:
             slot = self._begin(ddp, site)
-            if slot is None:
-                return
-            slot.fed = 1
-        self.gives(ddp, inputs, now_ns())
+            if slot is not None:
+                slot.fed = 1
+        return self.gives(ddp, inputs, now_ns())
 
     @guarded
     def ends(self, iterator: Any) -> None:
@@ -144,19 +152,13 @@ class Loaders:
 
     def trains(self) -> None:
         """A backward pass followed the last batch."""
-        if self._last is not self._trained and self._last is not None:
-            self._last.in_training = 1
-            self._trained = self._last
+        if self.last is not None:
+            self.last.in_training = 1
+            self.trained = self.last
 
-    def batch_length(self, batch: Any) -> int:
-        """Samples in a batch: the first dimension of its first tensor, which is `newest` from now on; 0 where there is none."""
-        t = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
-        if not isinstance(t, torch.Tensor) or not t.dim():
-            t = first_tensor(batch, lambda t: t.dim() > 0)
-        if t is None:
-            return 0
-        self.newest = weakref.ref(t)
-        return int(t.shape[0])
+
+def _has_samples(t: torch.Tensor) -> bool:
+    return t.dim() > 0
 
 
 def _length(x: Any) -> int:

@@ -28,13 +28,13 @@ from distdiag.recorder.first_forward import FirstForward
 from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.layout import MODELS, Blocked, LifeWord, ModelSlot, Phase, word
 from distdiag.recorder.loaders import Loaders
-from distdiag.recorder.page import PageWriter
-from distdiag.recorder.state import failed, guarded, now_ns
+from distdiag.recorder.state import LastPlace, failed, guarded, now_ns
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
 _PHASE, _SINCE, _STEP, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("step"), word("micro_steps")
 _DEVICE_BYTES, _LIFE, _EPOCH = word("device_bytes"), word("life"), word("epoch")
-_BLOCKED, _DDP = word("blocked"), int(Blocked.DDP)
+_BLOCKED, _BLOCKED_AT, _BLOCKED_SITE = word("blocked"), word("blocked_at"), word("blocked_site")
+_BLOCKED_SINCE, _DDP = word("blocked_since_ns"), int(Blocked.DDP)
 DATA, FORWARD, BACKWARD, OPTIMIZER = int(Phase.DATA), int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _CUDA = torch.version.cuda is not None  # this build knows CUDA
 _VALIDATE, _STARTING, _RUNNING = int(Phase.VALIDATE), int(LifeWord.STARTING), int(LifeWord.RUNNING)
@@ -45,7 +45,7 @@ class Phases:
 
     def __init__(self, r: state.Recorder, col: Collectives) -> None:
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
-        self.u32, self.u64, self.i32 = r.page.u32, r.page.u64, r.page.i32
+        self.words = r.page.words
         self.main_thread = r.main_thread
         self.loaders = Loaders(r)
         self.checks = Checks(r, col, lambda: self.loaders.newest and self.loaders.newest())
@@ -59,16 +59,18 @@ class Phases:
         self.loss: float | None = None
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self._optimizer_start_ns = 0
-        self._backward_site, self._backward_count = 0, -1  # of the last backward, and where it is counted
+        self._backward = LastPlace(r)
+        self._backward_site, self._backward_count = 0, -1  # of the last synchronised backward, and where it is counted
+        self.pending: list[Model] = []  # forward has run with gradients wanted, and no backward that averages them
         self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
 
     # -- phase word ---------------------------------------------------------------------------------
 
     def enter(self, phase: int) -> int:
         """Set the phase shown; returns the time, for the caller's accounting."""
-        t = now_ns()
-        self.u32[_PHASE] = phase
-        self.u64[_SINCE] = t
+        words = self.words
+        words[_PHASE] = phase
+        words[_SINCE] = t = now_ns()
         return t
 
     def leave(self) -> int:
@@ -96,15 +98,14 @@ class Phases:
         """A loader handed out a batch that was asked for at `started_ns`."""
         try:
             # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
-            self.u32[_PHASE] = self.idle
-            self.u64[_SINCE] = t = now_ns()
+            words = self.words
+            words[_PHASE] = self.idle
+            words[_SINCE] = t = now_ns()
             self.data_ns += t - started_ns
-            self.loaders.gives(iterator, batch, t)
-            n = self.loaders.batch_length(batch)
-            if n:
-                self.samples += n
-                if not self.batch:
-                    self.batch = n
+            n = self.loaders.gives(iterator, batch, t)
+            self.samples += n
+            if not self.batch:
+                self.batch = n
         except Exception as e:
             failed(e)
 
@@ -114,12 +115,12 @@ class Phases:
         try:
             if get_ident() != self.main_thread:
                 return
-            u64, checks = self.u64, self.checks
-            self.u32[_PHASE] = OPTIMIZER
-            u64[_SINCE] = self._optimizer_start_ns = now_ns()
+            words, checks = self.words, self.checks
+            words[_PHASE] = OPTIMIZER
+            words[_SINCE] = self._optimizer_start_ns = now_ns()
             if self.device is not None:
                 self.device.begin(Phase.OPTIMIZER)
-            step = u64[_STEP] + 1
+            step = words[_STEP] + 1
             if step >= checks.next_look or checks.always or self.col.reduced_elements:
                 checks.before_optimizer(optimizer, self.models, step)
         except Exception as e:
@@ -131,16 +132,16 @@ class Phases:
                 return
             if self.device is not None:
                 self.device.end(Phase.OPTIMIZER)
-            t = now_ns()
-            self.u32[_PHASE] = self.idle
-            self.u64[_SINCE] = t
+            words = self.words
+            words[_PHASE] = self.idle
+            words[_SINCE] = t = now_ns()
             self.optimizer_ns += t - self._optimizer_start_ns
             self._optimizer_start_ns = 0
             if (self.lead is not None and self.lead() is optimizer) or self._leads(optimizer):
                 self.lead_misses = 0
                 self.close_step(t)
-                step = self.u64[_STEP]
-                if checksum_due(step):
+                step = words[_STEP]
+                if (step < 64 or step & 63 == 0) and checksum_due(step):
                     self.checks.after_optimizer(optimizer, step)
         except Exception as e:
             failed(e)
@@ -158,34 +159,29 @@ class Phases:
 
     def close_step(self, t: int) -> None:
         """End the step and begin the next one; its record is written now, or once the device has done it."""
-        col, u64 = self.col, self.u64
+        col, words = self.col, self.words
         ready = self.ready_ns or col.last_ready_ns
         if ready <= self.step_start_ns:
             ready = 0
-        step = u64[_STEP] + 1
-        loss = self.loss
+        step = words[_STEP] + 1
         if self.device is None:
             self.page.write_step(
-                step, self.i32[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns,
-                self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, 0.0 if loss is None else loss,
-                loss is not None, u64[_DEVICE_BYTES],
+                step, words[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns,
+                self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, self.loss, words[_DEVICE_BYTES],
             )  # fmt: skip
         else:
-            times = (step, self.i32[_EPOCH], self.step_start_ns, t, self.data_ns)
-            rest = (
-                col.wait_ns, ready, self.samples, self.batch, 0.0 if loss is None else loss, loss is not None,
-                u64[_DEVICE_BYTES],
-            )  # fmt: skip
+            times = (step, words[_EPOCH], self.step_start_ns, t, self.data_ns)
+            rest = (col.wait_ns, ready, self.samples, self.batch, self.loss, words[_DEVICE_BYTES])
             self.device.close(partial(self._write, times, self.forward_ns, self.backward_ns, self.optimizer_ns, rest))
-        u64[_STEP] = step
+        words[_STEP] = step
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
         self.samples = self.batch = 0
         col.wait_ns = 0
         self.ready_ns = 0
         self.loss = None
-        if self.u32[_LIFE] == _STARTING:
-            self.u32[_LIFE] = _RUNNING
+        if words[_LIFE] == _STARTING:
+            words[_LIFE] = _RUNNING
 
     def _write(
         self, times: tuple[Any, ...], forward_ns: int, backward_ns: int, optimizer_ns: int, rest: tuple[Any, ...],
@@ -205,30 +201,27 @@ class Phases:
         try:
             if get_ident() != self.main_thread:
                 return 0
-            u64, col = self.u64, self.col
-            site = self.r.user_site(sys._getframe(2))
-            micro_step = u64[_MICRO_STEPS]
+            words, col = self.words, self.col
+            site = self._backward.look()
+            micro_step = words[_MICRO_STEPS]
             self.loss = self.checks.loss(tensors, site, micro_step)
-            u64[_MICRO_STEPS] = micro_step + 1
-            self.loaders.trains()
+            words[_MICRO_STEPS] = micro_step + 1
+            loaders = self.loaders
+            if loaders.last is not loaders.trained:
+                loaders.trains()
             if col.reduced_elements:  # since the last step: parameters, averaged by hand
                 self.checks.averaged_elements = max(self.checks.averaged_elements, col.reduced_elements)
                 col.reduced_elements = 0
             self.ready_ns = 0
             if self.device is not None:
                 self.device.begin(Phase.BACKWARD)
-            model = self._syncing_model()
-            if model is not None:
-                if site == self._backward_site and self._backward_count >= 0:
-                    self.page.words[self._backward_count] += 1
-                else:
-                    self._backward_site, self._backward_count = site, col.mark_site("backward", site)
-                self.page.words[model.synced_at] += 1
-                self.checks.averaged_by = model
-                if model.group_at >= 0:
-                    col.block(_DDP, model.group_at, site)
-            self.u32[_PHASE] = BACKWARD
-            u64[_SINCE] = t = now_ns()
+            for m in self.pending:
+                ddp = m.ref()
+                if ddp is not None and ddp.require_backward_grad_sync:
+                    self._syncs(m, site)
+                    break
+            words[_PHASE] = BACKWARD
+            words[_SINCE] = t = now_ns()
             return t
         except Exception as e:
             failed(e)
@@ -239,10 +232,10 @@ class Phases:
             if self.device is not None:
                 self.device.end(Phase.BACKWARD)
             t = now_ns()
-            u32 = self.u32
-            u32[_PHASE] = self.idle
-            u32[_BLOCKED] = 0
-            self.u64[_SINCE] = t
+            words = self.words
+            words[_PHASE] = self.idle
+            words[_BLOCKED] = 0
+            words[_SINCE] = t
             self.backward_ns += t - started_ns
             if self.ready_ns > started_ns:
                 self.col.wait_ns += t - self.ready_ns
@@ -251,36 +244,34 @@ class Phases:
         except Exception as e:
             failed(e)
 
-    @guarded
-    def buffers_begin(self, ddp: Any) -> bool:
-        """DDP is about to broadcast its buffers, in its forward; whether the wait in it is to be counted."""
-        m = self.models.get(id(ddp))
-        if m is None or m.group_at < 0 or get_ident() != self.main_thread:
-            return False
-        self.col.block(_DDP, m.group_at, m.forward_site)
-        return True
-
-    def _syncing_model(self) -> Model | None:
-        for m in self.models.values():
-            if m.forward_pending:
-                ddp = m.ref()
-                if ddp is not None and ddp.require_backward_grad_sync:
-                    m.forward_pending = False
-                    return m
-        return None
+    def _syncs(self, m: Model, site: int) -> None:
+        """A backward begins in which DDP averages the gradients of a model."""
+        self.pending.remove(m)
+        words = self.words
+        if site == self._backward_site and self._backward_count >= 0:
+            words[self._backward_count] += 1
+        else:
+            self._backward_site, self._backward_count = site, self.col.mark_site("backward", site)
+        words[m.synced_at] += 1
+        self.checks.averaged_by = m
+        if m.group_at >= 0:
+            words[_BLOCKED_AT] = m.group_at
+            words[_BLOCKED_SITE] = site
+            words[_BLOCKED_SINCE] = now_ns()
+            words[_BLOCKED] = _DDP
 
     def watch_last_gradient(self, parameter: Any) -> Any:
         """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
-        gradients, checks = Gradients(parameter), self.checks
+        total_of, checks = Gradients(parameter).sum, self.checks
 
         def ready(p: Any) -> None:
             try:
                 self.ready_ns = now_ns()
                 g = p.grad
                 if g is not None:
-                    total = gradients.sum(g)
+                    total = total_of(g)
                     if total - total:  # NaN where it is not finite
-                        checks.local_gradient(p, total, self._backward_site)
+                        checks.local_gradient(p, total, self._backward.site)
             except Exception as e:
                 failed(e)
 
@@ -290,7 +281,8 @@ class Phases:
 class Model:
     """One DDP-wrapped module in this process."""
 
-    def __init__(self, ddp: Any, slot: ModelSlot, page: PageWriter) -> None:
+    def __init__(self, ddp: Any, slot: ModelSlot, r: state.Recorder) -> None:
+        page = r.page
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and where its buffers lie, once asked for; not kept beyond its life
         self.named: list[tuple[str, Any]] | None = None
@@ -299,11 +291,12 @@ class Model:
         self.pg = ddp.process_group
         self.group_at = -1  # slot of its process group; -1: not registered
         self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
-        self.forward_pending = False
+        self.forward = LastPlace(r)
         self.forward_site, self.forward_count = 0, -1  # of the last forward, and where it is counted
         self.next_check = 0  # the step at which to look again at who has a gradient
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
+        self.in_first_forward = False
         self.unused_texts: set[str] = set()
         self.never: set[str] | None = None  # parameters without gradient at every look; None before the first
 
@@ -341,7 +334,7 @@ def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> Mo
 
 @guarded
 def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
-    m = Model(ddp, slot, ph.page)
+    m = Model(ddp, slot, ph.r)
     g = ph.col.group(m.pg)
     if g is not None:
         slot.group = m.group_at = g.slot_index
@@ -373,23 +366,21 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
         training = is_grad_enabled()
         first = False
         if m is not None:
-            site = ph.r.user_site(sys._getframe(2))
+            site = m.forward.look()
+            words = ph.words
             # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
             if site == m.forward_site and m.forward_count >= 0:
-                ph.page.words[m.forward_count] += 1
+                words[m.forward_count] += 1
             else:
                 m.forward_site, m.forward_count = site, ph.col.mark_site("forward", site)
             if training:
-                words = ph.page.words
                 words[m.forwards_at] = n = words[m.forwards_at] + 1
                 first = n == 1
                 if inputs and ph.device is not None and isinstance(inputs[0], torch.Tensor):
                     ph.loaders.newest = weakref.ref(inputs[0])  # the loader's own is gone when it has been copied
                 if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
-                    ph.batch = ph.loaders.batch_length(inputs)
+                    ph.batch = ph.loaders.fed(ddp, inputs, site)
                     ph.samples += ph.batch
-                    if ph.batch:
-                        ph.loaders.fed(ddp, inputs, site)
                 if ph.checks.later:
                     ph.checks.poll()
         if training:
@@ -397,33 +388,61 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
                 ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
             if ph.device is not None:
                 ph.device.begin(Phase.FORWARD)
-        ph.u32[_PHASE] = FORWARD if training else _VALIDATE
-        ph.u64[_SINCE] = t = now_ns()
+        words = ph.words
+        words[_PHASE] = FORWARD if training else _VALIDATE
+        words[_SINCE] = t = now_ns()
         if first and m is not None:
-            m.first_forward = first_forward.watch()  # last: what it begins, `forward_ends` ends
+            m.first_forward, m.in_first_forward = first_forward.watch(), True  # last: what it begins, `forward_ends` ends
         return t, m, training
     except Exception as e:
         failed(e)
         return None
 
 
+def buffers_begin(ph: Phases, ddp: Any) -> int:
+    """DDP is about to broadcast its buffers, in its forward: the time, 0 where the wait in it is not counted."""
+    try:
+        m = ph.models.get(id(ddp))
+        if m is None or m.group_at < 0 or get_ident() != ph.main_thread:
+            return 0
+        words = ph.words
+        words[_BLOCKED_AT] = m.group_at
+        words[_BLOCKED_SITE] = m.forward_site
+        words[_BLOCKED_SINCE] = t = now_ns()
+        words[_BLOCKED] = _DDP
+        return t
+    except Exception as e:
+        failed(e)
+        return 0
+
+
+def buffers_end(ph: Phases, began_ns: int) -> None:
+    try:
+        ph.words[_BLOCKED] = 0
+        ph.col.wait_ns += now_ns() - began_ns
+    except Exception as e:
+        failed(e)
+
+
 def forward_ends(ph: Phases, began: tuple[int, Model | None, bool], error: BaseException | None) -> None:
     try:
         started_ns, m, training = began
         t = now_ns()
-        u32 = ph.u32
-        u32[_PHASE] = ph.idle
-        u32[_BLOCKED] = 0
-        ph.u64[_SINCE] = t
+        words = ph.words
+        words[_PHASE] = ph.idle
+        words[_BLOCKED] = 0
+        words[_SINCE] = t
         if training:
             ph.forward_ns += t - started_ns
             if ph.device is not None:
                 ph.device.end(Phase.FORWARD)
         if m is not None:
-            if m.first_forward is not None and m.slot.forwards == 1:
-                m.first_forward.end()
-            if training:
-                m.forward_pending = True
+            if m.in_first_forward:
+                m.in_first_forward = False
+                if m.first_forward is not None:
+                    m.first_forward.end()
+            if training and m not in ph.pending:
+                ph.pending.append(m)
         if error is not None:
             note_caught(ph.r, error)
             if m is not None and "finished reduction in the prior iteration" in str(error):

@@ -21,7 +21,7 @@ PERIOD_S = 0.25
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
-_VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 4
+_VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 8
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 
 
@@ -47,17 +47,17 @@ class Pulse(threading.Thread):
     def beat(self) -> None:
         """One beat: what `run` does every quarter of a second."""
         self._sample()
-        u64 = self.r.page.u64
-        beats, t = u64[_BEATS], now_ns()
-        still = t - max(u64[_SINCE], u64[_BLOCKED_SINCE]) > STILL_NS
-        waits = self.r.page.u32[_BLOCKED] not in _GOES_ON
+        words = self.r.page.words
+        beats, t = words[_BEATS], now_ns()
+        still = t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS
+        waits = words[_BLOCKED] not in _GOES_ON
         if (still or waits or beats % 4 == 0) and self.collectives is not None:
             self.collectives.refresh_groups()
-            u64[_COUNTED] = t
+            words[_COUNTED] = t
         if beats % 4 == 0:
             self._device()
-        u64[_BEATS] = beats + 1
-        u64[_HEARTBEAT] = now_ns()
+        words[_BEATS] = beats + 1
+        words[_HEARTBEAT] = now_ns()
 
     def _sample(self) -> None:
         frame = sys._current_frames().get(self.r.main_thread or 0)
@@ -69,16 +69,16 @@ class Pulse(threading.Thread):
             if len(self._raw) >= 4096:
                 self._raw.clear()
             known = self._raw[id(code)] = self.r.page.text(raw_name(frame)), code
-        u32, at = self.r.page.u32, _STACK
+        words, at = self.r.page.words, _STACK
         sites = [self.r.site(f) for f in user_stack(frame, STACK)]
-        u32[_VERSION] += 1  # odd: being written
+        words[_VERSION] += 1  # odd: being written
         for s in sites:
-            u32[at] = s
+            words[at] = s
             at += 1
-        u32[_DEPTH] = len(sites)
-        u32[_RAW] = known[0]
-        self.r.page.u64[_STACK_NS] = now_ns()
-        u32[_VERSION] += 1
+        words[_DEPTH] = len(sites)
+        words[_RAW] = known[0]
+        words[_STACK_NS] = now_ns()
+        words[_VERSION] += 1
 
     def _device(self) -> None:
         torch = sys.modules.get("torch")
