@@ -113,11 +113,12 @@ class Monitor:
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) < self._expected
-            or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look(v)) for v in self.views.values())
+            or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look) for v in self.views.values())
         ):
             return False
+        calm = self._look_s > LOOK_S  # what it takes to know more is time of the job's
         for v in self.views.values():
-            v.sample_place(self._idle[v.rank][0])
+            v.sample_place(None if calm else self._cpu_look(v))
         return True
 
     def _time_between_looks_s(self, now_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ from distdiag.recorder.layout import (
     ASYNC,
     CALLS,
     FAILED_CALL,
+    NEWS,
     NO_GROUP,
     P2P,
     ROOTED,
@@ -29,12 +31,18 @@ from distdiag.recorder.layout import (
     Page,
     Phase,
     SampleKind,
+    word,
 )
 from distdiag.recorder.page import PageReader
 from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
+_PHASE, _SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase", "phase_since_ns", "blocked", "blocked_since_ns"))
+_N_CALLS, _N_STEPS, _N_SAMPLES = map(word, ("n_calls", "n_steps", "n_samples"))
+_VERSION, _DEPTH, _STACK = map(word, ("stack_version", "stack_depth", "stack"))
+_NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
+_PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
 )
@@ -55,6 +63,9 @@ class PageView(Slots):
     _samples_read: int = 0
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _scalars_read: int = 0
+    _news: bytes = b""
+    _samples_glanced: int = 0
+    _sampled: int = 0  # version of the stack whose place was counted last
     ending: Ending | None = None
     ended_s: float | None = None
     place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
@@ -88,36 +99,40 @@ class PageView(Slots):
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def goes_on(self, now_ns: int, idle: bool | None) -> bool:
-        """Whether the main thread cannot be waiting for another rank and what it left can be read later; takes over the header.
+    def goes_on(self, now_ns: int, idle: Callable[[Self], bool | None]) -> bool:
+        """Whether the main thread cannot be waiting for another rank and what it left can be read later.
 
         It went from one phase or wait to the next a moment ago, or it computes: on a GPU that may be a wait that spins, and so
         it is believed for a while only.
+
+        Args:
+            now_ns: Monotonic time.
+            idle: Whether it sleeps and has used no CPU lately; asked for where it matters.
         """
         if self.page is None:
             return False
-        h = self.reader.header()
-        before = self.page.header
-        still_ns = now_ns - max(h.phase_since_ns, h.blocked_since_ns)
-        computes = idle is False and h.blocked in (Blocked.NO, Blocked.DDP)
-        moved = still_ns < (COMPUTES_NS if computes else STILL_NS)
-        room = (
-            h.n_calls - self._calls_read < CALLS // 4
-            and h.n_steps - self._steps_read < STEPS // 4
-            and h.n_samples - self._samples_read < SAMPLES // 4
+        words = self.reader.words
+        still_ns = now_ns - max(words[_SINCE], words[_BLOCKED_SINCE])
+        if still_ns >= STILL_NS and (
+            still_ns >= COMPUTES_NS or words[_BLOCKED] not in _MAY_COMPUTE or idle(self) is not False
+        ):
+            return False
+        return (
+            words[_N_CALLS] - self._calls_read < CALLS // 4
+            and words[_N_STEPS] - self._steps_read < STEPS // 4
+            and words[NEWS].tobytes() == self._news
+            and (words[_N_SAMPLES] == self._samples_glanced or self._samples_can_wait(words[_N_SAMPLES]))
         )
-        same = (h.life, h.errors, h.dropped, h.caught_ns, h.exception_ns, h.n_groups, h.n_models) == (
-            before.life, before.errors, before.dropped, before.caught_ns, before.exception_ns, before.n_groups, before.n_models,
-        )  # fmt: skip
-        if same and h.n_samples != before.n_samples:  # what is looked at from time to time anyway can wait
-            same = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(before.n_samples, h.n_samples))
-        if moved and room and same:
-            self.page.header = h
-            return True
-        return False
+
+    def _samples_can_wait(self, samples: int) -> bool:
+        """Whether all that are new are of what is looked at from time to time anyway, and there is room for more."""
+        first, self._samples_glanced = max(self._samples_glanced, self._samples_read), samples
+        routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
+        return routine and samples - self._samples_read < SAMPLES // 4
 
     def refresh(self, now_s: float) -> None:
         """Read the page and take over what is new in its rings."""
+        self._news = self.reader.words[NEWS].tobytes()  # first: what comes meanwhile is news
         self.page = page = self.reader.read(-1 if self._open else self._calls_read)
         h = page.header
         self._read_calls(page, h)
@@ -266,15 +281,15 @@ class PageView(Slots):
 
     def sample_place(self, idle: bool | None) -> None:
         """Count where the main thread stands, unless it waits for others there."""
-        assert self.page is not None
-        h = self.page.header
-        waits = h.blocked not in (Blocked.NO, Blocked.DDP) or (h.blocked == Blocked.DDP and idle is not False)
-        if h.stack_version & 1 or not h.stack_depth or waits:
+        words = self.reader.words
+        blocked, version = words[_BLOCKED], words[_VERSION]
+        if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):
             return
-        stack = self.stack(h)
+        offsets, phase = bytes(words[_STACK : _STACK + words[_DEPTH]]), _PHASES[words[_PHASE]]
+        stack = self.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
         if not stack:
             return
-        phase = Phase(h.phase).name.lower()
+        self._sampled = version
         counts = self.place_counts.setdefault(phase, Counter())
         counts[stack[0]] += 1
         self.place_stacks[(phase, stack[0])] = stack

@@ -34,7 +34,7 @@ class Slots:
     page: Page | None = None
     _json: dict[int, Any] = field(default_factory=dict)
     _places: dict[int, Site | None] = field(default_factory=dict)
-    _stacks: dict[tuple[int, bytes], tuple[Site, ...]] = field(default_factory=dict)
+    _stacks: dict[bytes, tuple[Site, ...]] = field(default_factory=dict)
 
     # -- times and places -------------------------------------------------------------------------
 
@@ -52,12 +52,16 @@ class Slots:
 
     def stack(self, h: Header) -> tuple[Site, ...]:
         """The user's frames of the main thread, innermost first, as the pulse saw them last."""
-        key = (h.stack_depth, bytes(h.stack))
-        known = self._stacks.get(key)
+        return self.stack_of(bytes(h.stack)[: h.stack_depth * 8])
+
+    def stack_of(self, offsets: bytes) -> tuple[Site, ...]:
+        """The same by their offsets, 64 bits each."""
+        known = self._stacks.get(offsets)
         if known is None:
             if len(self._stacks) >= STACKS_KEPT:
                 self._stacks.clear()
-            known = self._stacks[key] = tuple(s for i in range(h.stack_depth) if (s := self.site(h.stack[i])))
+            each = (int.from_bytes(offsets[i : i + 8], "little") for i in range(0, len(offsets), 8))
+            known = self._stacks[offsets] = tuple(s for at in each if (s := self.site(at)))
         return known
 
     def parsed(self, offset: int) -> Any:

@@ -23,7 +23,7 @@ from distdiag.recorder.state import guarded, now_ns
 
 if TYPE_CHECKING:
     from distdiag.recorder.collectives import Collectives
-    from distdiag.recorder.phases import Model
+    from distdiag.recorder.models import Model
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
@@ -125,7 +125,13 @@ class Checks:
 
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
         """The scalar that backward is called on; None where it is no scalar or lies on a device."""
-        t = tensors if type(tensors) is torch.Tensor else tensors[0] if type(tensors) in (tuple, list) and len(tensors) == 1 else None
+        t = (
+            tensors
+            if type(tensors) is torch.Tensor
+            else tensors[0]
+            if type(tensors) in (tuple, list) and len(tensors) == 1
+            else None
+        )
         # plain ones only: the value of a tensor that is spread over ranks is a collective
         if type(t) is not torch.Tensor or (t.dim() and t.numel() != 1):
             return None

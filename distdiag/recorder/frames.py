@@ -84,8 +84,11 @@ def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
     out: list[FrameType] = []
     packages: list[FrameType] = []
     f = start
+    kinds = _kinds
     while f is not None and len(out) < depth:
-        k = kind_of(f.f_code)
+        code = f.f_code
+        known = kinds.get(id(code))
+        k = known[0] if known is not None else kind_of(code)
         if k == USER:
             out.append(f)
         elif k == PACKAGE and len(packages) < depth:

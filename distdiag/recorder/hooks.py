@@ -17,13 +17,12 @@ from torch.utils.data import dataloader as loader_module
 from distdiag.recorder import state
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.layout import Phase
+from distdiag.recorder.models import constructed, constructing
 from distdiag.recorder.phases import (
     DATA,
     Phases,
     buffers_begin,
     buffers_end,
-    constructed,
-    constructing,
     forward_begins,
     forward_ends,
 )

@@ -76,8 +76,15 @@ class Header(Structure):
         ("n_steps", c_uint64),
         ("n_calls", c_uint64),
         ("epoch", c_int64),
-        ("life", c_uint64),
         ("device_bytes", c_uint64),
+        # NEWS: what the monitor looks at a rank for at once
+        ("life", c_uint64),
+        ("dropped", c_uint64),  # records and strings that did not fit
+        ("errors", c_uint64),  # failures of ours
+        ("exception_ns", c_uint64),
+        ("caught_ns", c_uint64),
+        ("n_groups", c_uint64),
+        ("n_models", c_uint64),
         ("started_wall_ns", c_uint64),
         ("started_mono_ns", c_uint64),
         ("process_start_ticks", c_uint64),
@@ -85,16 +92,12 @@ class Header(Structure):
         ("script", c_uint32),
         ("facts", c_uint32),  # JSON text: versions, backend, meta(**…) of the job; replaced whole
         ("heap_used", c_uint32),
-        ("dropped", c_uint64),  # records and strings that did not fit
-        ("errors", c_uint64),  # failures of ours
-        ("error", c_uint32),  # text of the last one
+        ("error", c_uint32),  # text of the last failure of ours
         ("exit_code", c_int32),
         ("exception", c_uint32),
-        ("exception_ns", c_uint64),
         ("exception_depth", c_uint32),
         ("exception_stack", c_uint32 * STACK),
         ("caught", c_uint32),  # newest exception out of a collective or a step that the script may yet catch
-        ("caught_ns", c_uint64),
         ("heartbeat_ns", c_uint64),
         ("beats", c_uint64),
         ("stack_version", c_uint64),  # odd while the pulse writes the stack
@@ -104,11 +107,9 @@ class Header(Structure):
         ("stack_ns", c_uint64),
         ("n_samples", c_uint64),
         ("n_scalars", c_uint64),
-        ("n_groups", c_uint32),
         ("n_peers", c_uint32),
         ("n_sites", c_uint32),
         ("n_loaders", c_uint32),
-        ("n_models", c_uint32),
         ("in_join", c_uint32),
         ("new_groups", c_uint64),  # how many process groups this rank asked for: they are collective calls, too
         ("initialised", c_uint64),  # how often init_process_group was entered
@@ -308,6 +309,9 @@ def word(field: str) -> int:
     at = getattr(Header, field)
     assert at.offset % 8 == 0 and at.size % 8 == 0, field
     return at.offset // 8
+
+
+NEWS = slice(word("life"), word("n_models") + 1)
 
 
 NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`

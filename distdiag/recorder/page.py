@@ -38,7 +38,7 @@ from distdiag.recorder.layout import (
 _STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
 _SAMPLES_AT = Page.samples.offset
 _STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # where the ring begins, length of a record
-assert [getattr(StepRecord, name).offset for name, _ in StepRecord._fields_] == [8 * i for i in range(17)]
+assert [getattr(StepRecord, f[0]).offset for f in StepRecord._fields_] == [8 * i for i in range(17)]
 _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
 _WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
@@ -185,6 +185,7 @@ class PageReader:
         if head.version != VERSION or head.page_bytes != PAGE_BYTES:
             raise PageError(f"{path.name}: page version {head.version}, this distdiag reads {VERSION}")
         self.path = path
+        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # as they are at this moment
         self._texts: dict[int, str] = {0: ""}
         self._page = Page()
         self._from, self._to = memoryview(self._map), memoryview(self._page).cast("B")
@@ -230,4 +231,5 @@ class PageReader:
 
     def close(self) -> None:
         self._from.release()
+        self.words.release()
         self._map.close()

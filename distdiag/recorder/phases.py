@@ -8,27 +8,23 @@ backward from the moment its last gradient is ready to the end.
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import is_grad_enabled
 
 from distdiag.recorder import first_forward, state
-from distdiag.recorder.checks import NAMES_KEPT, Checks, Gradients, checksum_due
+from distdiag.recorder.checks import Checks, Gradients, checksum_due
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.device_clock import DeviceClock
-from distdiag.recorder.first_forward import FirstForward
-from distdiag.recorder.frames import PACKAGE, kind_of
-from distdiag.recorder.layout import MODELS, Blocked, LifeWord, ModelSlot, Phase, word
+from distdiag.recorder.layout import Blocked, LifeWord, Phase, word
 from distdiag.recorder.loaders import Loaders
-from distdiag.recorder.state import LastPlace, failed, guarded, now_ns
+from distdiag.recorder.models import Model
+from distdiag.recorder.state import LastPlace, failed, now_ns
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
 _PHASE, _SINCE, _STEP, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("step"), word("micro_steps")
@@ -170,9 +166,7 @@ class Phases:
                 self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, self.loss, words[_DEVICE_BYTES],
             )  # fmt: skip
         else:
-            times = (step, words[_EPOCH], self.step_start_ns, t, self.data_ns)
-            rest = (col.wait_ns, ready, self.samples, self.batch, self.loss, words[_DEVICE_BYTES])
-            self.device.close(partial(self._write, times, self.forward_ns, self.backward_ns, self.optimizer_ns, rest))
+            self.device.close(self._step_of_device(step, t, ready))
         words[_STEP] = step
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
@@ -183,16 +177,27 @@ class Phases:
         if words[_LIFE] == _STARTING:
             words[_LIFE] = _RUNNING
 
-    def _write(
-        self, times: tuple[Any, ...], forward_ns: int, backward_ns: int, optimizer_ns: int, rest: tuple[Any, ...],
-        device: dict[Phase, int] | None,
-    ) -> None:  # fmt: skip
-        """A step record whose device times are known now (None: the device did not say): they stand in for the host's."""
-        device = device or {}
-        self.page.write_step(
-            *times, device.get(Phase.H2D, 0), device.get(Phase.FORWARD, forward_ns),
-            device.get(Phase.BACKWARD, backward_ns), device.get(Phase.OPTIMIZER, optimizer_ns), *rest,
-        )  # fmt: skip
+    def _step_of_device(self, step: int, t: int, ready: int) -> Callable[[dict[Phase, int] | None], None]:
+        """What writes the step that ends now, once the device's times are known: they stand in for the host's."""
+        start_ns, data_ns, forward_ns, backward_ns = self.step_start_ns, self.data_ns, self.forward_ns, self.backward_ns
+        optimizer_ns, wait_ns, samples, batch, loss = (
+            self.optimizer_ns,
+            self.col.wait_ns,
+            self.samples,
+            self.batch,
+            self.loss,
+        )
+        epoch, device_bytes = self.words[_EPOCH], self.words[_DEVICE_BYTES]
+
+        def write(device: dict[Phase, int] | None) -> None:
+            of = device or {}  # None: it did not say
+            self.page.write_step(
+                step, epoch, start_ns, t, data_ns, of.get(Phase.H2D, 0), of.get(Phase.FORWARD, forward_ns),
+                of.get(Phase.BACKWARD, backward_ns), of.get(Phase.OPTIMIZER, optimizer_ns), wait_ns, ready, samples, batch,
+                loss, device_bytes,
+            )  # fmt: skip
+
+        return write
 
     # -- forward and backward --------------------------------------------------------------------------
 
@@ -278,85 +283,6 @@ class Phases:
         return parameter.register_post_accumulate_grad_hook(ready)
 
 
-class Model:
-    """One DDP-wrapped module in this process."""
-
-    def __init__(self, ddp: Any, slot: ModelSlot, r: state.Recorder) -> None:
-        page = r.page
-        self.ref = weakref.ref(ddp, self._gone)
-        # its parameters and where its buffers lie, once asked for; not kept beyond its life
-        self.named: list[tuple[str, Any]] | None = None
-        self.buffer_places: list[tuple[Any, str]] | None = None
-        self.slot = slot
-        self.pg = ddp.process_group
-        self.group_at = -1  # slot of its process group; -1: not registered
-        self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
-        self.forward = LastPlace(r)
-        self.forward_site, self.forward_count = 0, -1  # of the last forward, and where it is counted
-        self.next_check = 0  # the step at which to look again at who has a gradient
-        self.hook: Any = None
-        self.first_forward: FirstForward | None = None
-        self.in_first_forward = False
-        self.unused_texts: set[str] = set()
-        self.never: set[str] | None = None  # parameters without gradient at every look; None before the first
-
-    def _gone(self, _: object) -> None:
-        self.named = self.buffer_places = None
-
-
-@guarded
-def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
-    """Before DDP's constructor talks to the others: what is about to be wrapped."""
-    site = ph.r.user_site(caller)
-    n = ph.h.n_models
-    if n >= MODELS:
-        ph.h.dropped += 1
-        return None
-    slot = ph.page.page.models[n]
-    slot.name = ph.page.text(type(module).__name__)
-    slot.site = site
-    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
-    slot.parameters = len(shapes)
-    slot.parameter_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
-    slot.frozen = len(frozen)
-    slot.frozen_names = ph.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
-    slot.shape_hash = hash_text(repr([s for _, s in shapes]))
-    slot.group = 0xFFFFFFFF
-    slot.find_unused = -1
-    ph.h.n_models = n + 1
-    pg = kwargs.get("process_group") or torch.distributed.group.WORLD
-    if pg is not None:
-        ph.col.mark_site("DDP", site)
-        ph.col.block_ddp(pg, site)
-    return slot
-
-
-@guarded
-def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
-    m = Model(ddp, slot, ph.r)
-    g = ph.col.group(m.pg)
-    if g is not None:
-        slot.group = m.group_at = g.slot_index
-    by_library = kind_of(caller.f_code) == PACKAGE
-    slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
-    slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
-    slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
-    ph.models[id(ddp)] = m
-    first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
-    if first is not None:
-        m.hook = ph.watch_last_gradient(first)
-        ph.checks.local_gradients = True
-    ph.checks.next_look = 0
-
-
-def hash_text(s: str) -> int:
-    import zlib
-
-    raw = s.encode()
-    return zlib.crc32(raw) << 32 | zlib.adler32(raw)
-
-
 def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | None, bool] | None:
     """(time, model, whether gradients are wanted) of a forward on the main thread."""
     try:
@@ -392,7 +318,10 @@ def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | No
         words[_PHASE] = FORWARD if training else _VALIDATE
         words[_SINCE] = t = now_ns()
         if first and m is not None:
-            m.first_forward, m.in_first_forward = first_forward.watch(), True  # last: what it begins, `forward_ends` ends
+            m.first_forward, m.in_first_forward = (
+                first_forward.watch(),
+                True,
+            )  # last: what it begins, `forward_ends` ends
         return t, m, training
     except Exception as e:
         failed(e)

@@ -2,7 +2,8 @@
 
 A daemon thread writes the heartbeat, the groups' counters, and the user's frames of the main thread into the page. It takes
 the GIL for a tenth of a millisecond a beat; where the GIL is held by others it misses beats, and that is what a reader sees.
-While the main thread is seen to go from phase to phase, the counters are read once a second only; `counted_ns` says when.
+While the main thread is seen to go from phase to phase, its frames are read twice a second and the counters once;
+`counted_ns` says when.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Pulse(threading.Thread):
     @guarded
     def beat(self) -> None:
         """One beat: what `run` does every quarter of a second."""
-        self._sample()
         words = self.r.page.words
         beats, t = words[_BEATS], now_ns()
-        still = t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS
-        waits = words[_BLOCKED] not in _GOES_ON
-        if (still or waits or beats % 4 == 0) and self.collectives is not None:
+        waits = words[_BLOCKED] not in _GOES_ON or t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS
+        if waits or beats % 2 == 0:
+            self._sample()
+        if (waits or beats % 4 == 0) and self.collectives is not None:
             self.collectives.refresh_groups()
             words[_COUNTED] = t
         if beats % 4 == 0:
