@@ -313,8 +313,7 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
     """CPU microseconds of all hooks of a step with nothing between them, by blocks of 256 steps."""
     import torch
 
-    from distdiag.recorder import session
-    from distdiag.recorder.phases import DATA, forward_begins, forward_ends
+    from distdiag.recorder import session, step_hooks
 
     assert session.current is not None
     ph = session.current.phases
@@ -325,15 +324,14 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
     parameter.grad = torch.zeros_like(parameter)
 
     [ready] = parameter._post_accumulate_grad_hooks.values()
+    following = step_hooks.loader_next(ph, lambda _: batch)
+    forward = step_hooks.ddp_forward(ph, lambda *_: None)
+    backward = step_hooks.autograd_backward(ph, lambda *_: ready(parameter))
 
     def hooks() -> None:
-        t = ph.enter(DATA)
-        ph.given(iterator, batch, t)
-        began = forward_begins(ph, model, (batch,))
-        forward_ends(ph, began, None)
-        t = ph.backward_begins(loss)
-        ready(parameter)
-        ph.backward_ends(t, None)
+        following(iterator)
+        forward(model, batch)
+        backward(loss)
         ph.optimizer_begins(optimizer)
         ph.optimizer_ends(optimizer)
 

@@ -29,6 +29,9 @@ CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
 NAMES_KEPT = 200
 UNUSED_TEXTS = 16
+# Backward passes whose loss is read, in every one or in each so many, where the gradients would tell of a bad one: the value
+# of a tensor takes a tenth of what recording costs a step.
+LOSSES_ALL, LOSSES_EVERY = 256, 4
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 # Parameters per step that are asked whether they have a gradient, while a model is new and later: of more, more rarely.
 LOOKED_AT, LOOKED_AT_LATER, NEW_LOOKS = 64, 2, 128
@@ -64,31 +67,28 @@ class Gradients:
     last. To ask all that of torch each time takes longer than everything else of ours in a step: caches are cold here.
     """
 
-    __slots__ = ("_at", "_elements", "_memory", "_type")
+    __slots__ = ("_type", "at", "elements", "memory")
 
     def __init__(self, p: torch.Tensor) -> None:
         n = p.numel()
         self._type = ctypes.c_float * n if sampled(p.detach(), 1) is not None else None
-        self._elements = 0, n // 3, n * 2 // 3, n - 1
-        self._at = 0
-        self._memory: Any = ()
+        self.elements = 0, n // 3, n * 2 // 3, n - 1  # that are looked at
+        self.at = 0
+        self.memory: Any = ()  # of the gradient at this address
 
     def sum(self, g: torch.Tensor) -> float:
         """Sum of four elements, not finite where one of them is not; 0 where they cannot be looked at."""
+        if not g.is_cpu or g.layout is not torch.strided:
+            return 0.0
         if self._type is None or g.dtype is not _FLOAT32:
-            if not g.is_cpu or g.is_sparse:
-                return 0.0
             n = g.numel()
             few = g if n <= 4096 else (g.view(-1) if g.is_contiguous() else g[0].reshape(-1))[:: n // 64]
             return float(few.sum())
         at = g.data_ptr()
-        if at != self._at:
-            if not g.is_cpu or not at:
-                return 0.0
-            self._at, self._memory = at, memoryview(self._type.from_address(at)).cast("B").cast("f")
-        memory = self._memory
-        a, b, c, d = self._elements
-        return memory[a] + memory[b] + memory[c] + memory[d]
+        if not at:
+            return 0.0
+        self.at, self.memory = at, memoryview(self._type.from_address(at)).cast("B").cast("f")
+        return sum(self.memory[i] for i in self.elements)
 
 
 class Checks:
@@ -108,6 +108,8 @@ class Checks:
         self._models: dict[int, Model] = {}
         self.averaged_by: Model | None = None  # whose gradients were averaged last
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
+        self.each_loss = True  # is looked at: nothing else would tell of one that is not finite, or one just was not
+        self.unread_loss: tuple[Any, int, int] | None = None  # what `loss` was not asked about, while backward runs
         self.next_look = 0  # the first step with something to look at before the optimizer, unless always
         self.always = True
 
@@ -148,6 +150,7 @@ class Checks:
     def _loss_value(self, value: float, site: int, at_most: int) -> None:
         """A loss that is not finite ruins nothing where the step is dropped: it is said when the step is made, or when
         `at_most` of them have followed each other."""
+        self.each_loss = not (isfinite(value) and self.local_gradients)
         if isfinite(value):
             self._bad_losses = 0
             return
@@ -246,6 +249,8 @@ class Checks:
 
         Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
         """
+        if self.unread_loss is not None:  # it began there, or after it
+            self.loss(*self.unread_loss)
         if self._nonfinite < NONFINITE_REPORTS:
             self._suspect(SampleKind.NONFINITE_LOCAL_GRADIENT, total, p, site)
 

@@ -95,7 +95,7 @@ class Handle:
         """Watch an iterator of batches that is no DataLoader: its waits, its length, its end."""
         if self._session is None or self._session.phases is None:
             return iterable
-        from distdiag.recorder.phases import batches
+        from distdiag.recorder.step_hooks import batches
 
         return batches(self._session.phases, iterable, length)
 

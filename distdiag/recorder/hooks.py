@@ -18,15 +18,9 @@ from distdiag.recorder import state
 from distdiag.recorder.collectives import Collectives, note_caught
 from distdiag.recorder.layout import Phase
 from distdiag.recorder.models import constructed, constructing
-from distdiag.recorder.phases import (
-    DATA,
-    Phases,
-    buffers_begin,
-    buffers_end,
-    forward_begins,
-    forward_ends,
-)
+from distdiag.recorder.phases import Phases
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.step_hooks import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
 
 
 def install(r: state.Recorder, col: Collectives) -> Phases:
@@ -60,34 +54,14 @@ def _wrap_ddp(ph: Phases) -> None:
             if slot.find_unused > 0:
                 _time_searches(ph)
 
-    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        began = forward_begins(ph, self, inputs)
-        error: BaseException | None = None
-        try:
-            return original_forward(self, *inputs, **kwargs)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
-            if began is not None:
-                forward_ends(ph, began, error)
-
+    forward = ddp_forward(ph, original_forward)
     __init__.__doc__, forward.__doc__ = original_init.__doc__, original_forward.__doc__
     __init__.__wrapped__, forward.__wrapped__ = original_init, original_forward  # type: ignore[attr-defined]
     DDP.__init__, DDP.forward = __init__, forward  # type: ignore[method-assign]
 
     original_sync = getattr(DDP, "_sync_buffers", None)
     if original_sync is not None:
-
-        def _sync_buffers(self: Any) -> Any:
-            began = buffers_begin(ph, self)
-            try:
-                return original_sync(self)
-            finally:
-                if began:
-                    buffers_end(ph, began)
-
-        DDP._sync_buffers = _sync_buffers  # type: ignore[method-assign]
+        DDP._sync_buffers = ddp_sync_buffers(ph, original_sync)  # type: ignore[method-assign]
 
 
 def _time_searches(ph: Phases) -> None:
@@ -120,18 +94,7 @@ def _searched(ph: Phases, ns: int) -> None:
 def _wrap_backward(ph: Phases) -> None:
     original = torch.autograd.backward
 
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        began = ph.backward_begins(tensors)
-        error: BaseException | None = None
-        try:
-            return original(tensors, *args, **kwargs)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
-            if began:
-                ph.backward_ends(began, error)
-
+    backward = autograd_backward(ph, original)
     backward.__doc__ = original.__doc__
     backward.__wrapped__ = original  # type: ignore[attr-defined]
     torch.autograd.backward = backward
@@ -140,28 +103,14 @@ def _wrap_backward(ph: Phases) -> None:
 def _wrap_loader(ph: Phases) -> None:
     original_iter = DataLoader.__iter__
     base = loader_module._BaseDataLoaderIter
-    original_next = base.__next__
 
     def __iter__(self: Any) -> Any:
         it = original_iter(self)
         ph.loaders.starts(self, it, sys._getframe(1))
         return it
 
-    def __next__(self: Any) -> Any:
-        if get_ident() != ph.main_thread:
-            return original_next(self)
-        t = ph.enter(DATA)
-        try:
-            batch = original_next(self)
-        except StopIteration:
-            ph.loaders.ends(self)
-            ph.data_ns += ph.leave() - t
-            raise
-        ph.given(self, batch, t)
-        return batch
-
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-    base.__next__ = __next__  # type: ignore[method-assign]
+    base.__next__ = loader_next(ph, base.__next__)  # type: ignore[method-assign]
 
 
 def _wrap_copies(ph: Phases) -> None:

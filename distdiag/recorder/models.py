@@ -38,7 +38,6 @@ class Model:
         self.next_check = 0  # the step at which to look again at who has a gradient
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
-        self.in_first_forward = False
         self.unused_texts: set[str] = set()
         self.never: set[str] | None = None  # parameters without gradient at every look; None before the first
 
@@ -88,7 +87,7 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
     if first is not None:
         m.hook = ph.watch_last_gradient(first)
-        ph.checks.local_gradients = True
+        ph.checks.local_gradients, ph.checks.each_loss = True, False
     ph.checks.next_look = 0
 
 

@@ -8,32 +8,27 @@ backward from the moment its last gradient is ready to the end.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-import torch
-from torch import is_grad_enabled
+from torch import float32
 
-from distdiag.recorder import first_forward, state
+from distdiag.recorder import state
 from distdiag.recorder.checks import Checks, Gradients, checksum_due
-from distdiag.recorder.collectives import Collectives, note_caught
+from distdiag.recorder.collectives import Collectives
 from distdiag.recorder.device_clock import DeviceClock
-from distdiag.recorder.layout import Blocked, LifeWord, Phase, word
+from distdiag.recorder.layout import LifeWord, Phase, word
 from distdiag.recorder.loaders import Loaders
 from distdiag.recorder.models import Model
 from distdiag.recorder.state import LastPlace, failed, now_ns
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
-_PHASE, _SINCE, _STEP, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("step"), word("micro_steps")
+_PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
 _DEVICE_BYTES, _LIFE, _EPOCH = word("device_bytes"), word("life"), word("epoch")
-_BLOCKED, _BLOCKED_AT, _BLOCKED_SITE = word("blocked"), word("blocked_at"), word("blocked_site")
-_BLOCKED_SINCE, _DDP = word("blocked_since_ns"), int(Blocked.DDP)
-DATA, FORWARD, BACKWARD, OPTIMIZER = int(Phase.DATA), int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
-_CUDA = torch.version.cuda is not None  # this build knows CUDA
-_VALIDATE, _STARTING, _RUNNING = int(Phase.VALIDATE), int(LifeWord.STARTING), int(LifeWord.RUNNING)
+OPTIMIZER = int(Phase.OPTIMIZER)
+_STARTING, _RUNNING = int(LifeWord.STARTING), int(LifeWord.RUNNING)
 
 
 class Phases:
@@ -55,8 +50,7 @@ class Phases:
         self.loss: float | None = None
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self._optimizer_start_ns = 0
-        self._backward = LastPlace(r)
-        self._backward_site, self._backward_count = 0, -1  # of the last synchronised backward, and where it is counted
+        self.backward = LastPlace(r)
         self.pending: list[Model] = []  # forward has run with gradients wanted, and no backward that averages them
         self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
 
@@ -87,23 +81,6 @@ class Phases:
             "validation": Phase.VALIDATE,
             "done": Phase.DONE,
         }.get(name, Phase.OTHER)
-
-    # -- data -----------------------------------------------------------------------------------------
-
-    def given(self, iterator: Any, batch: Any, started_ns: int) -> None:
-        """A loader handed out a batch that was asked for at `started_ns`."""
-        try:
-            # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
-            words = self.words
-            words[_PHASE] = self.idle
-            words[_SINCE] = t = now_ns()
-            self.data_ns += t - started_ns
-            n = self.loaders.gives(iterator, batch, t)
-            self.samples += n
-            if not self.batch:
-                self.batch = n
-        except Exception as e:
-            failed(e)
 
     # -- the end of a step ----------------------------------------------------------------------------
 
@@ -199,199 +176,27 @@ class Phases:
 
         return write
 
-    # -- forward and backward --------------------------------------------------------------------------
-
-    def backward_begins(self, tensors: Any) -> int:
-        """Time of the beginning; 0 where it is not followed."""
-        try:
-            if get_ident() != self.main_thread:
-                return 0
-            words, col = self.words, self.col
-            site = self._backward.look()
-            micro_step = words[_MICRO_STEPS]
-            self.loss = self.checks.loss(tensors, site, micro_step)
-            words[_MICRO_STEPS] = micro_step + 1
-            loaders = self.loaders
-            if loaders.last is not loaders.trained:
-                loaders.trains()
-            if col.reduced_elements:  # since the last step: parameters, averaged by hand
-                self.checks.averaged_elements = max(self.checks.averaged_elements, col.reduced_elements)
-                col.reduced_elements = 0
-            self.ready_ns = 0
-            if self.device is not None:
-                self.device.begin(Phase.BACKWARD)
-            for m in self.pending:
-                ddp = m.ref()
-                if ddp is not None and ddp.require_backward_grad_sync:
-                    self._syncs(m, site)
-                    break
-            words[_PHASE] = BACKWARD
-            words[_SINCE] = t = now_ns()
-            return t
-        except Exception as e:
-            failed(e)
-            return 0
-
-    def backward_ends(self, started_ns: int, error: BaseException | None) -> None:
-        try:
-            if self.device is not None:
-                self.device.end(Phase.BACKWARD)
-            t = now_ns()
-            words = self.words
-            words[_PHASE] = self.idle
-            words[_BLOCKED] = 0
-            words[_SINCE] = t
-            self.backward_ns += t - started_ns
-            if self.ready_ns > started_ns:
-                self.col.wait_ns += t - self.ready_ns
-            if error is not None:
-                note_caught(self.r, error)
-        except Exception as e:
-            failed(e)
-
-    def _syncs(self, m: Model, site: int) -> None:
-        """A backward begins in which DDP averages the gradients of a model."""
-        self.pending.remove(m)
-        words = self.words
-        if site == self._backward_site and self._backward_count >= 0:
-            words[self._backward_count] += 1
-        else:
-            self._backward_site, self._backward_count = site, self.col.mark_site("backward", site)
-        words[m.synced_at] += 1
-        self.checks.averaged_by = m
-        if m.group_at >= 0:
-            words[_BLOCKED_AT] = m.group_at
-            words[_BLOCKED_SITE] = site
-            words[_BLOCKED_SINCE] = now_ns()
-            words[_BLOCKED] = _DDP
+    # -- backward ---------------------------------------------------------------------------------------
 
     def watch_last_gradient(self, parameter: Any) -> Any:
         """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
-        total_of, checks = Gradients(parameter).sum, self.checks
+        gradients, checks = Gradients(parameter), self.checks
+        first, second, third, last = gradients.elements
 
         def ready(p: Any) -> None:
             try:
                 self.ready_ns = now_ns()
                 g = p.grad
-                if g is not None:
-                    total = total_of(g)
-                    if total - total:  # NaN where it is not finite
-                        checks.local_gradient(p, total, self._backward.site)
+                if g is None:
+                    return
+                if gradients.at and g.dtype is float32 and g.data_ptr() == gradients.at:
+                    memory = gradients.memory
+                    total = memory[first] + memory[second] + memory[third] + memory[last]
+                else:
+                    total = gradients.sum(g)
+                if total - total:  # NaN where it is not finite
+                    checks.local_gradient(p, total, self.backward.site)
             except Exception as e:
                 failed(e)
 
         return parameter.register_post_accumulate_grad_hook(ready)
-
-
-def forward_begins(ph: Phases, ddp: Any, inputs: tuple) -> tuple[int, Model | None, bool] | None:
-    """(time, model, whether gradients are wanted) of a forward on the main thread."""
-    try:
-        if get_ident() != ph.main_thread:
-            return None
-        m = ph.models.get(id(ddp))
-        training = is_grad_enabled()
-        first = False
-        if m is not None:
-            site = m.forward.look()
-            words = ph.words
-            # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
-            if site == m.forward_site and m.forward_count >= 0:
-                words[m.forward_count] += 1
-            else:
-                m.forward_site, m.forward_count = site, ph.col.mark_site("forward", site)
-            if training:
-                words[m.forwards_at] = n = words[m.forwards_at] + 1
-                first = n == 1
-                if inputs and ph.device is not None and isinstance(inputs[0], torch.Tensor):
-                    ph.loaders.newest = weakref.ref(inputs[0])  # the loader's own is gone when it has been copied
-                if not ph.batch and inputs:  # batches from no DataLoader: the first dimension of the first tensor
-                    ph.batch = ph.loaders.fed(ddp, inputs, site)
-                    ph.samples += ph.batch
-                if ph.checks.later:
-                    ph.checks.poll()
-        if training:
-            if ph.device is None and _CUDA and torch.cuda.is_initialized():
-                ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
-            if ph.device is not None:
-                ph.device.begin(Phase.FORWARD)
-        words = ph.words
-        words[_PHASE] = FORWARD if training else _VALIDATE
-        words[_SINCE] = t = now_ns()
-        if first and m is not None:
-            m.first_forward, m.in_first_forward = (
-                first_forward.watch(),
-                True,
-            )  # last: what it begins, `forward_ends` ends
-        return t, m, training
-    except Exception as e:
-        failed(e)
-        return None
-
-
-def buffers_begin(ph: Phases, ddp: Any) -> int:
-    """DDP is about to broadcast its buffers, in its forward: the time, 0 where the wait in it is not counted."""
-    try:
-        m = ph.models.get(id(ddp))
-        if m is None or m.group_at < 0 or get_ident() != ph.main_thread:
-            return 0
-        words = ph.words
-        words[_BLOCKED_AT] = m.group_at
-        words[_BLOCKED_SITE] = m.forward_site
-        words[_BLOCKED_SINCE] = t = now_ns()
-        words[_BLOCKED] = _DDP
-        return t
-    except Exception as e:
-        failed(e)
-        return 0
-
-
-def buffers_end(ph: Phases, began_ns: int) -> None:
-    try:
-        ph.words[_BLOCKED] = 0
-        ph.col.wait_ns += now_ns() - began_ns
-    except Exception as e:
-        failed(e)
-
-
-def forward_ends(ph: Phases, began: tuple[int, Model | None, bool], error: BaseException | None) -> None:
-    try:
-        started_ns, m, training = began
-        t = now_ns()
-        words = ph.words
-        words[_PHASE] = ph.idle
-        words[_BLOCKED] = 0
-        words[_SINCE] = t
-        if training:
-            ph.forward_ns += t - started_ns
-            if ph.device is not None:
-                ph.device.end(Phase.FORWARD)
-        if m is not None:
-            if m.in_first_forward:
-                m.in_first_forward = False
-                if m.first_forward is not None:
-                    m.first_forward.end()
-            if training and m not in ph.pending:
-                ph.pending.append(m)
-        if error is not None:
-            note_caught(ph.r, error)
-            if m is not None and "finished reduction in the prior iteration" in str(error):
-                ph.checks.crashed_unused(m, error, m.forward_site)
-    except Exception as e:
-        failed(e)
-
-
-def batches(ph: Phases, iterable: Any, length: int | None) -> Iterator[Any]:
-    """Watch an iterator of batches that is no DataLoader; yields what it yields."""
-    key = object()
-    ph.loaders.starts_plain(key, iterable, length, sys._getframe(1))
-    it = iter(iterable)
-    while True:
-        t = ph.enter(DATA)
-        try:
-            batch = next(it)
-        except StopIteration:
-            ph.loaders.ends(key)
-            ph.leave()
-            return
-        ph.given(key, batch, t)
-        yield batch
