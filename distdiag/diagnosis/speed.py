@@ -56,8 +56,9 @@ def rules(s: Snapshot) -> list[Finding]:
 
 def keeps_company(steps: Sequence[Step]) -> bool:
     """Whether most of a rank's steps weigh nothing (a loss of exactly 0): it goes along so that the others can meet it."""
-    losses = [x.loss for x in steps if x.loss is not None]
-    return bool(losses) and losses[-1] == 0 and 2 * losses.count(0) > len(losses)
+    if not steps or steps[-1].loss != 0:
+        return False
+    return 2 * sum(x.loss == 0 for x in steps) > len(steps)
 
 
 def _window(s: Snapshot) -> dict[int, list[Step]] | None:

@@ -412,14 +412,18 @@ def sweep(pages: Path) -> None:
     if not pages.parent.name.startswith("distdiag-"):
         return
     try:
-        for other in pages.parent.iterdir():
-            if other == pages or time.time() - other.stat().st_mtime < 60:
+        others = [x for x in pages.parent.iterdir() if x != pages]
+    except OSError:
+        return
+    for other in others:
+        try:
+            if time.time() - other.stat().st_mtime < 60:
                 continue
             readers = [PageReader(p) for p in other.glob("*.page")]
-            if not any(processes.start_ticks(r.header().pid) == r.header().process_start_ticks for r in readers):
-                shutil.rmtree(other, ignore_errors=True)
-    except (OSError, PageError):
-        return
+        except (OSError, PageError):  # gone meanwhile, or of another version of ours
+            continue
+        if not any(processes.start_ticks(r.header().pid) == r.header().process_start_ticks for r in readers):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 @lru_cache(maxsize=64)

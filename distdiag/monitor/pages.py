@@ -38,9 +38,9 @@ from distdiag.store.rows import ScalarRow
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
-_PHASE, _SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase", "phase_since_ns", "blocked", "blocked_since_ns"))
+_SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase_since_ns", "blocked", "blocked_since_ns"))
 _N_CALLS, _N_STEPS, _N_SAMPLES = map(word, ("n_calls", "n_steps", "n_samples"))
-_VERSION, _DEPTH, _STACK = map(word, ("stack_version", "stack_depth", "stack"))
+_VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_depth", "stack", "stack_phase"))
 _NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
@@ -285,7 +285,7 @@ class PageView(Slots):
         blocked, version = words[_BLOCKED], words[_VERSION]
         if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):
             return
-        offsets, phase = bytes(words[_STACK : _STACK + words[_DEPTH]]), _PHASES[words[_PHASE]]
+        offsets, phase = bytes(words[_STACK : _STACK + words[_DEPTH]]), _PHASES[words[_STACK_PHASE]]
         stack = self.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
         if not stack:
             return

@@ -223,7 +223,7 @@ def _row(
         optimizer_ms=_median([x.optimizer_ms for x in window]),
         other_ms=_median([x.other_ms for x in window]),
         samples_per_s=samples / total_s if samples and total_s else None,
-        loss=next((x.loss for x in reversed(window) if x.loss is not None), None),
+        loss=window[-1].loss if window else None,
         device_bytes=r.device_bytes,
         last_op=last.op if last else None,
         last_group=last.group if last else None,

@@ -29,9 +29,6 @@ CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 NONFINITE_REPORTS = 4
 NAMES_KEPT = 200
 UNUSED_TEXTS = 16
-# Backward passes whose loss is read, in every one or in each so many, where the gradients would tell of a bad one: the value
-# of a tensor takes a tenth of what recording costs a step.
-LOSSES_ALL, LOSSES_EVERY = 256, 4
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
 # Parameters per step that are asked whether they have a gradient, while a model is new and later: of more, more rarely.
 LOOKED_AT, LOOKED_AT_LATER, NEW_LOOKS = 64, 2, 128
@@ -72,12 +69,13 @@ class Gradients:
     def __init__(self, p: torch.Tensor) -> None:
         n = p.numel()
         self._type = ctypes.c_float * n if sampled(p.detach(), 1) is not None else None
-        self.elements = 0, n // 3, n * 2 // 3, n - 1  # that are looked at
+        stride = 1 if n <= 64 else n // 16 if n < 100_000 else n // 64
+        self.elements = range(0, n, stride)  # that are looked at
         self.at = 0
         self.memory: Any = ()  # of the gradient at this address
 
     def sum(self, g: torch.Tensor) -> float:
-        """Sum of four elements, not finite where one of them is not; 0 where they cannot be looked at."""
+        """Sum of some elements, not finite where one of them is not; 0 where they cannot be looked at."""
         if not g.is_cpu or g.layout is not torch.strided:
             return 0.0
         if self._type is None or g.dtype is not _FLOAT32:
@@ -108,8 +106,6 @@ class Checks:
         self._models: dict[int, Model] = {}
         self.averaged_by: Model | None = None  # whose gradients were averaged last
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
-        self.each_loss = True  # is looked at: nothing else would tell of one that is not finite, or one just was not
-        self.unread_loss: tuple[Any, int, int] | None = None  # what `loss` was not asked about, while backward runs
         self.next_look = 0  # the first step with something to look at before the optimizer, unless always
         self.always = True
 
@@ -127,15 +123,13 @@ class Checks:
 
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
         """The scalar that backward is called on; None where it is no scalar or lies on a device."""
-        t = (
-            tensors
-            if type(tensors) is torch.Tensor
-            else tensors[0]
-            if type(tensors) in (tuple, list) and len(tensors) == 1
-            else None
-        )
-        # plain ones only: the value of a tensor that is spread over ranks is a collective
-        if type(t) is not torch.Tensor or (t.dim() and t.numel() != 1):
+        t = tensors[0] if type(tensors) in (tuple, list) and len(tensors) == 1 else tensors
+        if type(t) is not torch.Tensor and (
+            # to ask for the value of a tensor that is spread over ranks is a collective
+            not isinstance(t, torch.Tensor) or hasattr(type(t), "__tensor_flatten__")
+        ):
+            return None
+        if t.dim() and t.numel() != 1:
             return None
         if t.is_cpu:
             value = t.item()
@@ -150,7 +144,6 @@ class Checks:
     def _loss_value(self, value: float, site: int, at_most: int) -> None:
         """A loss that is not finite ruins nothing where the step is dropped: it is said when the step is made, or when
         `at_most` of them have followed each other."""
-        self.each_loss = not (isfinite(value) and self.local_gradients)
         if isfinite(value):
             self._bad_losses = 0
             return
@@ -249,8 +242,6 @@ class Checks:
 
         Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
         """
-        if self.unread_loss is not None:  # it began there, or after it
-            self.loss(*self.unread_loss)
         if self._nonfinite < NONFINITE_REPORTS:
             self._suspect(SampleKind.NONFINITE_LOCAL_GRADIENT, total, p, site)
 

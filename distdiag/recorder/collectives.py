@@ -297,21 +297,9 @@ class Collectives(Groups):
         site = self.r.user_site(sys._getframe(depth))
         who = self.page.text(fold_ranks(members)) if members else 0
         number = self.page.write_call(
-            self._op(op),
-            NO_GROUP,
-            count,
-            0,
-            -1,
-            0,
-            who,
-            site,
-            *_NO_TENSOR[1:],
-            now_ns(),
-            0,
-            0,
-            0,
+            self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *_NO_TENSOR[1:], now_ns(), 0, 0, 0,
             self.page.words[_STEP],
-        )
+        )  # fmt: skip
         self.block(_GROUP, number, site)
 
     @guarded

@@ -64,6 +64,7 @@ def _wrap_ddp(ph: Phases) -> None:
         DDP._sync_buffers = ddp_sync_buffers(ph, original_sync)  # type: ignore[method-assign]
 
 
+@guarded
 def _time_searches(ph: Phases) -> None:
     """How long DDP looks for unused parameters: hooked when a model asks for it, for it is called in every step of all."""
     reducer = c10d.Reducer

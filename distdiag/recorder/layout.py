@@ -103,6 +103,7 @@ class Header(Structure):
         ("stack_version", c_uint64),  # odd while the pulse writes the stack
         ("stack_depth", c_uint64),
         ("stack", c_uint64 * STACK),  # sites of the user's frames, innermost first
+        ("stack_phase", c_uint64),  # the phase in which it was seen
         ("raw_innermost", c_uint64),  # "queue.get": the innermost Python frame of all, torch's and stdlib's included
         ("stack_ns", c_uint64),
         ("n_samples", c_uint64),

@@ -87,7 +87,7 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
     if first is not None:
         m.hook = ph.watch_last_gradient(first)
-        ph.checks.local_gradients, ph.checks.each_loss = True, False
+        ph.checks.local_gradients = True
     ph.checks.next_look = 0
 
 

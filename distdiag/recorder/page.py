@@ -70,8 +70,8 @@ class PageWriter:
         self.h.gpu = -1
         self.h.epoch = -1
         self.h.max_steps = -1
-        # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields. One view for
-        # all of them: another format, or another view, is more to bring into cold caches.
+        # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields, and one view
+        # for nearly all of it: each further one has to be brought into cold caches.
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
         self.doubles = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("d")
         self._strings: dict[str, int] = {"": 0}

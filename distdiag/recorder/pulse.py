@@ -24,6 +24,7 @@ _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counte
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
 _VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 8
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
+_PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
 
 
 class Pulse(threading.Thread):
@@ -71,12 +72,14 @@ class Pulse(threading.Thread):
                 self._raw.clear()
             known = self._raw[id(code)] = self.r.page.text(raw_name(frame)), code
         words, at = self.r.page.words, _STACK
+        phase = words[_PHASE]
         sites = [self.r.site(f) for f in user_stack(frame, STACK)]
         words[_VERSION] += 1  # odd: being written
         for s in sites:
             words[at] = s
             at += 1
         words[_DEPTH] = len(sites)
+        words[_STACK_PHASE] = phase
         words[_RAW] = known[0]
         words[_STACK_NS] = now_ns()
         words[_VERSION] += 1

@@ -17,13 +17,12 @@ import torch
 from torch import is_grad_enabled
 
 from distdiag.recorder import first_forward
-from distdiag.recorder.checks import LOSSES_ALL, LOSSES_EVERY
 from distdiag.recorder.collectives import note_caught
 from distdiag.recorder.device_clock import DeviceClock
 from distdiag.recorder.layout import Blocked, Phase, word
 from distdiag.recorder.models import Model
 from distdiag.recorder.phases import Phases
-from distdiag.recorder.state import failed, now_ns
+from distdiag.recorder.state import failed, guarded, now_ns
 
 _PHASE, _SINCE, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("micro_steps")
 _BLOCKED, _BLOCKED_AT, _BLOCKED_SITE = word("blocked"), word("blocked_at"), word("blocked_site")
@@ -72,11 +71,21 @@ def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator
     ph.loaders.starts_plain(iterator, iterable, length, sys._getframe(1))
     following = loader_next(ph, next)
     while True:
+        here = get_ident() == ph.main_thread
         try:
             batch = following(iterator)
         except StopIteration:
+            if not here:
+                ph.loaders.ends(iterator)
             return
+        if not here:  # fetched ahead by a thread: its waits are nobody's, its batches count
+            _count(ph, iterator, batch)
         yield batch
+
+
+@guarded
+def _count(ph: Phases, iterator: Iterator[Any], batch: Any) -> None:
+    ph.loaders.gives(iterator, batch, now_ns())
 
 
 def ddp_forward(ph: Phases, original: Method) -> Method:
@@ -99,9 +108,8 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
                     if training:
                         words[m.forwards_at] = n = words[m.forwards_at] + 1
                         first = n == 1
-                        if (
-                            inputs and not ph.batch
-                        ):  # batches from no DataLoader: the first dimension of the first tensor
+                        # batches from no DataLoader: the first dimension of the first tensor
+                        if inputs and not ph.batch:
                             ph.batch = ph.loaders.fed(self, inputs, site)
                             ph.samples += ph.batch
                         if checks.later:
@@ -152,6 +160,7 @@ def _on_device(ph: Phases, inputs: tuple[Any, ...]) -> None:
     ph.device.begin(Phase.FORWARD)
 
 
+@guarded
 def _forward_failed(ph: Phases, m: Model | None, error: BaseException) -> None:
     note_caught(ph.r, error)
     if m is not None and "finished reduction in the prior iteration" in str(error):
@@ -197,10 +206,7 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
                 site = place.look()
                 micro_step = words[_MICRO_STEPS]
                 words[_MICRO_STEPS] = micro_step + 1
-                if micro_step < LOSSES_ALL or not micro_step % LOSSES_EVERY or checks.each_loss:
-                    ph.loss = checks.loss(tensors, site, micro_step)
-                else:
-                    checks.unread_loss = tensors, site, micro_step
+                ph.loss = checks.loss(tensors, site, micro_step)
                 if loaders.last is not loaders.trained:
                     loaders.trains()
                 if col.reduced_elements:  # since the last step: parameters, averaged by hand
@@ -246,7 +252,6 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
                     ph.backward_ns += t - began
                     if ph.ready_ns > began:
                         col.wait_ns += t - ph.ready_ns
-                    checks.unread_loss = None
                 except Exception as e:
                     failed(e)
 

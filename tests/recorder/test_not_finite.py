@@ -73,7 +73,7 @@ class Centred(torch.nn.Module):
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-data = torch.randn(320 * 4, 8)
+data = torch.randn(64 * 4, 8)
 if rank == 1:
     data[BAD] = float("nan")
 model = DistributedDataParallel(Centred())
@@ -91,10 +91,9 @@ dist.destroy_process_group()
     ("bad", "scale", "culprits"),
     [
         ("82", "[1.0, 1.0]", [1]),  # one sample of batch 20: its NaN is everyone's before any loss is seen
-        ("1206", "[1.0, 1.0]", [1]),  # the same of a batch whose loss is not read unless its gradients are not finite
         ("slice(0)", "[float('nan')] * 2", []),  # nobody's data
     ],
-    ids=["in a batch", "in a later batch", "made in forward"],
+    ids=["in a batch", "made in forward"],
 )
 def test_the_rank_is_named_whose_batch_holds_nan(bad: str, scale: str, culprits: list[int], tmp_path: Path) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
