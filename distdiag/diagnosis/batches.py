@@ -250,6 +250,13 @@ def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return any(x == y and 0 not in x and len(set(x)) == n for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
 
 
+def _by_labels_alone(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether what is alike are the labels only, while the values of the same batches are known and differ."""
+    n = min(len(a), len(b))
+    x, y = _halves(a[:n])[1], _halves(b[:n])[1]
+    return 0 not in (*x, *y) and x != y
+
+
 def _duplicates(s: Snapshot) -> list[Finding]:
     if any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
         return []  # model-parallel ranks read the same batches by design
@@ -276,16 +283,24 @@ def _duplicates(s: Snapshot) -> list[Finding]:
         x = loaders[ranks[0]]
         # what is made up on the spot, to measure or to try something, is often meant to be alike
         made_up = all(loaders[q].fed for q in ranks)
+        # the same samples, augmented by each rank in its own way, or others whose labels follow one pattern
+        labels = any(
+            _by_labels_alone(loaders[g[0]].first_fingerprints, loaders[q].first_fingerprints) for g in doubled for q in g
+        )
+        shared = all(loaders[q].dataset_length is not None and not loaders[q].distributed_sampler for q in ranks)
         out.append(
             Finding(
                 kind="duplicate_data",
                 cause="same_batches_on_ranks",
-                certainty=Certainty.PROVED,
-                severity=Severity.INFO if made_up else Severity.WARNING,
+                certainty=Certainty.SUSPECTED if labels else Certainty.PROVED,
+                severity=Severity.INFO if made_up or (labels and not shared) else Severity.WARNING,
                 victims=ranks,
                 where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
                 step=min(r.step for r in s.ranks.values()),
-                message=f"{rank_list(ranks)} train on the same batches{at(x.site)}",
+                message=f"{rank_list(ranks)} train on batches with the same labels{at(x.site)}: the same samples, augmented apart, "
+                "or others whose labels follow one pattern"
+                if labels
+                else f"{rank_list(ranks)} train on the same batches{at(x.site)}",
                 cost=f"{len(ranks) - len(doubled)} of {s.world_size} ranks compute what another has computed",
                 advice="unless the data are made up: draw them by a seed of the rank's own (seed + rank), or from a shard of its own"
                 if made_up

@@ -210,6 +210,11 @@ def fingerprint(batch: Any) -> int:
     return labels << 32 | values
 
 
+def _in_turn(values: list[Any]) -> bool:
+    """Whether they repeat themselves: 0, 1, … 9, 0, 1, …"""
+    return any(values[period:] == values[:-period] for period in range(1, len(values) - 2))
+
+
 def _crc(t: torch.Tensor, distinct: int) -> int:
     if t.dtype not in _C_TYPES or hasattr(type(t), "__tensor_flatten__"):  # that wraps others and has no memory itself
         return 0
@@ -220,6 +225,7 @@ def _crc(t: torch.Tensor, distinct: int) -> int:
         return 0
     memory = (_C_TYPES[t.dtype] * n).from_address(at)
     part = memory[:] if n <= len(_SCATTERED) else [memory[i % n] for i in _SCATTERED]
-    if len(set(part)) < distinct:  # a constant, or a few classes in turn, say nothing about which data it is
+    # a constant, a few classes, or any number of them in turn, say nothing about which data it is
+    if len(set(part)) < distinct or (t.dim() == 1 and _in_turn(memory[: len(_SCATTERED)])):
         return 0
     return zlib.crc32(repr((n, part)).encode())

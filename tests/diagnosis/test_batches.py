@@ -70,6 +70,23 @@ def test_the_same_batches_on_two_ranks_are_said() -> None:
     assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
 
 
+@pytest.mark.parametrize(
+    ("dataset_length", "severity"),
+    [(1000, "warning"), (None, "info")],
+    ids=["one data set for all", "a stream of each rank's own"],
+)
+def test_the_same_labels_with_other_values_prove_nothing(dataset_length: int | None, severity: str) -> None:
+    a, b = prints(1), prints(2)
+    alike = tuple(x >> 32 << 32 | y & 0xFFFFFFFF for x, y in zip(a, b, strict=True))
+    f = only(
+        duplicates(
+            loader(first_fingerprints=a, dataset_length=dataset_length),
+            loader(first_fingerprints=alike, dataset_length=dataset_length),
+        )
+    )
+    assert (f.certainty, f.severity) == ("suspected", severity) and "same labels" in f.message
+
+
 def test_inputs_that_the_job_makes_itself_may_be_meant_to_be_alike() -> None:
     fed = loader(fed=True, length=None, first_fingerprints=prints(1))
     f = only(duplicates(fed, fed))
