@@ -285,7 +285,9 @@ def _duplicates(s: Snapshot) -> list[Finding]:
         made_up = all(loaders[q].fed for q in ranks)
         # the same samples, augmented by each rank in its own way, or others whose labels follow one pattern
         labels = any(
-            _by_labels_alone(loaders[g[0]].first_fingerprints, loaders[q].first_fingerprints) for g in doubled for q in g
+            _by_labels_alone(loaders[g[0]].first_fingerprints, loaders[q].first_fingerprints)
+            for g in doubled
+            for q in g
         )
         shared = all(loaders[q].dataset_length is not None and not loaders[q].distributed_sampler for q in ranks)
         out.append(
