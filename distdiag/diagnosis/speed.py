@@ -170,7 +170,7 @@ def _straggler(
     for r in (s.ranks[k] for k in slow):
         asleep = r.workers_busy is not None and r.workers_busy < ASLEEP
         computing = phase == "data" and any(x.workers for x in r.loaders) and not asleep
-        if computing and (busy or (r.workers_starved or 0.0) > STARVED):
+        if computing and (busy or (r.workers_starved or 0.0) > STARVED) and not _more_to_load(s, r, rest):
             # Its workers stand in the queue for a CPU. Where all loaders are at their limit, the one that is slower by a
             # little makes all the waiting, and the others' are full because of it: what they could do is not known.
             return []
@@ -210,6 +210,14 @@ def _straggler(
             }[phase],
         )
     ]
+
+
+def _more_to_load(s: Snapshot, r: RankState, others: list[int]) -> bool:
+    """Whether a rank's loader has more than twice the work of any other's, whatever CPU they get: ranks take their batches in
+    step, so that the time for which workers are busy or in the queue for a CPU is their work for as many batches."""
+    busy = [s.ranks[k].workers_busy for k in others if any(x.workers for x in s.ranks[k].loaders)]
+    known = [x for x in busy if x is not None]
+    return r.workers_busy is not None and 0 < len(known) == len(busy) and r.workers_busy > 2 * max(known)
 
 
 def _busy(s: Snapshot) -> bool:

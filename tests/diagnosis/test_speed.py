@@ -91,10 +91,13 @@ def test_the_greater_part_stages_of_a_pipeline_and_different_reasons_are_no_slow
 
 
 def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
-    def found(starved: float | None, cpu_pct: float, workers: int = 2, busy: float = 0.9) -> list[Finding]:
+    def found(
+        starved: float | None, cpu_pct: float, workers: int = 2, busy: float = 0.9, others: float | None = 0.8
+    ) -> list[Finding]:
         loaders = (Loader(site=LOOP, workers=workers, in_training=True),)
         late = rank(1, steps=steps(80.0, "data", seed=1), workers_starved=starved, workers_busy=busy, loaders=loaders)
-        return stragglers(job(rank(0, steps=steps(wait_ms=80.0), loaders=loaders), late, host_cpu_pct=cpu_pct))
+        first = rank(0, steps=steps(wait_ms=80.0), workers_busy=others, loaders=loaders)
+        return stragglers(job(first, late, host_cpu_pct=cpu_pct))
 
     assert only(found(0.02, 40.0)).culprits == (1,)  # a slow disk
     assert found(0.5, 40.0) == []
@@ -102,6 +105,8 @@ def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
     assert only(found(None, 100.0, workers=0)).culprits == (1,)
     assert only(found(None, 100.0, busy=0.05)).culprits == (1,)  # they sleep: no core would make them faster
     assert only(found(0.5, 100.0, busy=0.05)).culprits == (1,)
+    assert only(found(0.5, 100.0, others=0.1)).culprits == (1,)  # for as many batches the others' have far less to do
+    assert found(0.5, 100.0, others=None) == []
 
 
 def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:
