@@ -54,6 +54,7 @@ class Pulse(threading.Thread):
         if waits or beats % 2 == 0:
             self._sample()
         if (waits or beats % 4 == 0) and self.collectives is not None:
+            t = now_ns()  # after the frames were seen: what they wait in is counted
             self.collectives.refresh_groups()
             words[_COUNTED] = t
         if beats % 4 == 0:

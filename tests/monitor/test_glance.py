@@ -200,6 +200,7 @@ def test_counters_and_frames_are_read_at_every_beat_while_the_rank_may_be_waitin
         pulse.beat()
     assert (groups.refreshed, page.h.beats) == (counted, 8)
     assert 0 < page.h.counted_ns <= page.h.heartbeat_ns
+    assert page.h.counted_ns > page.h.stack_ns or counted < stacks  # what the frames wait in is counted
     assert page.h.stack_depth and page.h.stack_version == 2 * stacks  # odd while one is written
 
 
