@@ -104,7 +104,7 @@ def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
         model(x).pow(2).mean().backward()
         optimizer.step()
     parameter = next(model.parameters())
-    [gradient_is_ready] = parameter._post_accumulate_grad_hooks.values()  # type: ignore[union-attr]
+    [gradient_is_ready] = parameter._post_accumulate_grad_hooks.values()
     loss, x = torch.zeros(()), torch.zeros(8, 3, 8, 8)
 
     def nothing(*_: Any) -> None:

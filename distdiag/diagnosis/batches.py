@@ -306,6 +306,8 @@ def _duplicates(s: Snapshot) -> list[Finding]:
                 cost=f"{len(ranks) - len(doubled)} of {s.world_size} ranks compute what another has computed",
                 advice="unless the data are made up: draw them by a seed of the rank's own (seed + rank), or from a shard of its own"
                 if made_up
+                else "nothing, if each rank reads shards of its own: look at a few samples of two ranks"
+                if labels and not shared
                 else "give the DataLoader a DistributedSampler(dataset)"
                 if not x.distributed_sampler
                 else "the DistributedSampler was made with the wrong rank or num_replicas",

@@ -295,8 +295,7 @@ def _rotating(
         / max(0.1, statistics.median_low([part_ms(window[q][i], phase) for q in ranks if q != slowest[i]]))
         for i in range(n)
     ]
-    busy = s.host_cpu_pct is None or s.host_cpu_pct > BUSY_HOST_PCT
-    if statistics.median(excess) < (3.0 if busy else 1.5):
+    if statistics.median(excess) < (3.0 if _busy(s) else 1.5):
         return []
     return [
         Finding(

@@ -24,7 +24,8 @@ from distdiag.recorder.models import Model
 from distdiag.recorder.phases import Phases
 from distdiag.recorder.state import failed, guarded, now_ns
 
-_PHASE, _SINCE, _MICRO_STEPS = word("phase"), word("phase_since_ns"), word("micro_steps")
+_PHASE, _SINCE = word("phase"), word("phase_since_ns")
+_MICRO_STEPS = word("micro_steps")
 _BLOCKED, _BLOCKED_AT, _BLOCKED_SITE = word("blocked"), word("blocked_at"), word("blocked_site")
 _BLOCKED_SINCE, _DDP = word("blocked_since_ns"), int(Blocked.DDP)
 _DATA, _FORWARD = int(Phase.DATA), int(Phase.FORWARD)
