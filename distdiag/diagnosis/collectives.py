@@ -10,7 +10,7 @@ from collections.abc import Collection
 from distdiag.diagnosis import blame, conflicts, incidents, matching, messages
 from distdiag.diagnosis.blame import Reason
 from distdiag.diagnosis.conditions import Source
-from distdiag.diagnosis.endings import ending_kind
+from distdiag.diagnosis.endings import ends
 from distdiag.diagnosis.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.graph import Wait, WaitGraph, build
 from distdiag.diagnosis.incident_text import (
@@ -64,9 +64,7 @@ def rules(
 # -- ranks that are gone or stopped ----------------------------------------------------------------------------------
 
 
-def is_echo(st: RankState) -> bool:
-    """True where a rank ended because of another one's end: a lost connection, a timeout, the launcher's signal."""
-    return ending_kind(st) in ("echo", "timeout", "outside")
+_ECHOES = ("echo", "timeout", "outside")  # ends that another one's end brought
 
 
 def _cause_of_end(st: RankState) -> str:
@@ -81,11 +79,11 @@ def _gone(
     snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], lost: set[int]
 ) -> list[Finding]:
     """The end that came first and is nobody's echo; what it does not explain is said of the next."""
-    states = snapshot.ranks
+    states, kinds = snapshot.ranks, ends(snapshot)
     out: list[Finding] = []
     left, victims = set(incident.members), set(incident.victims)
     while left and victims:
-        first = [q for q in left if not is_echo(states[q])] or sorted(left)
+        first = [q for q in left if kinds.get(q) not in _ECHOES] or sorted(left)
         earliest = min(first, key=lambda q: (states[q].ended_s is None, states[q].ended_s or 0.0, q))
         cause = _cause_of_end(states[earliest])
         named = sorted(q for q in first if _cause_of_end(states[q]) == cause)

@@ -61,8 +61,30 @@ def ending_kind(r: RankState) -> str:
 
 
 def ends(s: Snapshot) -> dict[int, str]:
-    """Kind of every abnormal end."""
-    return {r.rank: k for r in s.ranks.values() if (k := ending_kind(r))}
+    """Kind of every abnormal end. Who was killed only after another had failed was killed by what cleans up."""
+    kinds = {r.rank: k for r in s.ranks.values() if (k := ending_kind(r))}
+    swept = [
+        q
+        for q, k in kinds.items()
+        if k == "cause" and any(_outlived(s, s.ranks[q], s.ranks[o], kinds[o]) for o in kinds if o != q)
+    ]
+    return kinds | dict.fromkeys(swept, "outside")
+
+
+def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:
+    """True where a kill cannot be what `failed` fell by: a launcher, or its kernel, ended what was left.
+
+    A launcher's SIGTERM reads as no signal at all where it has reaped the rank before anybody could look. The failures
+    that a lost peer causes are told from later ones by the rank's last sign of life: its end itself is seen late.
+    """
+    if killed.life != Life.KILLED or killed.signal not in (None, signals.SIGKILL):
+        return False
+    if failed.life != Life.CRASHED or failed.ended_s is None or killed.ended_s is None:
+        return False
+    if kind == "echo":
+        age_s = killed.heartbeat_age_s
+        return age_s is not None and s.t_s - age_s > failed.ended_s
+    return killed.ended_s > failed.ended_s
 
 
 def rules(s: Snapshot, late: tuple[tuple[int, ...], tuple[int, ...]] | None = None) -> list[Finding]:

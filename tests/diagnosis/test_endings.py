@@ -53,6 +53,32 @@ def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
     assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
 
 
+TIMED_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"
+
+
+@pytest.mark.parametrize("number", [None, 9])
+def test_who_is_killed_after_another_timed_out_was_alive_and_late(number: int | None) -> None:
+    """Its launcher's SIGTERM is read as no signal where the launcher was quicker to reap it."""
+    s = job(
+        rank(0, life=Life.CRASHED, exception=TIMED_OUT, ended_s=9.0),
+        rank(1, life=Life.KILLED, signal=number, ended_s=9.4),
+    )
+    f = only(endings.rules(s, ((1,), (0,))))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
+
+
+@pytest.mark.parametrize(("last_beat_s", "culprits"), [(8.9, (1,)), (9.3, ())])
+def test_a_kill_after_a_sign_of_life_did_not_close_the_connection_before_it(
+    last_beat_s: float, culprits: tuple[int, ...]
+) -> None:
+    s = job(
+        rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
+        rank(1, life=Life.KILLED, signal=9, ended_s=9.4, heartbeat_age_s=10.0 - last_beat_s),
+        t_s=10.0,
+    )
+    assert tuple(q for f in endings.rules(s) for q in f.culprits) == culprits
+
+
 @pytest.mark.parametrize("number", [2, 9, 15])
 def test_a_job_ended_from_outside_has_no_finding(number: int) -> None:
     s = job(*(rank(q, life=Life.KILLED, signal=number, ended_s=9.0 + q / 10) for q in range(3)))
