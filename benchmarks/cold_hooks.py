@@ -119,8 +119,8 @@ def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
         "broadcast of buffers in it": (DDP._sync_buffers, plain["_sync_buffers"], (model,)),
         "backward": (calls(torch.autograd.backward), calls(plain["backward"]), (loss,)),
         "last gradient in it": (gradient_is_ready, nothing, (parameter,)),
-        "optimizer, before": (current.phases.optimizer_begins, nothing, (optimizer,)),
-        "optimizer, after": (current.phases.optimizer_ends, nothing, (optimizer,)),
+        "optimizer, before": (current.phases.optimizer_begins, nothing, (optimizer, (), {})),
+        "optimizer, after": (current.phases.optimizer_ends, nothing, (optimizer, (), {})),
         "a beat of the pulse (four a second)": (current.pulse.beat, nothing, ()),
     }
     taken: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in hooks}

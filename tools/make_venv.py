@@ -68,13 +68,14 @@ def main() -> int:
 
 
 def fingerprint() -> str:
-    """What the environment was made of and where: another checkout or another dependency means making it again, the
-    settings of a linter do not."""
+    """What the environment was made of and where: another checkout, another dependency or other C code means making it
+    again, the settings of a linter do not."""
     import tomllib  # not in the Pythons that `main` refuses
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     what = [project.get("build-system"), project.get("project"), project.get("tool", {}).get("setuptools")]
-    made_of = repr(what) + (ROOT / "constraints.txt").read_text()
+    compiled = sorted(ROOT.glob("distdiag/**/*.c"))
+    made_of = repr(what) + (ROOT / "constraints.txt").read_text() + "".join(f.read_text() for f in compiled)
     return f"{hashlib.sha256(made_of.encode()).hexdigest()} {TORCH} {ROOT}\n"
 
 

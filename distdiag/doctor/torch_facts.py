@@ -41,6 +41,7 @@ class TorchFacts(msgspec.Struct, kw_only=True):
     nccl: str | None = None
     flight_recorder: bool | None = None
     worker_server: bool | None = None
+    compiled_hooks: bool | None = None  # the recorder's, in C
     gpus: tuple[str, ...] = ()
     gpu_error: str | None = None
     rendezvous: Rendezvous | None = None
@@ -66,6 +67,7 @@ def gather() -> TorchFacts:
     c10d = importlib.import_module("torch._C._distributed_c10d")
     facts.flight_recorder = hasattr(c10d, "_dump_fr_trace_json") or hasattr(c10d, "_dump_nccl_trace_json")
     facts.worker_server = hasattr(c10d, "_WorkerServer")
+    facts.compiled_hooks = importlib.import_module("distdiag.recorder.hot").COMPILED
     if "gloo" in facts.backends:
         # before CUDA is touched: a forked child could not use it, and has no need to
         facts.rendezvous = rendezvous()

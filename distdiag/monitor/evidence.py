@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import time
 from dataclasses import dataclass, field
@@ -144,6 +145,11 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
         record.completed[group] = open_seqs[group] - 1 if group in open_seqs else newest
 
 
+# faulthandler's words; Python versions differ in the hyphen of one
+_FATAL: dict[str, int] = {
+    "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
+}  # fmt: skip
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+?)\s*$')
 
 
@@ -207,6 +213,12 @@ def parse_stacks(text: str) -> list[Thread]:
         elif (m := _FRAME.match(line)) and out:
             out[-1][1].append((m["file"], int(m["line"]), m["function"]))
     return out
+
+
+def fatal_signal(text: str) -> int | None:
+    """The signal that killed a process, by what faulthandler wrote when it came; None where it wrote nothing."""
+    found = re.match(r"Fatal Python error: (.+)", text)
+    return _FATAL.get(found[1].replace("-", " ")) if found else None
 
 
 def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:

@@ -139,9 +139,12 @@ class Gatherer:
     def of_death(self, v: RankView, now_s: float) -> None:
         """Where a rank was when a signal killed it, in its own handler's words."""
         try:
-            threads = evidence.parse_stacks((self.pages / f"r{v.rank}.fatal").read_text(errors="replace"))
+            text = (self.pages / f"r{v.rank}.fatal").read_text(errors="replace")
         except OSError:
             return
+        if v.ending is not None and v.ending.signal is None and v.ending.exit_code is None:
+            v.ending.signal = evidence.fatal_signal(text)  # its parent was quicker than we to ask the kernel
+        threads = evidence.parse_stacks(text)
         current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
         # a thread that Python does not know has no heading of its own
         v.died_in_background = bool(threads) and not current

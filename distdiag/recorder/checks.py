@@ -11,18 +11,17 @@ import json
 import re
 import weakref
 import zlib
-from collections.abc import Callable
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distdiag.recorder import state
+from distdiag.recorder.hot import GradientWords, Ledger
 from distdiag.recorder.layout import SAMPLES, SampleKind
 from distdiag.recorder.state import guarded, now_ns
 
 if TYPE_CHECKING:
-    from distdiag.recorder.collectives import Collectives
     from distdiag.recorder.models import Model
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
@@ -57,22 +56,20 @@ def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     return (ctypes.c_float * n).from_address(at)[:: max(1, n // most)][:most]
 
 
-class Gradients:
+class Gradients(GradientWords):
     """Reads a few elements of a parameter's gradients, one after the other, in as few calls as can be.
 
     Gradients lie in memory as their parameter does, autograd keeps it so, and mostly the next one takes the place of the
     last. To ask all that of torch each time takes longer than everything else of ours in a step: caches are cold here.
     """
 
-    __slots__ = ("_type", "at", "elements", "memory")
-
     def __init__(self, p: torch.Tensor) -> None:
-        n = p.numel()
+        super().__init__()
+        self.n = n = p.numel()
+        self.stride = 1 if n <= 64 else n // 16 if n < 100_000 else n // 64
         self._type = ctypes.c_float * n if sampled(p.detach(), 1) is not None else None
-        stride = 1 if n <= 64 else n // 16 if n < 100_000 else n // 64
-        self.elements = range(0, n, stride)  # that are looked at
-        self.at = 0
-        self.memory: Any = ()  # of the gradient at this address
+        self.plain = self._type is not None and p.is_contiguous()
+        self._memory: Any = ()  # of the gradient at this address
 
     def sum(self, g: torch.Tensor) -> float:
         """Sum of some elements, not finite where one of them is not; 0 where they cannot be looked at."""
@@ -85,29 +82,27 @@ class Gradients:
         at = g.data_ptr()
         if not at:
             return 0.0
-        self.at, self.memory = at, memoryview(self._type.from_address(at)).cast("B").cast("f")
-        return sum(self.memory[i] for i in self.elements)
+        if at != self.at:
+            self.at, self._memory = at, memoryview(self._type.from_address(at)).cast("B").cast("f")
+        memory, total = self._memory, 0.0
+        for i in range(0, self.n, self.stride):
+            total += memory[i]
+        return total
 
 
 class Checks:
-    def __init__(self, r: state.Recorder, col: Collectives, newest_input: Callable[[], torch.Tensor | None]) -> None:
-        self._newest_input = newest_input
-        self.r, self.h, self.page, self.col = r, r.h, r.page, col
+    def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
+        self.r, self.h, self.page, self.ledger = r, r.h, r.page, ledger
+        self.later, self._models = ledger.later, ledger.models  # (event, copy on the host, what is to be done with it)
         self._nonfinite = 0
         self._suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
-        self._bad_losses = 0
         self._reduced = 0
         self.averaged_elements = 0  # the most that were all-reduced between a step and the next backward
         self._grad_probe: tuple[Any, list[Any]] | None = None
-        self.later: list[tuple[Any, torch.Tensor, Any]] = []
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._models: dict[int, Model] = {}
-        self.averaged_by: Model | None = None  # whose gradients were averaged last
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
-        self.next_look = 0  # the first step with something to look at before the optimizer, unless always
-        self.always = True
 
     def sample(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
         h = self.h
@@ -133,7 +128,7 @@ class Checks:
             return None
         if t.is_cpu:
             value = t.item()
-            if self._bad_losses or value - value:  # NaN where it is not finite
+            if self.ledger.bad_losses or value - value:  # NaN where it is not finite
                 self._loss_value(value, site, BAD_LOSSES)
             return value
         if micro_step % 8 == 0:
@@ -145,18 +140,18 @@ class Checks:
         """A loss that is not finite ruins nothing where the step is dropped: it is said when the step is made, or when
         `at_most` of them have followed each other."""
         if isfinite(value):
-            self._bad_losses = 0
+            self.ledger.bad_losses = 0
             return
-        self._bad_losses += 1
-        if self._bad_losses == 1:
+        self.ledger.bad_losses += 1
+        if self.ledger.bad_losses == 1:
             self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
             self._look_at_input(site)
-        elif self._bad_losses == at_most:
+        elif self.ledger.bad_losses == at_most:
             self._convict()
 
     def _look_at_input(self, site: int) -> None:
         """Whether the batch itself holds NaN: whatever the loss went through, others' values included, it began there."""
-        t, step = self._newest_input(), self.h.step + 1
+        t, step = self.ledger.newest and self.ledger.newest(), self.h.step + 1
         # plain ones only: to look at a tensor that is spread over ranks is a collective
         if t is None or type(t) not in _PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
             return
@@ -167,7 +162,7 @@ class Checks:
             self.sample(SampleKind.NAN_INPUT, step, float("nan"), site=site)
 
     def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
-        self.always = True
+        self.ledger.always = True
         if len(self._suspects) < NONFINITE_REPORTS:
             self._suspects.append((kind, self.h.step + 1, value, p, site))
 
@@ -186,7 +181,7 @@ class Checks:
         if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
             self._convict()
         # a loss that stays so is said all the same, though its gradients are in order
-        self._suspects = [x for x in self._suspects if self._bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
+        self._suspects = [x for x in self._suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
 
     def _when_copied(self, t: torch.Tensor, then: Any) -> None:
         if len(self.later) > 16 or t.device.type != "cuda":
@@ -203,9 +198,9 @@ class Checks:
             _, host, then = self.later.pop(0)
             then(host)
 
-    def before_optimizer(self, optimizer: Any, models: dict[int, Model], step: int) -> None:
-        self._models = models
-        self._reduced, self.col.reduced_elements = self.col.reduced_elements, 0
+    def before_optimizer(self, optimizer: Any, step: int) -> None:
+        models = self._models
+        self._reduced, self.ledger.reduced_elements = self.ledger.reduced_elements, 0
         if not self.local_gradients:  # else this rank's own gradient was looked at already
             self._gradients(optimizer, step)
         if self._suspects:
@@ -213,8 +208,8 @@ class Checks:
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
                 self._unused(m, step)
-        self.next_look = min((m.next_check for m in models.values()), default=0)
-        self.always = bool(self._suspects or self._reduced or not self.local_gradients)
+        self.ledger.next_look = min((m.next_check for m in models.values()), default=0)
+        self.ledger.always = bool(self._suspects or self._reduced or not self.local_gradients)
 
     def _gradients(self, optimizer: Any, step: int) -> None:
         probe = self._grad_probe
@@ -372,7 +367,8 @@ class Checks:
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self._models.values())
-        group = str(self.averaged_by.pg.group_name) if self.averaged_by is not None else ""
+        m = self.ledger.averaged_by
+        group = str(m.pg.group_name) if m is not None else ""
         what = repr([group, len(tensors), *(tuple(t.shape) for t in chosen)])
         key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
         buffers = kind is SampleKind.BUFFERS

@@ -22,6 +22,7 @@ from distdiag.rank_ranges import fold_ranks
 from distdiag.recorder import state
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.groups import Group, Groups
+from distdiag.recorder.hot import ledger
 from distdiag.recorder.layout import (
     ASYNC,
     NO_GROUP,
@@ -93,9 +94,7 @@ class Collectives(Groups):
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
         self._peers: OrderedDict[tuple[int, bool, int, int], PeerSlot] = OrderedDict()  # by their last use
-        self.wait_ns = 0  # of the main thread, since the phases took it last
-        self.last_ready_ns = 0
-        self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
+        self.ledger = ledger(recorder.page, recorder.main_thread)
 
     # -- one call -------------------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class Collectives(Groups):
                     peer = g.to_global.get(root, root)
                     flags |= ROOTED
             elif op == "all_reduce" and len(g.members) == self.h.world_size:
-                self.reduced_elements += max(tensor[-2], 0)
+                self.ledger.reduced_elements += max(tensor[-2], 0)
         op_text = self._op(op)
         number = self.page.write_call(
             op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:], now_ns(), 0, 0, flags,
@@ -250,7 +249,7 @@ class Collectives(Groups):
             g.message_ends()
         if method in _BLOCKING:
             waited = self.unblock() if main else 0
-            self.wait_ns += waited
+            self.ledger.wait_ns += waited
             self.page.call_left(number, now_ns(), waited, failed=False)
         if work is not None and hasattr(work, "wait"):
             self.in_flight[id(work)] = number, site
@@ -277,13 +276,13 @@ class Collectives(Groups):
         if page.words[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
             return number, False
         self.block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
-        self.last_ready_ns = page.words[_BLOCKED_SINCE]
+        self.ledger.last_ready_ns = page.words[_BLOCKED_SINCE]
         return number, True
 
     @guarded
     def wait_ends(self, number: int, blocked: bool, error: BaseException | None) -> None:
         waited = self.unblock() if blocked else 0
-        self.wait_ns += waited
+        self.ledger.wait_ns += waited
         if number:
             self.page.call_left(number, now_ns(), waited, failed=error is not None)
         if error is not None:

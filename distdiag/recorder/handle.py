@@ -34,7 +34,7 @@ class Handle:
         if self._session and self._session.phases:
             ph = self._session.phases
             if samples is not None:
-                ph.samples = samples
+                ph.ledger.samples = samples
             ph.close_step(now_ns())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -54,14 +54,15 @@ class Handle:
         ph = self._session.phases if self._session else None
         if ph is None:
             return None
-        before, ph.idle = ph.idle, ph.user_phase(name)
-        ph.enter(ph.idle)
+        led = ph.ledger
+        before, led.idle = led.idle, ph.user_phase(name)
+        ph.enter(led.idle)
         return before
 
     @guarded
     def _leave(self, before: Any) -> None:
         if before is not None and self._session and self._session.phases:
-            self._session.phases.idle = before
+            self._session.phases.ledger.idle = before
             self._session.phases.enter(before)
 
     @guarded

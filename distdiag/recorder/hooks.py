@@ -86,7 +86,7 @@ def _time_searches(ph: Phases) -> None:
 
 @guarded
 def _searched(ph: Phases, ns: int) -> None:
-    for m in ph.models.values():
+    for m in ph.ledger.models.values():
         if m.slot.find_unused > 0:
             m.slot.search_ns += ns
             m.slot.searches += 1
@@ -122,7 +122,7 @@ def _wrap_copies(ph: Phases) -> None:
 
         def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
             clock = ph.device
-            if clock is None or self.device.type != "cpu" or get_ident() != ph.main_thread:
+            if clock is None or self.device.type != "cpu" or get_ident() != ph.ledger.main_thread:
                 return original(self, *args, **kwargs)
             clock.begin(Phase.H2D)
             out = original(self, *args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from distdiag.recorder import state
+from distdiag.recorder.hot import Ledger
 from distdiag.recorder.layout import LOADERS, LoaderSlot
 from distdiag.recorder.state import guarded, now_ns
 
@@ -34,17 +35,15 @@ _C_TYPES: dict[torch.dtype, Any] = {
 class Loaders:
     """The loader slots of the page, one per place in the code that iterates one."""
 
-    def __init__(self, r: state.Recorder) -> None:
+    def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.r, self.h, self.page = r, r.h, r.page
         self._slots: dict[int, LoaderSlot] = {}
         # by id of the iterator: its slot, and where its batches and its last time lie among the page's words
         self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
         self._words = r.page.words
-        self.newest: Callable[[], torch.Tensor | None] | None = (
-            None  # the first tensor of the last batch, while it lives
-        )
-        self.last: LoaderSlot | None = None  # the one whose batch came last
-        self.trained: LoaderSlot | None = None  # the one marked as training last
+        self._last: LoaderSlot | None = None  # the one whose batch came last
+        self._trained: LoaderSlot | None = None  # the one marked as training last
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -107,21 +106,24 @@ class Loaders:
         slot.exhausted = 0
         slot.iterations += 1
         slot.active_ns = now_ns()
+        self.ledger.loader = 0  # an iterator's id may come again
         if len(self._by_iterator) > 64:
             self._by_iterator.clear()
         self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), self.page.word_of(slot, "active_ns")
         return slot
 
     def gives(self, iterator: Any, batch: Any, t: int) -> int:
-        """A batch was handed out at `t`; the samples in it: the first dimension of its first tensor, which is `newest` from
-        now on; 0 where there is none."""
+        """A batch was handed out at `t`; the samples in it: the first dimension of its first tensor, the ledger's
+        `newest` from now on; 0 where there is none."""
         known = self._by_iterator.get(id(iterator))
         if known is not None:
             slot, batches_at, active_at = known
             words = self._words
             words[batches_at] = n = words[batches_at] + 1
             words[active_at] = t
-            self.last = slot
+            led = self.ledger
+            self._last, led.trained = slot, slot is self._trained
+            led.loader, led.batches_at, led.active_at = id(iterator), batches_at, active_at
             if n <= FINGERPRINTS:
                 slot.first[n - 1] = fingerprint(batch)
                 slot.n_first = n
@@ -131,7 +133,7 @@ class Loaders:
             if x is None:
                 return 0
             shape = x.shape
-        self.newest = ref(x)
+        self.ledger.newest = ref(x)
         return int(shape[0])
 
     def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> int:
@@ -145,6 +147,7 @@ class Loaders:
 
     @guarded
     def ends(self, iterator: Any) -> None:
+        self.ledger.loader = 0
         known = self._by_iterator.pop(id(iterator), None)
         if known is not None:
             known[0].exhausted = 1
@@ -152,9 +155,9 @@ class Loaders:
 
     def trains(self) -> None:
         """A backward pass followed the last batch."""
-        if self.last is not None:
-            self.last.in_training = 1
-            self.trained = self.last
+        self._trained, self.ledger.trained = self._last, True
+        if self._last is not None:
+            self._last.in_training = 1
 
 
 def _has_samples(t: torch.Tensor) -> bool:

@@ -13,17 +13,19 @@ from distdiag.recorder import state
 from distdiag.recorder.checks import NAMES_KEPT
 from distdiag.recorder.first_forward import FirstForward
 from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.recorder.hot import LastPlace, ModelWords
 from distdiag.recorder.layout import MODELS, ModelSlot
-from distdiag.recorder.state import LastPlace, guarded
+from distdiag.recorder.state import guarded
 
 if TYPE_CHECKING:
     from distdiag.recorder.phases import Phases
 
 
-class Model:
+class Model(ModelWords):
     """One DDP-wrapped module in this process."""
 
     def __init__(self, ddp: Any, slot: ModelSlot, r: state.Recorder) -> None:
+        super().__init__()
         page = r.page
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and where its buffers lie, once asked for; not kept beyond its life
@@ -83,12 +85,12 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
-    ph.models[id(ddp)] = m
+    ph.ledger.models[id(ddp)] = m
     first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
     if first is not None:
         m.hook = ph.watch_last_gradient(first)
         ph.checks.local_gradients = True
-    ph.checks.next_look = 0
+    ph.ledger.next_look = 0
 
 
 def hash_text(s: str) -> int:

@@ -13,22 +13,19 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from torch import float32
-
 from distdiag.recorder import state
 from distdiag.recorder.checks import Checks, Gradients
 from distdiag.recorder.collectives import Collectives
 from distdiag.recorder.device_clock import DeviceClock
-from distdiag.recorder.layout import LifeWord, Phase, word
+from distdiag.recorder.hot import LastPlace, usual
+from distdiag.recorder.layout import Phase, word
 from distdiag.recorder.loaders import Loaders
-from distdiag.recorder.models import Model
-from distdiag.recorder.state import LastPlace, failed, now_ns
+from distdiag.recorder.state import failed, now_ns
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
-_DEVICE_BYTES, _LIFE, _EPOCH = word("device_bytes"), word("life"), word("epoch")
+_DEVICE_BYTES, _EPOCH = word("device_bytes"), word("epoch")
 OPTIMIZER = int(Phase.OPTIMIZER)
-_STARTING, _RUNNING = int(LifeWord.STARTING), int(LifeWord.RUNNING)
 
 
 class Phases:
@@ -36,23 +33,13 @@ class Phases:
 
     def __init__(self, r: state.Recorder, col: Collectives) -> None:
         self.r, self.h, self.page, self.col = r, r.h, r.page, col
-        self.words = r.page.words
-        self.main_thread = r.main_thread
-        self.loaders = Loaders(r)
-        self.checks = Checks(r, col, lambda: self.loaders.newest and self.loaders.newest())
-        self.models: dict[int, Model] = {}
-        self.lead: Any = None
-        self.lead_misses = 0
-        self.step_start_ns = now_ns()
-        self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
-        self.samples = self.batch = 0
-        self.ready_ns = 0
-        self.loss: float | None = None
+        self.words, self.ledger = r.page.words, col.ledger
+        self.loaders = Loaders(r, self.ledger)
+        self.checks = Checks(r, self.ledger)
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
-        self._optimizer_start_ns = 0
         self.backward = LastPlace(r)
-        self.pending: list[Model] = []  # forward has run with gradients wanted, and no backward that averages them
-        self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
+        self.optimizer_begins = usual(self.ledger, "optimizer_begins", self._optimizer_begins)
+        self.optimizer_ends = usual(self.ledger, "optimizer_ends", self._optimizer_ends)
 
     # -- phase word ---------------------------------------------------------------------------------
 
@@ -65,7 +52,7 @@ class Phases:
 
     def leave(self) -> int:
         """Back to what lies between the phases; returns the time."""
-        return self.enter(self.idle)
+        return self.enter(self.ledger.idle)
 
     def user_phase(self, name: str) -> int:
         """Number of a phase that the job names; OTHER for a name of its own."""
@@ -84,34 +71,34 @@ class Phases:
 
     # -- the end of a step ----------------------------------------------------------------------------
 
-    def optimizer_begins(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+    def _optimizer_begins(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
         try:
-            if get_ident() != self.main_thread:
+            led, words = self.ledger, self.words
+            if get_ident() != led.main_thread:
                 return
-            words, checks = self.words, self.checks
             words[_PHASE] = OPTIMIZER
-            words[_SINCE] = self._optimizer_start_ns = now_ns()
+            words[_SINCE] = led.optimizer_start_ns = now_ns()
             if self.device is not None:
                 self.device.begin(Phase.OPTIMIZER)
             step = words[_STEP] + 1
-            if step >= checks.next_look or checks.always or self.col.reduced_elements:
-                checks.before_optimizer(optimizer, self.models, step)
+            if step >= led.next_look or led.always or led.reduced_elements:
+                self.checks.before_optimizer(optimizer, step)
         except Exception as e:
             failed(e)
 
-    def optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+    def _optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
         try:
-            if not self._optimizer_start_ns or get_ident() != self.main_thread:
+            led, words = self.ledger, self.words
+            if not led.optimizer_start_ns or get_ident() != led.main_thread:
                 return
             if self.device is not None:
                 self.device.end(Phase.OPTIMIZER)
-            words = self.words
-            words[_PHASE] = self.idle
+            words[_PHASE] = led.idle
             words[_SINCE] = t = now_ns()
-            self.optimizer_ns += t - self._optimizer_start_ns
-            self._optimizer_start_ns = 0
-            if (self.lead is not None and self.lead() is optimizer) or self._leads(optimizer):
-                self.lead_misses = 0
+            led.optimizer_ns += t - led.optimizer_start_ns
+            led.optimizer_start_ns = 0
+            if (led.lead is not None and led.lead() is optimizer) or self._leads(optimizer):
+                led.lead_misses = 0
                 self.close_step(t)
                 step = words[_STEP]
                 if step < 64 or step & 63 == 0:  # some of them; a call costs much here
@@ -120,45 +107,34 @@ class Phases:
             failed(e)
 
     def _leads(self, optimizer: Any) -> bool:
-        lead = self.lead() if self.lead is not None else None
-        if lead is None:
-            self.lead = weakref.ref(optimizer)
+        led = self.ledger
+        if led.lead is None or led.lead() is None:
+            led.lead = weakref.ref(optimizer)
             return True
-        self.lead_misses += 1
-        if self.lead_misses > 32:  # the first one is not used any more
-            self.lead = weakref.ref(optimizer)
-            self.lead_misses = 0
+        led.lead_misses += 1
+        if led.lead_misses > 32:  # the first one is not used any more
+            led.lead = weakref.ref(optimizer)
+            led.lead_misses = 0
         return False
 
     def close_step(self, t: int) -> None:
         """End the step and begin the next one; its record is written now, or once the device has done it."""
-        col, words = self.col, self.words
-        ready = self.ready_ns or col.last_ready_ns
-        if ready <= self.step_start_ns:
-            ready = 0
-        step = words[_STEP] + 1
+        led, words = self.ledger, self.words
         if self.device is None:
-            self.page.write_step(
-                step, words[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns,
-                self.optimizer_ns, col.wait_ns, ready, self.samples, self.batch, self.loss, words[_DEVICE_BYTES],
-            )  # fmt: skip
-        else:
-            self.device.close(self._step_of_device(step, t, ready))
+            return led.close_step(t)
+        step = words[_STEP] + 1
+        self.device.close(self._step_of_device(step, t))
         words[_STEP] = step
-        self.step_start_ns = t
-        self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
-        self.samples = self.batch = 0
-        col.wait_ns = 0
-        self.ready_ns = 0
-        self.loss = None
-        if words[_LIFE] == _STARTING:
-            words[_LIFE] = _RUNNING
+        return led.begin_step(t)
 
-    def _step_of_device(self, step: int, t: int, ready: int) -> Callable[[dict[Phase, int] | None], None]:
+    def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
         """What writes the step that ends now, once the device's times are known: they stand in for the host's."""
-        start_ns, data_ns, forward_ns, backward_ns = self.step_start_ns, self.data_ns, self.forward_ns, self.backward_ns
-        optimizer_ns, wait_ns, samples, batch = self.optimizer_ns, self.col.wait_ns, self.samples, self.batch
-        loss, epoch, device_bytes = self.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
+        led = self.ledger
+        start_ns, data_ns, forward_ns, backward_ns = led.step_start_ns, led.data_ns, led.forward_ns, led.backward_ns
+        optimizer_ns, wait_ns, samples, batch = led.optimizer_ns, led.wait_ns, led.samples, led.batch
+        loss, epoch, device_bytes = led.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
+        ready = led.ready_ns or led.last_ready_ns
+        ready = ready if ready > start_ns else 0
 
         def write(device: dict[Phase, int] | None) -> None:
             of = device or {}  # None: it did not say
@@ -174,23 +150,18 @@ class Phases:
 
     def watch_last_gradient(self, parameter: Any) -> Any:
         """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
-        gradients, checks = Gradients(parameter), self.checks
+        gradients, checks, led = Gradients(parameter), self.checks, self.ledger
 
         def ready(p: Any) -> None:
             try:
-                self.ready_ns = now_ns()
+                led.ready_ns = now_ns()
                 g = p.grad
                 if g is None:
                     return
-                if gradients.at and g.dtype is float32 and g.data_ptr() == gradients.at:
-                    memory, total = gradients.memory, 0.0
-                    for i in gradients.elements:
-                        total += memory[i]
-                else:
-                    total = gradients.sum(g)
+                total = gradients.sum(g)
                 if total - total:  # NaN where it is not finite
                     checks.local_gradient(p, total, self.backward.site)
             except Exception as e:
                 failed(e)
 
-        return parameter.register_post_accumulate_grad_hook(ready)
+        return parameter.register_post_accumulate_grad_hook(usual(led, "gradient_is_ready", ready, gradients))

@@ -62,12 +62,13 @@ class Session:
         if not missing:
             from torch._C import _distributed_c10d as c10d
 
-            from distdiag.recorder import collectives, group_hooks, hooks
+            from distdiag.recorder import collectives, group_hooks, hooks, hot
 
             col = collectives.install(r)
             group_hooks.install(col)
             self.phases = hooks.install(r, col)
             self.pulse.collectives = col
+            facts["hooks"] = "compiled" if hot.COMPILED else "Python"
             if not hasattr(c10d, "_dump_fr_trace_json"):
                 missing.append("flight recorder (JSON)")
             if not hasattr(c10d, "_WorkerServer"):
@@ -187,7 +188,7 @@ class Session:
         h, group_left = self.recorder.h, self.recorder.h.life == LifeWord.LEFT_GROUP
         self.close()
         if self.phases is not None:
-            self.phases.main_thread = 0  # what the hooks see from now on is no thread of theirs
+            self.phases.ledger.main_thread = 0  # what the hooks see from now on is no thread of theirs
         dist = sys.modules.get("torch.distributed")
         if not group_left and dist is not None and dist.is_available() and dist.is_initialized():
             h.life = LifeWord.DETACHED

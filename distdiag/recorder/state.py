@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import time
 import traceback
@@ -72,40 +71,6 @@ class Recorder:
         except Exception:  # the page itself is unusable: nothing is left to write to
             if RAISE:
                 raise
-
-
-class LastPlace:
-    """Where the user's code last called for one thing of torch's: mostly it calls again from there, through as many frames.
-
-    With cold caches the walk up the stack, with a look-up for each frame, takes longer than the rest of a hook.
-    """
-
-    __slots__ = ("_code", "_depth", "_instruction", "_r", "site")
-
-    def __init__(self, r: Recorder) -> None:
-        self._r = r
-        self._depth, self._instruction = 1, -1
-        self._code: CodeType | None = None
-        self.site = 0
-
-    def look(self) -> int:
-        """Heap offset of the innermost place of the user's own above the caller."""
-        try:
-            f = sys._getframe(self._depth)
-            if f.f_code is self._code and f.f_lasti == self._instruction:
-                return self.site
-        except ValueError:  # fewer frames than before
-            pass
-        f = start = sys._getframe(1)
-        user = user_frame(start)
-        self.site = self._r.site(user)
-        self._code, self._depth = None, 1
-        if user is not None:
-            self._code, self._instruction = user.f_code, user.f_lasti
-            while f is not user and f is not None:
-                self._depth += 1
-                f = f.f_back
-        return self.site
 
 
 current: Recorder | None = None

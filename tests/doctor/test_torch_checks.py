@@ -21,6 +21,7 @@ def facts(**changes: object) -> TorchFacts:
         "backends": ("gloo",),
         "flight_recorder": True,
         "worker_server": True,
+        "compiled_hooks": True,
         "rendezvous": Rendezvous(init_ms=8.0, all_reduce_us=300.0),
     }
     return TorchFacts(**(known | changes))  # pyright: ignore[reportArgumentType]
@@ -44,6 +45,7 @@ def test_a_good_torch_passes_all() -> None:
         ({"backends": ("nccl",), "rendezvous": None}, "backends", "warn"),
         ({"flight_recorder": False}, "flight recorder", "warn"),
         ({"worker_server": False}, "worker server", "warn"),
+        ({"compiled_hooks": False}, "recorder", "warn"),
         ({"rendezvous": Rendezvous(error="timed out")}, "rendezvous", "fail"),
         ({"rendezvous": Rendezvous(init_ms=9000.0, all_reduce_us=300.0)}, "rendezvous", "warn"),
     ],
