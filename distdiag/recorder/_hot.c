@@ -717,7 +717,6 @@ static PyTypeObject ModelWordsType = {
 };
 
 static PyMemberDef gradient_members[] = {
-  {"at", T_ULONGLONG, offsetof(GradientWords, at), 0, NULL},
   {"n", T_LONGLONG, offsetof(GradientWords, n), 0, NULL},
   {"stride", T_LONGLONG, offsetof(GradientWords, stride), 0, NULL},
   {"plain", T_BOOL, offsetof(GradientWords, plain), 0, NULL},

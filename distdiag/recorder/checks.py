@@ -69,7 +69,7 @@ class Gradients(GradientWords):
         self.stride = 1 if n <= 64 else n // 16 if n < 100_000 else n // 64
         self._type = ctypes.c_float * n if sampled(p.detach(), 1) is not None else None
         self.plain = self._type is not None and p.is_contiguous()
-        self._memory: Any = ()  # of the gradient at this address
+        self._memory: tuple[int, Any] = (0, ())  # address, and what lies there
 
     def sum(self, g: torch.Tensor) -> float:
         """Sum of some elements, not finite where one of them is not; 0 where they cannot be looked at."""
@@ -82,9 +82,9 @@ class Gradients(GradientWords):
         at = g.data_ptr()
         if not at:
             return 0.0
-        if at != self.at:
-            self.at, self._memory = at, memoryview(self._type.from_address(at)).cast("B").cast("f")
-        memory, total = self._memory, 0.0
+        if at != self._memory[0]:
+            self._memory = at, memoryview(self._type.from_address(at)).cast("B").cast("f")
+        memory, total = self._memory[1], 0.0
         for i in range(0, self.n, self.stride):
             total += memory[i]
         return total

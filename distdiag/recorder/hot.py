@@ -114,13 +114,13 @@ class ModelWords:
 
 
 class GradientWords:
-    """Elements of a gradient that are looked at: every `stride`-th of `n`, in the memory that begins `at` (0: not known).
+    """Elements of a gradient that are looked at: every `stride`-th of `n`.
 
     `plain`: the parameter is a float32 tensor on the CPU without a gap in its memory.
     """
 
     def __init__(self) -> None:
-        self.at, self.n, self.stride, self.plain = 0, 0, 1, False
+        self.n, self.stride, self.plain = 0, 1, False
 
 
 def _compiled() -> Any:
