@@ -36,7 +36,8 @@ LOOK_S = 0.9  # between two full looks while every rank goes from phase to phase
 # The same where a look takes its time from the ranks, as no core is free, and has found nothing for a while; after a longer
 # while less often still, unless somebody reads what is written.
 CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
-UNREAD_LOOK_S, UNREAD_AFTER_S = 3.9, 120.0
+UNREAD_LOOK_S, UNREAD_AFTER_S = 7.9, 120.0
+READERS_S = 0.9  # between two glances for a reader, while none was there
 DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
@@ -63,6 +64,7 @@ class Monitor:
         self.nodes = Nodes(run_dir, node)
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._look_s = LOOK_S
+        self._readers_at = 0.0
         self._host_cpu: list[float] = []
         self._groups_written: set[str] = set()
         self._meta_written = False
@@ -116,6 +118,10 @@ class Monitor:
             or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look) for v in self.views.values())
         ):
             return False
+        if self._look_s == UNREAD_LOOK_S and self.now_s - self._readers_at >= READERS_S:
+            self._readers_at = self.now_s
+            if processes.others_lock(self.writer.path):
+                return False
         calm = self._look_s > LOOK_S  # what it takes to know more is time of the job's
         for v in self.views.values():
             v.sample_place(None if calm else self._cpu_look(v))

@@ -119,7 +119,7 @@ class PageView(Slots):
             return False
         return (
             words[_N_CALLS] - self._calls_read < CALLS // 4
-            and words[_N_STEPS] - self._steps_read < STEPS // 4
+            and words[_N_STEPS] - self._steps_read < STEPS // 2
             and words[NEWS].tobytes() == self._news
             and (words[_N_SAMPLES] == self._samples_glanced or self._samples_can_wait(words[_N_SAMPLES]))
         )

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second,
-# or every four where its looks would take their time from the ranks and nobody reads.
-SILENT_S, GONE_S = 9.0, 6.0
+# or every eight where its looks would take their time from the ranks and nobody reads.
+SILENT_S, GONE_S = 13.0, 10.0
 
 _finding = msgspec.json.Decoder(Finding)
 

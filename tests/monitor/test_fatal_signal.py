@@ -11,13 +11,17 @@ import pytest
 
 from distdiag.monitor.evidence import fatal_signal
 
-SCRIPT = "import faulthandler, os, sys; faulthandler.enable(open(sys.argv[1], 'w')); os.kill(os.getpid(), int(sys.argv[2]))"
+SCRIPT = (
+    "import faulthandler, os, sys; faulthandler.enable(open(sys.argv[1], 'w')); os.kill(os.getpid(), int(sys.argv[2]))"
+)
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGKILL"])
 def test_the_handlers_own_words_name_the_signal(name: str, tmp_path: Path) -> None:
     number = signal.Signals[name]
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path / "fatal", str(int(number))], timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "fatal", str(int(number))], timeout=60, check=False
+    )
     assert ended.returncode == -number
     text = (tmp_path / "fatal").read_text()
     assert fatal_signal(text) == (None if name == "SIGKILL" else number)  # nothing can be said at a SIGKILL

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from distdiag.diagnosis.engine import Record
-from distdiag.diagnosis.findings import Finding, Severity
+from distdiag.diagnosis.findings import Finding, Severity, State
 from distdiag.monitor.loop import CALM_LOOK_S, LOOK_S, UNREAD_LOOK_S, Monitor
 from distdiag.monitor.processes import CpuWatch
 from distdiag.monitor.ranks import RankView
@@ -87,7 +88,7 @@ def calls_much(page: PageWriter) -> None:
 
 
 def steps_much(page: PageWriter) -> None:
-    page.h.n_steps += 100
+    page.h.n_steps += 200
 
 
 def samples(page: PageWriter, kind: SampleKind, times: int = 1) -> None:
@@ -161,13 +162,21 @@ def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_susp
 
 def test_what_somebody_reads_is_written_more_often(monitor: Monitor) -> None:
     reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
+    going_on = SimpleNamespace(ending=None, goes_on=lambda *_: True, sample_place=lambda _: None)
+    monitor.views = {0: going_on}  # type: ignore[dict-item]
+    monitor.diagnosis.state, monitor._host_at, monitor._look_s = State.RUNNING, monitor.now_s, UNREAD_LOOK_S
+    assert monitor._going_on()
     with subprocess.Popen(
         [sys.executable, "-c", reads, str(monitor.run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as reader:
         assert reader.stdout is not None and reader.stdout.readline()
+        monitor._host_at, monitor._readers_at = monitor.now_s, -10.0
+        assert not monitor._going_on()  # at once, not when the next look is due
+        assert monitor._going_on()  # once
         assert monitor._time_between_looks_s(200.0) == CALM_LOOK_S
         reader.communicate(b"\n", timeout=30)
     assert monitor._time_between_looks_s(200.0) == UNREAD_LOOK_S
+    monitor.views = {}
 
 
 class Groups:

@@ -105,7 +105,12 @@ def recorded(folder: Path, pure: bool) -> dict[str, Any]:
     folder.mkdir()
     script = folder.parent / "script.py"
     script.write_text(SCRIPT)
-    env = {**ONE_RANK, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": str(folder / "R")}
+    env = {
+        **ONE_RANK,
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(REPOSITORY),
+        "DISTDIAG_RUN_DIR": str(folder / "R"),
+    }
     env |= {"DISTDIAG_PURE": "1"} if pure else {}
     with start([sys.executable, str(script), "found.json"], cwd=folder, timeout=60, env=env) as job:
         assert job.wait() == 0, job.tail()
