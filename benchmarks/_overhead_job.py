@@ -14,7 +14,7 @@ from typing import Any
 
 # of those that `_methods` lists, what runs in the steps of this job
 STEP_METHODS = {"forward", "_sync_buffers", "__iter__", "__next__", "backward", "prepare_for_backward"}
-LOOKS_CHANGE_S = (32.0, 128.0)  # the age of a monitor from which on it looks less often, and a little
+LOOKS_CHANGE_S = (32.0, 130.0)  # the age of a monitor from which on it looks less often, and a little
 
 
 class Switch:
@@ -127,7 +127,7 @@ def _as_torch(f: Any) -> Any:
     return f
 
 
-def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
+def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) -> None:
     import psutil
     import torch
     import torch.distributed as dist
@@ -148,7 +148,7 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
     if by_clocks:
         clocks.outside()
     quiet = threading.Event()
-    step_hooks = (dict(optimizers._global_optimizer_pre_hooks), dict(optimizers._global_optimizer_post_hooks))
+    step_hooks = [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
     rss_after = psutil.Process().memory_info().rss
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
@@ -159,17 +159,17 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
 
     if hooks_only:
         net: torch.nn.Module = torch.nn.Linear(1, 1)
-        data = TensorDataset(torch.zeros(4 * 256, 1))
-        batch = 4
+        data = TensorDataset(torch.zeros(batch * 256, 1))
     else:
         net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 48, 3, padding=1), torch.nn.BatchNorm2d(48), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
             torch.nn.Conv2d(48, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
             torch.nn.Flatten(), torch.nn.Linear(64 * 64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10),
         )  # fmt: skip
-        data = TensorDataset(torch.randn(24 * 64, 3, 32, 32))
-        batch = 24
+        data = TensorDataset(torch.randn(batch * 64, 3, 32, 32))
     model = DDP(net)
+    step_hooks += [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
+    kept = [dict(hooks) for hooks in step_hooks]
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     loader = DataLoader(data, batch)
 
@@ -198,9 +198,7 @@ def job(rounds: int, steps: int, hooks_only: bool, by_clocks: bool) -> None:
     def record(on: bool) -> None:
         quiet.clear() if on else quiet.set()
         (switch.on if on else switch.off)()
-        for target, hooks in zip(
-            (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks), step_hooks, strict=True
-        ):
+        for target, hooks in zip(step_hooks, kept, strict=True):
             target.update(hooks) if on else target.clear()
 
     order = random.Random(1)
@@ -345,5 +343,5 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    kind, n_rounds, n_steps = sys.argv[1:]
-    job(int(n_rounds), int(n_steps), hooks_only=kind == "hooks", by_clocks=kind == "clocks")
+    kind, n_rounds, n_steps, n_images = sys.argv[1:]
+    job(int(n_rounds), int(n_steps), int(n_images), hooks_only=kind == "hooks", by_clocks=kind == "clocks")

@@ -1,6 +1,6 @@
 """What recording costs a training step: plain and recorded steps interleaved in one run on two ranks, as a ratio.
 
-    python benchmarks/overhead.py [--rounds 100] [--steps-per-round 40]
+    python benchmarks/overhead.py [--rounds 100] [--steps-per-round 40] [--batch 24]
 
 Steps are plain (hooks off, pulse silent) and recorded (hooks and pulse) in turns, in pairs of random order that is alike on
 both ranks, so that what neighbours on the host do meets both alike. Hooks are switched by swapping the hooked methods of
@@ -59,12 +59,13 @@ def interval(
     return float(center(values)), float(low), float(high)
 
 
-def _launch(kind: str, rounds: int, steps: int) -> list[Any]:
+def _launch(kind: str, rounds: int, steps: int, batch: int) -> list[Any]:
     """What each rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTDIAG_RUN_DIR": f"{folder}/run", "DISTDIAG_QUIET": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, kind, str(rounds), str(steps)],
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, kind,
+             str(rounds), str(steps), str(batch)],
             env=env, capture_output=True, text=True, timeout=3600, check=False,
         )  # fmt: skip
         time.sleep(1.5)  # the monitor writes its last rows
@@ -111,8 +112,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100, help="rounds of pairs (default 100)")
     parser.add_argument("--steps-per-round", type=int, default=40, help="pairs of steps in a round (default 40)")
+    parser.add_argument(
+        "--batch", type=int, default=24, help="images of a rank in a step, which make its length (default 24)"
+    )
     o = parser.parse_args()
-    ranks = _launch("steps", o.rounds, o.steps_per_round)
+    ranks = _launch("steps", o.rounds, o.steps_per_round, o.batch)
     # rank, round, step, (recorded, wall, CPU, the monitor's CPU)
     steps = np.asarray([r[0] for r in ranks])
     rounds = steps.shape[1]
@@ -140,10 +144,10 @@ def main() -> int:
         np.quantile(drawn, (0.025, 0.975), axis=0),
     )
     memory = max(m for _, m, *_ in ranks)
-    by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 2), 10))
+    by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 2), 10, o.batch))
     taken, taken_low, taken_high = interval((by_clocks[..., 0] / by_clocks[..., 1]).T.tolist())
     taken_us = float(np.median(by_clocks[..., 0])) / 1e3
-    alone = _launch("hooks", 4, 20)
+    alone = _launch("hooks", 4, 20, 4)
     hooks, in_step = ([v for r in alone for v in r[i]] for i in (2, 3))
     hook, hook_low, hook_high = interval([[v] for v in hooks])
     added, added_low, added_high = interval([[v] for v in in_step])

@@ -74,7 +74,7 @@ def fingerprint() -> str:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     what = [project.get("build-system"), project.get("project"), project.get("tool", {}).get("setuptools")]
-    compiled = sorted(ROOT.glob("distdiag/**/*.c"))
+    compiled = sorted(ROOT.glob("distdiag/**/*.[ch]"))
     made_of = repr(what) + (ROOT / "constraints.txt").read_text() + "".join(f.read_text() for f in compiled)
     return f"{hashlib.sha256(made_of.encode()).hexdigest()} {TORCH} {ROOT}\n"
 

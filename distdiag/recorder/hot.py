@@ -1,9 +1,9 @@
 """What the hooks of every step share, and whether their usual case is done in C.
 
 Between two hooks a step's computation empties the caches, and then a Python function costs ten times what it costs in a loop.
-So each hook is a `usual` callable around a Python function that can do all of it: `_hot.c` does the usual case (nothing new,
-nothing on a device, nothing amiss) and calls that function for everything else. Where `_hot.c` was not compiled, as where no C
-compiler was there at the install, the Python function is called for all, and the classes here stand in for those in C.
+So each hook is a `usual` callable around a Python function that can do all of it: the code in `c/` does the usual case (nothing new,
+nothing on a device, nothing amiss) and calls that function for everything else. Where it was not compiled, for want of a C
+compiler at the install, the Python function is called for all, and the classes here stand in for those in C.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distdiag.recorder.state import now_ns
 if TYPE_CHECKING:
     from distdiag.recorder.page import PageWriter
 
-LAYOUT = 5  # what this file and _hot.c agree upon: the page's, and the attributes here
+LAYOUT = 5  # what this file and c/hot.h agree upon: the page's, and the attributes here
 _LIFE, _STARTING, _RUNNING = word("life"), int(LifeWord.STARTING), int(LifeWord.RUNNING)
 _STEP, _EPOCH, _DEVICE_BYTES = word("step"), word("epoch"), word("device_bytes")
 _IN_ORDER = ["phase", "phase_since_ns", "blocked", "blocked_at", "blocked_site", "blocked_since_ns", "step", "micro_steps", "n_steps", "n_calls", "epoch", "device_bytes", "life"]  # fmt: skip
@@ -154,7 +154,7 @@ def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
 
 
 def usual(shared: Ledger, name: str, general: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """`general` as a hook: its usual case, by its name in `_hot.c`, is done in C. `of` is what the hook looks at."""
+    """`general` as a hook: its usual case, by its name in `c/hooks.c`, is done in C. `of` is what the hook looks at."""
     return general if _c is None else _c.usual(shared, name, general, of)
 
 

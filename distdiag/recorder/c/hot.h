@@ -1,0 +1,103 @@
+/* The usual case of every step's hooks, in C: what `hot.py` and `step_hooks.py` say in Python, where nothing special happens.
+
+   Each hook is a `usual` object around a Python function that can do all of it. Here only the common case is done, after every
+   condition for it was seen to hold; otherwise, before anything was written, the Python function is called. Between two hooks a
+   step's computation empties the caches, and then a Python function costs ten times what it costs in a loop.
+
+   Nothing here may raise into the job: what goes wrong is handed to `failed`, which counts it. Compiled at install where a C
+   compiler is there; not loaded by a Python without the GIL, which is what keeps two threads out of here. */
+
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <structmember.h>
+#include <time.h>
+
+#define LAYOUT 5 /* of the page, and of what this file and ../hot.py agree upon */
+
+enum { PHASE, SINCE, BLOCKED, BLOCKED_AT, BLOCKED_SITE, BLOCKED_SINCE, STEP, MICRO_STEPS, N_STEPS, N_CALLS, EPOCH,
+       DEVICE_BYTES, LIFE };                                           /* words of the header, from `phase` on */
+enum { DATA = 1, FORWARD = 3, BACKWARD = 4, OPTIMIZER = 5, VALIDATE = 9 }; /* layout.Phase */
+enum { IN_DDP = 2 };                                                   /* layout.Blocked */
+enum { RECORD_WORDS = 17, FINGERPRINTS = 6 };
+
+typedef unsigned long long ull;
+typedef struct {
+  PyObject_HEAD
+  Py_buffer view;
+  volatile uint64_t *words, *head, *ring; /* the page, its header from `phase` on, its step records */
+  uint64_t records;
+  ull main_thread, idle, data_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns, last_ready_ns;
+  ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_look, loader, batches_at, active_at;
+  ull counted_site;
+  long long count_at, bad_losses, lead_misses;
+  double loss;
+  char loss_known, always, trained, cuda, on_device;
+  PyObject *newest, *lead, *averaged_by;
+  PyObject *models, *pending, *later;                        /* dict, list, list */
+  PyObject *failed, *tensor, *float32, *strided, *grad_enabled;
+} Ledger;
+
+typedef struct {
+  PyObject_HEAD
+  PyObject *code;
+  long depth, instruction;
+  ull site;
+} Place;
+
+typedef struct {
+  PyObject_HEAD
+  PyObject *ref;      /* weak, of the DDP module */
+  PyObject *forward;  /* a Place */
+  long long group_at, forward_count;
+  ull forwards_at, synced_at, forward_site;
+} ModelWords;
+
+typedef struct {
+  PyObject_HEAD
+  ull at;
+  long long n, stride;
+  char plain;
+} GradientWords;
+
+typedef struct Usual Usual;
+typedef int (*Hook)(Ledger *, Usual *, PyObject *const *, PyObject **);
+struct Usual {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Ledger *ledger;
+  PyObject *general, *of;
+  Hook hook;
+  Py_ssize_t arguments;
+};
+
+extern PyTypeObject LedgerType, PlaceType, ModelWordsType, GradientWordsType, UsualType;
+
+typedef struct {
+  const char *name;
+  Hook hook;
+  Py_ssize_t arguments;
+  PyTypeObject *of; /* what it looks at; NULL: nothing but the ledger */
+} NamedHook;
+extern const NamedHook HOOKS[];
+extern const size_t N_HOOKS;
+
+int intern_names(void); /* once, before any hook; -1 with an error */
+
+/* Write the record of the step that ends at `t`; begin the next one. */
+void close_step(Ledger *s, uint64_t t);
+void begin_step(Ledger *s, uint64_t t);
+
+static inline uint64_t now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* A time that Python hands over. */
+static inline int time_of(PyObject *argument, uint64_t *t) {
+  *t = PyLong_AsUnsignedLongLong(argument);
+  return *t == (uint64_t)-1 && PyErr_Occurred() ? -1 : 1;
+}
