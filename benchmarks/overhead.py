@@ -161,7 +161,7 @@ def main() -> int:
     }
     text = f"""# What recording costs
 
-`python benchmarks/overhead.py --rounds {o.rounds} --steps-per-round {o.steps_per_round}` on {os.cpu_count()} cores
+`python benchmarks/overhead.py --rounds {o.rounds} --steps-per-round {o.steps_per_round} --batch {o.batch}` on {os.cpu_count()} cores
 ({platform.machine()}, {platform.system()}, no GPU), two gloo ranks; plain and recorded steps in turns, in one run.
 
 | what | estimate | 95 % interval | n | allowed |
