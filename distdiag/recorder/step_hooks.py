@@ -104,6 +104,7 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
     """`DistributedDataParallel.forward`."""
     led, words, checks = ph.ledger, ph.words, ph.checks
     models, pending, later = led.models, led.pending, led.later
+    led.cuda = _CUDA
 
     def general_begins(module: Any, inputs: tuple[Any, ...]) -> int:
         """The time, odd where gradients are wanted: a nanosecond more or less."""
