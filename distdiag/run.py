@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import types
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+OTHERS_LEAVE_S = 5.0  # that rank 0 is given to say what is wrong with the command line
 VALUED = ("--run-dir", "--name", "--keep")
 USAGE = "torchrun [torchrun options] -m distdiag.run [--run-dir DIR] [--name NAME] [--quiet] SCRIPT|-m MODULE [ARGS…]"
 HELP = f"""usage: {USAGE}
@@ -78,8 +80,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
                 f"{rest[0]} is a directory", "give the path of a Python file, or -m and a module's name"
             )
     except DistdiagError as e:
-        # every rank has the same error to tell; one of them does
-        sys.exit(report_error(e) if os.environ.get("RANK", "0") == "0" else int(e.code))
+        # every rank has the same error to tell; one of them does, and is given the time: a launcher ends all with the first
+        if os.environ.get("RANK", "0") == "0":
+            sys.exit(report_error(e))
+        time.sleep(OTHERS_LEAVE_S)
+        sys.exit(int(e.code))
     if options.get("keep"):
         os.environ["DISTDIAG_KEEP_BYTES"] = str(options["keep"])
     if options.get("quiet"):

@@ -8,6 +8,7 @@ import sys
 import click
 
 from distdiag.errors import DistdiagError
+from distdiag.recorder.place import keep_bytes
 
 
 @click.command(
@@ -32,6 +33,8 @@ def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool
     distdiag run --nproc-per-node 4 train.py --epochs 3
     distdiag run --run-dir runs/a -m mypackage.train
     """
+    if keep:
+        keep_bytes(keep)  # said here, once, and not by each rank
     launcher, script = split(list(rest))
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")

@@ -290,8 +290,9 @@ class Monitor:
     def _write(self, s: Snapshot, changed: list[Finding], over: bool) -> None:
         w = self.writer
         for v in self.views.values():
-            self.steps.add(v.rank, v.new_steps)
-            self.collectives.add(v.rank, v.closed_calls)
+            steps, calls = v.taken()
+            self.steps.add(v.rank, steps)
+            self.collectives.add(v.rank, calls)
             w.scalars(v.scalars())
         w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)

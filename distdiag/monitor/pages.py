@@ -82,9 +82,8 @@ class PageView(Slots):
     cpu_pct: float | None = None
     workers_starved: float | None = None
     workers_busy: float | None = None
-    new_steps: list[Step] = field(default_factory=list)
-    new_calls: list[Call] = field(default_factory=list)
-    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
+    new_steps: list[Step] = field(default_factory=list)  # not taken yet, as are
+    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # these, with the host's wait, s
     missed: int = 0  # steps and scalars that were overwritten before they were read
     missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
     longest_usual_s: float = 0.0
@@ -155,7 +154,6 @@ class PageView(Slots):
             self.still_since_s = now_s
 
     def _read_calls(self, page: Page, h: Header) -> None:
-        self.new_calls, self.closed_calls = [], []
         if h.n_calls - self._calls_read > CALLS:
             self.missed_calls += h.n_calls - CALLS - self._calls_read
             self.visits.forget()
@@ -176,7 +174,6 @@ class PageView(Slots):
             call = self._call(page, rec)
             self._shares = self._shares or (rec.step > 0 and rec.elements > 1 and "float" in (call.dtype or ""))
             self.calls.append(call)
-            self.new_calls.append(call)
             if rec.group != NO_GROUP and call.seq is not None and call.site is not None:
                 self.visits.add(call.group, call.site.key, call.seq)
             if rec.left_ns:
@@ -230,7 +227,6 @@ class PageView(Slots):
         )
 
     def _read_steps(self, page: Page, h: Header) -> None:
-        self.new_steps = []
         if h.n_steps - self._steps_read > STEPS:
             self.missed += h.n_steps - STEPS - self._steps_read
             self._steps_read = h.n_steps - STEPS
@@ -261,6 +257,12 @@ class PageView(Slots):
             if self.warm_since_s is None and step.step >= WARM_STEPS:
                 self.warm_since_s = step.end_s
             self.new_steps.append(step)
+
+    def taken(self) -> tuple[list[Step], list[tuple[Call, float]]]:
+        """Steps and closed calls since they were taken last, by however many refreshes they came."""
+        taken = self.new_steps, self.closed_calls
+        self.new_steps, self.closed_calls = [], []
+        return taken
 
     def scalars(self) -> list[ScalarRow]:
         """Values logged since the last call."""

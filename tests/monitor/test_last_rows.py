@@ -1,0 +1,35 @@
+"""What a rank did in the moment before its end is written, however it ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ONE_RANK, REPOSITORY, rows, start, wait_for
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import distdiag
+handle = distdiag.attach()
+handle.step()
+time.sleep(3)  # the monitor is there, and has looked
+for step in range(40):
+    handle.step()
+{end}
+"""
+
+
+@pytest.mark.job
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit(3)"])
+def test_the_steps_just_before_the_end_are_written(end: str, tmp_path: Path) -> None:
+    script, run = tmp_path / "script.py", tmp_path / "R"
+    script.write_text(SCRIPT.format(end=end))
+    env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": str(run)}
+    with start([sys.executable, str(script)], cwd=tmp_path, timeout=60, env=env) as job:
+        job.wait()
+        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
+    assert [n for (n,) in rows(run, "SELECT step FROM step ORDER BY step")] == list(range(1, 42))
