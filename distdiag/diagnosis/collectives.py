@@ -27,6 +27,8 @@ from distdiag.diagnosis.wording import NO_PROGRESS, at
 
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 
+_ECHOES = ("echo", "timeout", "outside")  # ends that another one's end brought
+
 
 def rules(
     snapshot: Snapshot,
@@ -62,9 +64,6 @@ def rules(
 
 
 # -- ranks that are gone or stopped ----------------------------------------------------------------------------------
-
-
-_ECHOES = ("echo", "timeout", "outside")  # ends that another one's end brought
 
 
 def _cause_of_end(st: RankState) -> str:

@@ -133,7 +133,8 @@ class Monitor:
         spare_cores = (self.hosts.cores or 1) * (1 - min(lately, default=0.0) / 100)
         if now_s <= CALM_AFTER_S or spare_cores >= 0.5 or self.diagnosis.suspects():
             return LOOK_S
-        if now_s <= UNREAD_AFTER_S or processes.others_lock(self.writer.path):
+        takes_memory = any(v.takes_memory() for v in self.views.values())
+        if now_s <= UNREAD_AFTER_S or takes_memory or processes.others_lock(self.writer.path):
             return CALM_LOOK_S
         return UNREAD_LOOK_S
 

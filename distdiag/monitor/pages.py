@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ ROUTINE_SAMPLES = frozenset(
 )
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
+MEMORY_S, MEMORY_LOOKS, MEMORY_RATE = 32.0, 40, 1 << 20  # bytes a second; slower growth is watched for minutes anyway
 
 
 @dataclass
@@ -257,6 +259,14 @@ class PageView(Slots):
             if self.warm_since_s is None and step.step >= WARM_STEPS:
                 self.warm_since_s = step.end_s
             self.new_steps.append(step)
+
+    def takes_memory(self) -> bool:
+        """Whether this rank, or its device, holds ever more memory lately: its course is looked at closely, then."""
+        for course in (self.memory, self.device_memory):
+            lately = [p for p in itertools.islice(reversed(course), MEMORY_LOOKS) if course[-1][0] - p[0] <= MEMORY_S]
+            if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
+                return True
+        return False
 
     def taken(self) -> tuple[list[Step], list[tuple[Call, float]]]:
         """Steps and closed calls since they were taken last, by however many refreshes they came."""

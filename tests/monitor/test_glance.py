@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -160,10 +161,25 @@ def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_susp
     assert monitor._time_between_looks_s(now_s) == look_s
 
 
+@pytest.mark.parametrize(
+    ("bytes_a_second", "look_s"), [(0, UNREAD_LOOK_S), (1 << 18, UNREAD_LOOK_S), (4 << 20, CALM_LOOK_S)]
+)
+@pytest.mark.parametrize("course", ["memory", "device_memory"])
+def test_memory_that_grows_is_looked_at_more_often(
+    course: str, bytes_a_second: int, look_s: float, monitor: Monitor, view: RankView
+) -> None:
+    monitor.views = {0: view}
+    for t in (100.0, 180.0, 188.0, 196.0):
+        getattr(view, course).append((t, (1 << 30) + int(bytes_a_second * t)))
+    assert monitor._time_between_looks_s(200.0) == look_s
+
+
 def test_what_somebody_reads_is_written_more_often(monitor: Monitor) -> None:
     reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
-    going_on = SimpleNamespace(ending=None, goes_on=lambda *_: True, sample_place=lambda _: None)
-    monitor.views = {0: going_on}  # type: ignore[dict-item]
+    going_on = SimpleNamespace(
+        ending=None, takes_memory=lambda: False, goes_on=lambda *_: True, sample_place=lambda _: None
+    )
+    monitor.views = {0: cast(RankView, going_on)}
     monitor.diagnosis.state, monitor._host_at, monitor._look_s = State.RUNNING, monitor.now_s, UNREAD_LOOK_S
     assert monitor._going_on()
     with subprocess.Popen(

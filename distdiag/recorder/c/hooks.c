@@ -51,7 +51,6 @@ static int same_place(Place *p) {
 }
 
 static ModelWords *model_of(Ledger *s, PyObject *module) { /* borrowed; NULL, mostly without an error, where not known */
-  if (s->models == NULL || !PyDict_Check(s->models)) return NULL;
   PyObject *key = PyLong_FromVoidPtr(module);
   if (key == NULL) return NULL;
   PyObject *found = PyDict_GetItemWithError(s->models, key);
@@ -152,7 +151,7 @@ static int data_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **resu
 
 /* The time, odd where gradients are wanted: a nanosecond more or less. 0: nothing is to be ended. */
 static int forward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* module, inputs */
-  if (elsewhere(s) || s->cuda || (s->later != NULL && PyList_GET_SIZE(s->later))) return 0;
+  if (elsewhere(s) || s->cuda || PyList_GET_SIZE(s->later)) return 0;
   ModelWords *m = model_of(s, args[0]);
   if (m == NULL) return PyErr_Occurred() ? -1 : 0;
   if (m->forward_count < 0 || m->forward == NULL || !PyObject_TypeCheck(m->forward, &PlaceType)) return 0;
@@ -170,7 +169,7 @@ static int forward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject *
 
 static int forward_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* module, began */
   uint64_t began;
-  if (s->on_device || s->pending == NULL) return 0;
+  if (s->on_device) return 0;
   if (time_of(args[1], &began) < 0) return -1;
   ModelWords *m = model_of(s, args[0]);
   if (m == NULL) return PyErr_Occurred() ? -1 : 0;
@@ -241,7 +240,7 @@ static int plain_loss(Ledger *s, PyObject *t, double *value) {
 }
 
 static int backward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* tensors */
-  if (elsewhere(s) || s->on_device || !s->trained || s->reduced_elements || s->pending == NULL) return 0;
+  if (elsewhere(s) || s->on_device || !s->trained || s->reduced_elements) return 0;
   Py_ssize_t waiting = PyList_GET_SIZE(s->pending);
   if (waiting > 1) return 0;
   Place *p = (Place *)u->of;

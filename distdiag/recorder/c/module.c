@@ -51,15 +51,11 @@ static PyObject *usual_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
   return PyErr_Format(PyExc_ValueError, "no hook '%s'", name);
 }
 
+/* There is no clear: what torch has hooked may yet be called, and `general` answers then. */
 static int usual_traverse(Usual *u, visitproc visit, void *arg) {
   Py_VISIT(u->ledger);
   Py_VISIT(u->general);
   Py_VISIT(u->of);
-  return 0;
-}
-
-static int usual_clear(Usual *u) {
-  /* it may yet be called, by a hook of torch's that is cleared later: `general` answers for all then, so it stays */
   return 0;
 }
 
@@ -80,7 +76,6 @@ PyTypeObject UsualType = {
   .tp_call = PyVectorcall_Call,
   .tp_new = usual_new,
   .tp_traverse = (traverseproc)usual_traverse,
-  .tp_clear = (inquiry)usual_clear,
   .tp_dealloc = (destructor)usual_dealloc,
 };
 
@@ -225,6 +220,11 @@ PyTypeObject LedgerType = {
 
 /* -- Place, ModelWords, GradientWords: bases of classes in Python -------------------------------------------------------- */
 
+#define BASE(type, dealloc, members)                                                                               \
+  {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder._hot." #type, .tp_basicsize = sizeof(type),         \
+   .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, .tp_new = PyType_GenericNew,                              \
+   .tp_dealloc = (destructor)dealloc, .tp_members = members}
+
 static void place_dealloc(Place *p) {
   Py_CLEAR(p->code);
   Py_TYPE(p)->tp_free(p);
@@ -238,14 +238,7 @@ static PyMemberDef place_members[] = {
   {NULL},
 };
 
-PyTypeObject PlaceType = {
-  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder._hot.Place",
-  .tp_basicsize = sizeof(Place),
-  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-  .tp_new = PyType_GenericNew,
-  .tp_dealloc = (destructor)place_dealloc,
-  .tp_members = place_members,
-};
+PyTypeObject PlaceType = BASE(Place, place_dealloc, place_members);
 
 static void model_dealloc(ModelWords *m) {
   Py_CLEAR(m->ref);
@@ -264,14 +257,7 @@ static PyMemberDef model_members[] = {
   {NULL},
 };
 
-PyTypeObject ModelWordsType = {
-  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder._hot.ModelWords",
-  .tp_basicsize = sizeof(ModelWords),
-  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-  .tp_new = PyType_GenericNew,
-  .tp_dealloc = (destructor)model_dealloc,
-  .tp_members = model_members,
-};
+PyTypeObject ModelWordsType = BASE(ModelWords, model_dealloc, model_members);
 
 static PyMemberDef gradient_members[] = {
   {"n", T_LONGLONG, offsetof(GradientWords, n), 0, NULL},
@@ -280,13 +266,7 @@ static PyMemberDef gradient_members[] = {
   {NULL},
 };
 
-PyTypeObject GradientWordsType = {
-  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder._hot.GradientWords",
-  .tp_basicsize = sizeof(GradientWords),
-  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-  .tp_new = PyType_GenericNew,
-  .tp_members = gradient_members,
-};
+PyTypeObject GradientWordsType = BASE(GradientWords, NULL, gradient_members);
 
 static struct PyModuleDef module = {
   PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder._hot", .m_doc = "The usual way of the hooks, in C; see hot.py.", .m_size = -1,
