@@ -94,7 +94,7 @@ def nvml_facts() -> Outcome:
     need_gpu()
     need("pynvml")
     from distdiag.errors import DistdiagError
-    from distdiag.probing import gpus
+    from distdiag.probekit.measure import gpus
 
     try:
         with gpus.nvml() as n:
@@ -115,7 +115,8 @@ def nvml_facts() -> Outcome:
 
 def matmul() -> Outcome:
     torch = need_gpu()
-    from distdiag.probing import catalog, gpus
+    from distdiag.probekit.command import catalog
+    from distdiag.probekit.measure import gpus
 
     probe = _module(catalog.load("gpu"))
     name = torch.cuda.get_device_name(0)
@@ -141,7 +142,8 @@ def matmul() -> Outcome:
 
 def memory_and_copies() -> Outcome:
     torch = need_gpu()
-    from distdiag.probing import catalog, gpus
+    from distdiag.probekit.command import catalog
+    from distdiag.probekit.measure import gpus
 
     probe = _module(catalog.load("gpu"))
     device = torch.device("cuda", 0)
@@ -161,7 +163,7 @@ def device_to_device() -> Outcome:
     torch = need_gpu()
     if torch.cuda.device_count() < 2:
         raise NotPossible("one GPU")
-    from distdiag.probing import catalog
+    from distdiag.probekit.command import catalog
 
     probe = _module(catalog.load("gpu"))
     rate = probe.peer_gbps(torch.device("cuda", 0), torch.device("cuda", 1), 2.0)
@@ -181,8 +183,8 @@ def nccl_one_rank() -> Outcome:
 
     if not dist.is_nccl_available():
         raise NotPossible("this torch has no NCCL")
-    from distdiag.probing.patterns import Pattern, Segment, wrong_elements
-    from distdiag.probing.renamed import all_gather_single
+    from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
+    from distdiag.probekit.measure.renamed import all_gather_single
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:

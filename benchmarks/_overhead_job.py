@@ -311,7 +311,8 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
     """CPU microseconds of all hooks of a step with nothing between them, by blocks of 256 steps."""
     import torch
 
-    from distdiag.recorder import session, step_hooks
+    from distdiag.recorder import session
+    from distdiag.recorder.hooks import step as step_hooks
 
     assert session.current is not None
     ph = session.current.phases

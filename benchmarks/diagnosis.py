@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.snapshot import Call, Group, Loader, Model, RankState, Site, Snapshot, Step
-from distdiag.probing.statistics import interval_of_median
+from distdiag.diagnosis.model.snapshot import Call, Group, Loader, Model, RankState, Site, Snapshot, Step
+from distdiag.terms.statistics import interval_of_median
 
 RESULTS = Path(__file__).parent / "results"
 ALLOWED_MS = 50.0

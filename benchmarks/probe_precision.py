@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from distdiag.probing.job import Job
-    from distdiag.probing.sampling import Stamped
+    from distdiag.probekit.measure.sampling import Stamped
+    from distdiag.probekit.ranks.job import Job
 
 SIZES = [1024 * 4**k for k in range(9)]  # 1 KiB to 64 MiB
 RESULTS = ROOT / "benchmarks" / "results"
@@ -72,7 +72,7 @@ def main() -> int:
     if args.as_rank:
         return as_rank(args)
 
-    from distdiag.probing.result import host_class
+    from distdiag.probekit.verdict.result import host_class
 
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
@@ -133,12 +133,13 @@ def run(command: list[str], env: dict[str, str] | None = None) -> str:
 
 def as_rank(args: argparse.Namespace) -> int:
     """One rank of table 1, under torchrun."""
-    from distdiag.probing import catalog, environment
-    from distdiag.probing.collective import Collective
-    from distdiag.probing.collective_result import make_row
-    from distdiag.probing.job import joined
-    from distdiag.probing.options import parse
-    from distdiag.probing.sampling import sample
+    from distdiag.probekit.command import catalog
+    from distdiag.probekit.command.options import parse
+    from distdiag.probekit.measure.collective import Collective
+    from distdiag.probekit.measure.sampling import sample
+    from distdiag.probekit.ranks import environment
+    from distdiag.probekit.ranks.job import joined
+    from distdiag.probekit.verdict.collective_result import make_row
 
     place = environment.detect()
     assert place is not None
@@ -178,8 +179,8 @@ def bare_loop(job: Job, x: Any, seconds: float) -> Stamped | None:
     import numpy as np
     import torch.distributed as dist
 
-    from distdiag.probing.noise import BlockNoise
-    from distdiag.probing.sampling import NoiseMeter, Stamped
+    from distdiag.probekit.measure.noise import BlockNoise
+    from distdiag.probekit.measure.sampling import NoiseMeter, Stamped
 
     dist.all_reduce(x)
     begin = time.perf_counter()
@@ -210,8 +211,8 @@ def joined_up(parts: list[Stamped]) -> Stamped:
     """
     import numpy as np
 
-    from distdiag.probing.noise import BlockNoise
-    from distdiag.probing.sampling import Stamped
+    from distdiag.probekit.measure.noise import BlockNoise
+    from distdiag.probekit.measure.sampling import Stamped
 
     blocks, noise = [], []
     for p in parts:
@@ -241,7 +242,7 @@ def overlap(probe: Any, bare: Any) -> bool:
 
 
 def print_agreement(rows: list[dict[str, Any]]) -> None:
-    from distdiag.probing.sizes import size_text
+    from distdiag.terms.units import size_text
 
     print(
         f"{'size':>8} {'probe p50 us':>13} {'95 % interval':>23} {'n':>6} {'bare p50 us':>13} {'95 % interval':>23} {'n':>6} {'ratio':>6}  agree  foreign CPUs"
@@ -288,7 +289,7 @@ def whole_commands(args: argparse.Namespace) -> list[dict[str, Any]]:
             start = time.monotonic()
             entry["p50_us"] = work()
             entry["seconds"].append(round(time.monotonic() - start, 2))
-    from distdiag.probing.sizes import size_text
+    from distdiag.terms.units import size_text
 
     print(f"\n{'whole command':36} {'seconds':>8}  p50 in us at " + " ".join(f"{size_text(s):>9}" for s in SIZES))
     for entry in found:

@@ -35,7 +35,7 @@ While it runs: distdiag tui. The verdict: distdiag diagnose.
 def _parse(argv: list[str]) -> tuple[dict[str, str | bool], str | None, list[str]]:
     """Our options end at the script or at -m; everything after belongs to the script."""
     from distdiag.errors import DistdiagError
-    from distdiag.recorder.place import keep_bytes
+    from distdiag.recorder.run_claim import keep_bytes
 
     options: dict[str, str | bool] = {}
     i = 0

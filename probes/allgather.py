@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from distdiag.probing.collective import Buffers, Collective, Ranks
-from distdiag.probing.command import main
-from distdiag.probing.patterns import Pattern, Segment
-from distdiag.probing.renamed import all_gather_single
+from distdiag.probekit.command.main import main
+from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
+from distdiag.probekit.measure.patterns import Pattern, Segment
+from distdiag.probekit.measure.renamed import all_gather_single
 
 
 class AllGather(Collective):

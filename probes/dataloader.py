@@ -18,16 +18,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from distdiag.errors import DistdiagError
-from distdiag.probing import verdict
-from distdiag.probing.collective_result import new_result
-from distdiag.probing.command import main
-from distdiag.probing.job import Job
-from distdiag.probing.noise import usable_cpus
-from distdiag.probing.options import Options
-from distdiag.probing.probe import Probe, Table
-from distdiag.probing.result import Measure, Result
-from distdiag.probing.sampling import NoiseMeter
-from distdiag.probing.user_object import find_function
+from distdiag.probekit.command.main import main
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.noise import usable_cpus
+from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.sampling import NoiseMeter
+from distdiag.probekit.ranks.job import Job
+from distdiag.probekit.ranks.user_object import find_function
+from distdiag.probekit.verdict import decide
+from distdiag.probekit.verdict.collective_result import new_result
+from distdiag.probekit.verdict.result import Measure, Result
 
 NOT_WORTH_IT = 1.05  # steps shorter by less than this are not worth another setting
 
@@ -242,7 +242,7 @@ def best(rows: list[LoaderRow], step_ms: float) -> LoaderRow:
 def judge(result: Result, options: Options) -> None:
     """Recommend; a verdict other than pass only for noise: there is no right speed for a data loader."""
     rows: list[LoaderRow] = result.rows
-    verdict.host_noise(result)
+    decide.host_noise(result)
     chosen = best(rows, options.step_ms)
     chosen.recommended = True
     default = next((r for r in rows if r.setting.workers == 0), None)

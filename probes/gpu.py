@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probing import gpus
-from distdiag.probing.command import main
-from distdiag.probing.job import Job
-from distdiag.probing.probe import Probe, Table
-from distdiag.probing.result import Measure, Result, Verdict, host_class
-from distdiag.probing.sizes import size_text
+from distdiag.probekit.command.main import main
+from distdiag.probekit.measure import gpus
+from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.ranks.job import Job
+from distdiag.probekit.verdict.result import Measure, Result, Verdict, host_class
+from distdiag.terms.units import size_text
 
 LOW_MATMUL = 0.50  # of the published peak: healthy cards reach 70 to 90 %
 LOW_MEMORY = 0.70  # healthy cards reach 85 to 95 %

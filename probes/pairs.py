@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
-from distdiag.probing import verdict
-from distdiag.probing.clock import clock_ns
-from distdiag.probing.collective_result import new_result
-from distdiag.probing.command import main
-from distdiag.probing.injection import Injection
-from distdiag.probing.job import Job
-from distdiag.probing.options import Options
-from distdiag.probing.patterns import Pattern, Segment, wrong_elements
-from distdiag.probing.probe import Probe, Table
-from distdiag.probing.result import Measure, Result, Verdict
-from distdiag.probing.sampling import NoiseMeter
-from distdiag.probing.sizes import size_text, time_text
+from distdiag.probekit.command.main import main
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
+from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.sampling import NoiseMeter
+from distdiag.probekit.ranks.clock import clock_ns
+from distdiag.probekit.ranks.injection import Injection
+from distdiag.probekit.ranks.job import Job
+from distdiag.probekit.verdict import decide
+from distdiag.probekit.verdict.collective_result import new_result
+from distdiag.probekit.verdict.result import Measure, Result, Verdict
+from distdiag.terms.units import size_text, time_text
 
 SLOW_FACTOR = 1.5  # times the median pair; below, pairs of a healthy machine differ too
 SLOW_SHARE = 0.75  # of a rank's pairs must be slow to blame the rank
@@ -161,7 +161,7 @@ class Pairs(Probe):
 def judge(result: Result, injected: list[Injection]) -> None:
     """Name slow ranks and links; on a busy host only suspect them."""
     rows: list[PairRow] = result.rows
-    noisy = verdict.host_noise(result)
+    noisy = decide.host_noise(result)
     slow_means = Verdict.INCONCLUSIVE if noisy else Verdict.FAIL
     for r in rows:
         if not r.correct:

@@ -10,10 +10,10 @@ import sys
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
-from distdiag.probing.collective import Buffers, Collective, Ranks
-from distdiag.probing.command import main
-from distdiag.probing.options import Options
-from distdiag.probing.patterns import Pattern, Segment
+from distdiag.probekit.command.main import main
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
+from distdiag.probekit.measure.patterns import Pattern, Segment
 
 
 class SendRecv(Collective):

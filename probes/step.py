@@ -20,18 +20,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.errors import DistdiagError
-from distdiag.probing import verdict
-from distdiag.probing.collective_result import new_result
-from distdiag.probing.command import main
-from distdiag.probing.job import Job
-from distdiag.probing.options import Options
-from distdiag.probing.probe import Probe, Table
-from distdiag.probing.result import Measure, Result, Verdict
-from distdiag.probing.sampling import NoiseMeter
-from distdiag.probing.sizes import size_text
-from distdiag.probing.statistics import interval_of_median
-from distdiag.probing.thread_data_parallel import ThreadDataParallel
-from distdiag.probing.user_object import find_function
+from distdiag.probekit.command.main import main
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.sampling import NoiseMeter
+from distdiag.probekit.measure.thread_data_parallel import ThreadDataParallel
+from distdiag.probekit.ranks.job import Job
+from distdiag.probekit.ranks.user_object import find_function
+from distdiag.probekit.verdict import decide
+from distdiag.probekit.verdict.collective_result import new_result
+from distdiag.probekit.verdict.result import Measure, Result, Verdict
+from distdiag.terms.statistics import interval_of_median
+from distdiag.terms.units import size_text
 
 STRATEGIES = ("single", "single-threads", "dataparallel", "ddp", "fsdp")
 _WARM_UP_STEPS = 1
@@ -206,7 +206,7 @@ def possible(strategy: str, job: Job) -> str | None:
 
 def judge(result: Result) -> None:
     """Speed-ups; a verdict other than pass only for noise."""
-    verdict.host_noise(result)
+    decide.host_noise(result)
     rows: list[StepRow] = result.rows
     single = next((r for r in rows if r.strategy == "single"), None)
     for r in rows:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag.cli._fault_jobs import Expected, Job, Running, interrupted, started
-from distdiag.diagnosis.findings import Finding, Severity, at_least
+from distdiag.diagnosis.model.findings import Finding, Severity, at_least
 from distdiag.store.reader import RunUnreadable, open_run
 
 POLL_S = 0.1

@@ -13,14 +13,14 @@ import click
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
-    from distdiag.diagnosis.findings import Finding, Report
+    from distdiag.diagnosis.model.findings import Finding, Report
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 def _of_dumps(targets: tuple[str, ...]) -> Report:
-    from distdiag.diagnosis.dumps import NoDumps, diagnose_dumps
-    from distdiag.diagnosis.text import printable
+    from distdiag.diagnosis.dumps.verdict import NoDumps, diagnose_dumps
+    from distdiag.diagnosis.text.finding import printable
 
     try:
         return diagnose_dumps(targets)
@@ -88,7 +88,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 def verdict(report: Report) -> str:
     """One line: the state of the job, and who is to blame for it."""
-    from distdiag.diagnosis.findings import Severity, rank_list
+    from distdiag.diagnosis.model.findings import Severity, rank_list
 
     standing = [f for f in report.findings if f.cleared_s is None]
     world = "?" if report.world_size is None else f"{report.world_size:,}"
@@ -107,8 +107,8 @@ def verdict(report: Report) -> str:
 
 
 def _print_text(report: Report, ascii: bool) -> None:
-    from distdiag.diagnosis.findings import Severity
-    from distdiag.diagnosis.text import finding_lines, printable
+    from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.text.finding import finding_lines, printable
 
     encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
     plain = ascii or not encoding.startswith("utf")
@@ -131,7 +131,7 @@ def _print_text(report: Report, ascii: bool) -> None:
 
 
 def _fails(findings: tuple[Finding, ...], threshold: str) -> bool:
-    from distdiag.diagnosis.findings import at_least
+    from distdiag.diagnosis.model.findings import at_least
 
     return threshold != "never" and any(f.cleared_s is None and at_least(f.severity, threshold) for f in findings)
 

@@ -23,9 +23,9 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     keeps them beside the run: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
     torchfrtrace). RUN: default reports/latest.
     """
-    from distdiag.diagnosis.findings import rank_list
-    from distdiag.diagnosis.text import printable
-    from distdiag.monitor import dump
+    from distdiag.diagnosis.model.findings import rank_list
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.monitor.evidence import dump
     from distdiag.store import rundir, stacks
 
     if timeout_s <= 0:

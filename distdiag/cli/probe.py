@@ -1,4 +1,4 @@
-"""`distdiag probe NAME`: the options are those of `distdiag.probing.options`, shared with the scripts in probes/."""
+"""`distdiag probe NAME`: the options are those of `distdiag.probekit.command.options`, shared with the scripts in probes/."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> int:
     """Measure this machine: collectives, data loading, steps, GPUs; with a verdict."""
-    from distdiag.probing.command import main
+    from distdiag.probekit.command.main import main
 
     return main(list(arguments))

@@ -8,7 +8,7 @@ import sys
 import click
 
 from distdiag.errors import DistdiagError
-from distdiag.recorder.place import keep_bytes
+from distdiag.recorder.run_claim import keep_bytes
 
 
 @click.command(

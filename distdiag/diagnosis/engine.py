@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from distdiag.diagnosis import batches, collectives, endings, gpus, parameters, resources, silent, speed, stalls
-from distdiag.diagnosis.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.graph import WaitGraph, build
-from distdiag.diagnosis.snapshot import Life, Snapshot
-from distdiag.diagnosis.wording import op_text, seconds
+from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.model.snapshot import Life, Snapshot
+from distdiag.diagnosis.rules import batches, collectives, endings, gpus, parameters, resources, silent, speed, stalls
+from distdiag.diagnosis.text.phrases import op_text, seconds
+from distdiag.diagnosis.waits.graph import WaitGraph, build
 
 SETTLE_S = 0.4  # after the first death, before its cause is named: another rank's end may come before it in time
 ECHO_S = 2.0  # the same, while all that is seen are echoes

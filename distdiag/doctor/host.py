@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from distdiag import cgroups
-from distdiag.diagnosis.findings import size_text
+from distdiag.diagnosis.model.findings import size_text
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.store import filesystem
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distdiag.diagnosis.findings import size_text
+from distdiag.diagnosis.model.findings import size_text
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.doctor.torch_facts import TorchFacts
 

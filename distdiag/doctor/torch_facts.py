@@ -67,7 +67,7 @@ def gather() -> TorchFacts:
     c10d = importlib.import_module("torch._C._distributed_c10d")
     facts.flight_recorder = hasattr(c10d, "_dump_fr_trace_json") or hasattr(c10d, "_dump_nccl_trace_json")
     facts.worker_server = hasattr(c10d, "_WorkerServer")
-    facts.compiled_hooks = importlib.import_module("distdiag.recorder.hot").COMPILED
+    facts.compiled_hooks = importlib.import_module("distdiag.recorder.fast.accounts").COMPILED
     if "gloo" in facts.backends:
         # before CUDA is touched: a forked child could not use it, and has no need to
         facts.rendezvous = rendezvous()

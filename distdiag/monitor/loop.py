@@ -13,19 +13,19 @@ import msgspec
 
 import distdiag
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.snapshot import Group, Snapshot
-from distdiag.monitor import processes
-from distdiag.monitor.gather import SUSPECT_S, Gatherer
-from distdiag.monitor.gpus import Gpus
-from distdiag.monitor.hosts import Hosts
+from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.model.snapshot import Group, Snapshot
+from distdiag.monitor.announce import Voice
+from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
+from distdiag.monitor.host import processes
+from distdiag.monitor.host.gpus import Gpus
+from distdiag.monitor.host.samples import Hosts
 from distdiag.monitor.nodes import Nodes
-from distdiag.monitor.own_faults import OwnFaults
-from distdiag.monitor.ranks import RankView
+from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
-from distdiag.monitor.speak import Voice
-from distdiag.recorder.layout import LifeWord
-from distdiag.recorder.page import PageError, PageReader
+from distdiag.monitor.self_check import OwnFaults
+from distdiag.page.layout import LifeWord
+from distdiag.page.writer import PageError, PageReader
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer

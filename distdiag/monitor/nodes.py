@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag.diagnosis.snapshot import DEAD, Call, Group, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Group, Life, RankState, Snapshot
 
 VERSION = 1
 PERIOD_S, STANDING_PERIOD_S = (

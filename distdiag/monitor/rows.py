@@ -6,11 +6,11 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from distdiag.diagnosis.findings import Finding, at_least
-from distdiag.diagnosis.matching import conflict, signature
-from distdiag.diagnosis.snapshot import Arrival, Call, Life, Met, RankState, Snapshot, Step
-from distdiag.diagnosis.speed import self_ms
-from distdiag.monitor.ranks import RankView
+from distdiag.diagnosis.model.findings import Finding, at_least
+from distdiag.diagnosis.model.snapshot import Arrival, Call, Life, Met, RankState, Snapshot, Step
+from distdiag.diagnosis.rules.speed import self_ms
+from distdiag.diagnosis.waits.compatible import conflict, signature
+from distdiag.monitor.ranks.state import RankView
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import CollectiveRow, LoaderRow, StepRow
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.recorder import place, session
+from distdiag.recorder import run_claim, session
 from distdiag.recorder.state import guarded
 
 
@@ -60,7 +60,7 @@ def record_process(run_dir: str | None, name: str | None) -> None:
         if started is not None:
             after_torch(started.install)
         return
-    os.environ.setdefault(place.ENV_JOB, place.job_token())
+    os.environ.setdefault(run_claim.ENV_JOB, run_claim.job_token())
     after_torch(lambda: _becomes_rank(run_dir, name))
     _watch_children(run_dir, name)
 
@@ -130,7 +130,7 @@ def _watch_children(run_dir: str | None, name: str | None) -> None:
     from multiprocessing.process import BaseProcess
 
     original = BaseProcess.start
-    os.environ.setdefault(place.ENV_DIR, str(place.claim(run_dir, name or place.script_name())))
+    os.environ.setdefault(run_claim.ENV_DIR, str(run_claim.claim(run_dir, name or run_claim.script_name())))
 
     def start(self: Any) -> None:
         target = getattr(self, "_target", None)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.recorder.layout import SCALARS
+from distdiag.page.layout import SCALARS
 from distdiag.recorder.state import guarded, now_ns
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Handle:
         """Watch an iterator of batches that is no DataLoader: its waits, its length, its end."""
         if self._session is None or self._session.phases is None:
             return iterable
-        from distdiag.recorder.step_hooks import batches
+        from distdiag.recorder.hooks.step import batches
 
         return batches(self._session.phases, iterable, length)
 

@@ -13,9 +13,9 @@ import threading
 from types import CodeType
 from typing import Any
 
+from distdiag.page.layout import STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder import state
 from distdiag.recorder.frames import raw_name, user_stack
-from distdiag.recorder.layout import STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25

@@ -23,11 +23,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from distdiag.recorder import place, state
+from distdiag.page.layout import STACK, LifeWord, Phase, page_path
+from distdiag.page.writer import PageWriter
+from distdiag.recorder import run_claim, state
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
-from distdiag.recorder.layout import STACK, LifeWord, Phase, page_path
-from distdiag.recorder.page import PageWriter
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns
 
@@ -62,19 +62,21 @@ class Session:
         if not missing:
             from torch._C import _distributed_c10d as c10d
 
-            from distdiag.recorder import collectives, group_hooks, hooks, hot
+            from distdiag.recorder.fast import accounts
+            from distdiag.recorder.hooks import collectives, process_groups
+            from distdiag.recorder.hooks import install as hooks
 
             col = collectives.install(r)
-            group_hooks.install(col)
+            process_groups.install(col)
             self.phases = hooks.install(r, col)
             self.pulse.collectives = col
-            facts["hooks"] = "compiled" if hot.COMPILED else "Python"
+            facts["hooks"] = "compiled" if accounts.COMPILED else "Python"
             if not hasattr(c10d, "_dump_fr_trace_json"):
                 missing.append("flight recorder (JSON)")
             if not hasattr(c10d, "_WorkerServer"):
                 missing.append("worker server")
             if torch.distributed.is_initialized():
-                group_hooks.initialised(col)
+                process_groups.initialised(col)
         if missing:
             facts["unsupported"] = ", ".join(missing)
         self.note(**facts)
@@ -228,9 +230,9 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
 
 
 def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session:
-    label = name or place.script_name()
-    directory = place.claim(run_dir, label)
-    pages = place.page_dir(directory)
+    label = name or run_claim.script_name()
+    directory = run_claim.claim(run_dir, label)
+    pages = run_claim.page_dir(directory)
     _own_directory(pages)
     # ours to size where the user did not: a dump of it is evidence, and costs its length
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
@@ -259,8 +261,8 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     os.register_at_fork(after_in_child=lambda: _in_child(session))
     sys.excepthook = session.excepthook
     atexit.register(session.close)
-    place.link_pages(directory, pages)
-    from distdiag.recorder.launch import start_monitor
+    run_claim.link_pages(directory, pages)
+    from distdiag.recorder.start_monitor import start_monitor
 
     session.last_words()
     start_monitor(directory, pages)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from distdiag.page.layout import Phase
+from distdiag.page.writer import PageWriter
 from distdiag.recorder.frames import USER, absolute, kind_of, user_frame
-from distdiag.recorder.layout import Phase
-from distdiag.recorder.page import PageWriter
 
 P = ParamSpec("P")
 R = TypeVar("R")

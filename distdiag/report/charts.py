@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.report.facts import RankSummary
 from distdiag.report.steps import PHASES, SeriesPoint
 

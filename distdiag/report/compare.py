@@ -12,8 +12,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.findings import Finding
-from distdiag.probing.statistics import bootstrap_medians, compare
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.report.steps import (
     ENOUGH_FOR_INTERVAL,
     PHASES,
@@ -28,6 +27,7 @@ from distdiag.report.steps import (
 )
 from distdiag.store import rundir
 from distdiag.store.reader import Run, number
+from distdiag.terms.statistics import bootstrap_medians, compare
 
 SCHEMA = "distdiag.compare/1"
 WARM_UP_STEPS = 10  # left out where at least four times as many were recorded: compilation, caches, allocators
@@ -153,7 +153,7 @@ def _kind(f: Finding) -> str:
 
 
 def _who(f: Finding) -> str:
-    from distdiag.diagnosis.findings import rank_list
+    from distdiag.diagnosis.model.findings import rank_list
 
     who = rank_list(f.culprits or f.victims) if f.culprits or f.victims else "the job"
     return who + (" (cleared)" if f.cleared_s is not None else "")

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.findings import Finding, State
-from distdiag.probing.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.diagnosis.model.findings import Finding, State
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import TIMES, Quantiles, SeriesPoint, Steps
 from distdiag.store import rundir
 from distdiag.store.reader import Event, ProbeResult, Run, number
 from distdiag.store.rows import LoaderRow
+from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
 
 SCHEMA = "distdiag.report/1"
 MAX_COLLECTIVE_ROWS = 400_000

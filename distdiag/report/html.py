@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from distdiag.diagnosis.findings import Certainty, Severity, rank_list
+from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list
 from distdiag.report import words
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
 

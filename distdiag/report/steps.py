@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from distdiag.probing.statistics import interval_of_median
 from distdiag.store.reader import Run
+from distdiag.terms.statistics import interval_of_median
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from distdiag.diagnosis.findings import Finding, Where, rank_list
+from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
 from distdiag.report.words import NA, duration, milliseconds, moment, number, percent, rate, size, visible
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 
-from distdiag.diagnosis.findings import size_text
+from distdiag.diagnosis.model.findings import size_text
 
 NA = "–"
 # C0 and C1 controls (escape sequences), and the characters that reorder or hide text

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from distdiag.diagnosis.findings import Finding, Report
-from distdiag.rank_ranges import unfold_ranks
+from distdiag.diagnosis.model.findings import Finding, Report
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
@@ -36,6 +35,7 @@ from distdiag.store.rows import (
     StepRow,
     StepTotal,
 )
+from distdiag.terms.ranks import unfold_ranks
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.findings import Finding
-from distdiag.rank_ranges import fold_ranks
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.store import SCHEMA_VERSION, filesystem, rundir
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
 from distdiag.store.keep import Keeper
 from distdiag.store.rows import CollectiveRow, GpuRow, GroupRow, HostRow, LoaderRow, ProcessRow, ScalarRow, StepRow
+from distdiag.terms.ranks import fold_ranks
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 KEEP_BYTES = 2 * 2**30

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn, get_type_hints
 
 from distdiag.errors import DistdiagError
-from distdiag.probing import catalog
+from distdiag.probekit.command import catalog
 from distdiag.train.faults import InjectedFault, parse_fault
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.errors import DistdiagError
-from distdiag.probing import catalog
-from distdiag.probing.inside import InTrainingProbe
+from distdiag.probekit.command import catalog
+from distdiag.probekit.in_job.probe import InTrainingProbe
 from distdiag.train.batches import BatchedInput, WorkersInput, batches_per_epoch, derived_seed, normalise, test_batches
 from distdiag.train.checkpoint import (
     Checkpoints,

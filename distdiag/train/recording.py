@@ -54,7 +54,7 @@ def start_recording(config: TrainConfig) -> Recording:
     if not config.monitor:
         return NotRecorded()
     import distdiag
-    from distdiag.recorder.place import keep_bytes
+    from distdiag.recorder.run_claim import keep_bytes
 
     if config.keep:
         os.environ["DISTDIAG_KEEP_BYTES"] = str(keep_bytes(config.keep))

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import RunUnreadable, open_run
 from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, plain

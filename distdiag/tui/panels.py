@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.findings import Finding, Where, rank_list
+from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.tui import severity
 from distdiag.tui.header import overflow
 from distdiag.tui.lines import Line, cut_line, fitted, line, rule

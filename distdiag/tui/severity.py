@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distdiag.diagnosis.findings import Severity
-from distdiag.diagnosis.snapshot import Life
+from distdiag.diagnosis.model.findings import Severity
+from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankRow, RankTable
 from distdiag.tui.text import clean, seconds
 

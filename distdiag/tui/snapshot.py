@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.reader import Frame, Monitor, Run, RunUnreadable, number
 from distdiag.tui.summary import Summary, summarise
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distdiag.diagnosis.findings import State, at_least, rank_list
+from distdiag.diagnosis.model.findings import State, at_least, rank_list
 from distdiag.store.reader import Monitor, ReadStatus
 from distdiag.store.rundir import CREATE
 from distdiag.tui.snapshot import Snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.snapshot import Life
+from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankTable
 from distdiag.tui import severity
 from distdiag.tui.text import median_low, quantile

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import main
-from distdiag.diagnosis.findings import Finding, Where
+from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.errors import ExitCode
 from distdiag.store.frames import RankRow
 from distdiag.store.writer import Writer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
     Call,
     GpuState,
     Group,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Site, Snapshot
 
 
 class Tape:

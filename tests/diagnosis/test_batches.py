@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis import batches, speed
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
     Loader,
     Step,
 )
+from distdiag.diagnosis.rules import batches, speed
 from tests.diagnosis.made import MODEL, job, loader, of_kind, only, rank, steps
 
 PLAIN = "def main():\n    for x, y in loader:\n        step(x, y)\n"

@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from distdiag.diagnosis import collectives
-from distdiag.diagnosis.conditions import Condition, around
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import Site
+from distdiag.diagnosis.culprit.rank_condition import Condition, around
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.rules import collectives
 from tests.diagnosis.test_graph import call, key, rank, snapshot
 
 FILE = "/job/train.py"

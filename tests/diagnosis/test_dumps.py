@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.diagnosis.dumps import diagnose_dumps
-from distdiag.diagnosis.findings import Finding, Report, Severity, at_least
+from distdiag.diagnosis.dumps.verdict import diagnose_dumps
+from distdiag.diagnosis.model.findings import Finding, Report, Severity, at_least
 from tests.diagnosis.recordings import Job, write
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/fr-dumps"

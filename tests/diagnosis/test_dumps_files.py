@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from distdiag.diagnosis.dump_entries import user_site
-from distdiag.diagnosis.dumps import NoDumps, diagnose_dumps, load
+from distdiag.diagnosis.dumps.entries import user_site
+from distdiag.diagnosis.dumps.verdict import NoDumps, diagnose_dumps, load
 from tests.diagnosis.recordings import Job, as_json, as_pickle, frames, version_1, version_2_0, write
 
 
@@ -342,7 +342,7 @@ def test_numbers_that_make_no_sense_do_not_stop_the_reading(tmp_path: Path) -> N
 
 
 def test_control_characters_of_the_job_stay_data(tmp_path: Path) -> None:
-    from distdiag.diagnosis.text import finding_lines
+    from distdiag.diagnosis.text.finding import finding_lines
 
     job = Job(3, {"1": ("dp\x1b[2J\n", (0, 1, 2))})
     job.collective(group="1", ranks=(0, 2), line=5)

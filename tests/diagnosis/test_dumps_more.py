@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distdiag.diagnosis.dumps import diagnose_dumps
-from distdiag.diagnosis.findings import Report
+from distdiag.diagnosis.dumps.verdict import diagnose_dumps
+from distdiag.diagnosis.model.findings import Report
 from tests.diagnosis.recordings import Job, as_json, write
 from tests.diagnosis.test_dumps import only, quiet, said, trained
 

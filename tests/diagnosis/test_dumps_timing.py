@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.diagnosis.dumps import diagnose_dumps
+from distdiag.diagnosis.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 from tests.diagnosis.test_dumps import only, quiet, said, trained
 from tests.diagnosis.test_dumps_more import SECOND_NS, begin, diagnose

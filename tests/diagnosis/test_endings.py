@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from distdiag.diagnosis import endings
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.snapshot import (
     Call,
     Group,
     Life,
     Site,
 )
+from distdiag.diagnosis.rules import endings
 from tests.diagnosis.made import LOOP, job, only, rank
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from distdiag.diagnosis import collectives, graph
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import Call, Group, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.rules import collectives
+from distdiag.diagnosis.waits import graph
 
 TRAIN, EVAL, SAVE, SEND = (
     Site("/job/train.py", n, f) for n, f in ((88, "step"), (120, "evaluate"), (58, "save"), (40, "pass_on"))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distdiag.diagnosis import collectives, graph
-from distdiag.diagnosis.findings import Certainty
-from distdiag.diagnosis.snapshot import DEAD, Life
+from distdiag.diagnosis.model.findings import Certainty
+from distdiag.diagnosis.model.snapshot import DEAD, Life
+from distdiag.diagnosis.rules import collectives
+from distdiag.diagnosis.waits import graph
 from tests.diagnosis import programs
 from tests.diagnosis.programs import Job, Tape
 

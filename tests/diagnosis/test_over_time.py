@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.snapshot import (
     Call,
     Life,
     Site,

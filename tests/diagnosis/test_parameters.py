@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis import parameters
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
     Call,
     Model,
     Sample,
     Site,
 )
+from distdiag.diagnosis.rules import parameters
 from tests.diagnosis.made import LOOP, MODEL, job, of_kind, only, rank
 
 

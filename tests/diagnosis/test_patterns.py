@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from distdiag.diagnosis import collectives, patterns
-from distdiag.diagnosis.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.culprit import call_order
+from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.rules import collectives
 
 
 def message(op: str, peer: int, line: int, tag: int = 0, nth: int = 1) -> Call:
@@ -34,14 +35,14 @@ def state(rank: int, calls: tuple[Call, ...]) -> RankState:
 
 def test_the_one_that_left_something_out_is_told_from_the_one_that_waits_for_it() -> None:
     ranks = [state(0, first_stage(15)), state(1, last_stage(15, left_out=57))]
-    assert patterns.departed(ranks) == 1
-    assert patterns.departed([ranks[0], state(1, last_stage(15))]) is None
+    assert call_order.departed(ranks) == 1
+    assert call_order.departed([ranks[0], state(1, last_stage(15))]) is None
 
 
 def test_where_ranks_outside_the_circle_go_on_to_something_new_as_well_nobody_is_told() -> None:
     circle = [state(0, first_stage(15)), state(1, last_stage(15, left_out=57))]
-    assert patterns.departed(circle, [state(2, first_stage(15))]) == 1
-    assert patterns.departed(circle, [state(2, last_stage(15, left_out=56))]) is None
+    assert call_order.departed(circle, [state(2, first_stage(15))]) == 1
+    assert call_order.departed(circle, [state(2, last_stage(15, left_out=56))]) is None
 
 
 def test_tags_that_moved_on_too_far() -> None:
@@ -52,9 +53,9 @@ def test_tags_that_moved_on_too_far() -> None:
             calls += [message("send", (rank + 1) % 3, 27, tag), message("recv", (rank - 1) % 3, 28, tag)]
         return state(rank, tuple(calls))
 
-    assert patterns.departed([ring(0, None), ring(1, 58), ring(2, None)]) == 1
-    assert patterns.departed([ring(0, None), ring(1, 58), ring(2, 57)]) is None  # two: nobody is told from the other
-    assert patterns.departed([ring(0, 3), ring(1, None), ring(2, None)]) is None  # long ago
+    assert call_order.departed([ring(0, None), ring(1, 58), ring(2, None)]) == 1
+    assert call_order.departed([ring(0, None), ring(1, 58), ring(2, 57)]) is None  # two: nobody is told from the other
+    assert call_order.departed([ring(0, 3), ring(1, None), ring(2, None)]) is None  # long ago
 
 
 def test_one_less_in_a_row_than_ever() -> None:
@@ -64,15 +65,15 @@ def test_one_less_in_a_row_than_ever() -> None:
             out += [message("recv", 0, 49)] * 8 + [message("send", 0, 60)] * (7 if left_out and i == 7 else 8)
         return tuple(out[:-12])  # in the midst of receiving
 
-    assert patterns.departed([state(0, first_stage(15)), state(1, last(left_out=True))]) == 1
-    assert patterns.departed([state(0, first_stage(15)), state(1, last(left_out=False))]) is None
+    assert call_order.departed([state(0, first_stage(15)), state(1, last(left_out=True))]) == 1
+    assert call_order.departed([state(0, first_stage(15)), state(1, last(left_out=False))]) is None
 
 
 def test_without_a_pattern_nobody_departs_from_it() -> None:
     short = [state(0, first_stage(6)), state(1, last_stage(6, left_out=22))]
-    assert patterns.departed(short) is None
+    assert call_order.departed(short) is None
     any_order = tuple(message("recv", i * i * 7 % 31, 50 + i % 5) for i in range(120))
-    assert patterns.departed([state(0, any_order), state(1, last_stage(15, left_out=57))]) is None
+    assert call_order.departed([state(0, any_order), state(1, last_stage(15, left_out=57))]) is None
 
 
 def test_the_finding_names_it() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from distdiag.diagnosis import gpus, resources, silent
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
     Call,
     Met,
     Site,
     Snapshot,
 )
+from distdiag.diagnosis.rules import gpus, resources, silent
 from tests.diagnosis.made import CARD, GIB, job, of_kind, only, rank
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis import batches, gpus, parameters, resources, speed, stalls
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.graph import build
-from distdiag.diagnosis.snapshot import (
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
     Arrival,
     Loader,
     Sample,
@@ -19,6 +17,8 @@ from distdiag.diagnosis.snapshot import (
     Snapshot,
     Step,
 )
+from distdiag.diagnosis.rules import batches, gpus, parameters, resources, speed, stalls
+from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import CARD, GIB, LOOP, job, loader, of_kind, only, rank, steps
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from distdiag.diagnosis import stalls
-from distdiag.diagnosis.graph import build
-from distdiag.diagnosis.snapshot import Call, Group
+from distdiag.diagnosis.model.snapshot import Call, Group
+from distdiag.diagnosis.rules import stalls
+from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
 
 

@@ -10,7 +10,7 @@ from distdiag.cli import main
 from distdiag.cli._fault_jobs import Expected, Job, Outcome, Position, load
 from distdiag.cli._scorecard import Observed, Score, score
 from distdiag.cli.bench import quantile, summarise
-from distdiag.diagnosis.findings import Finding, Where
+from distdiag.diagnosis.model.findings import Finding, Where
 
 FOLDER = Path("/collection")
 SICK = Job(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.monitor.activity import activity_of
-from distdiag.recorder.layout import Phase
+from distdiag.monitor.ranks.activity import activity_of
+from distdiag.page.layout import Phase
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from distdiag.monitor.processes import Endings
+from distdiag.monitor.host.processes import Endings
 
 
 @pytest.mark.parametrize("pidfd", [True, False])

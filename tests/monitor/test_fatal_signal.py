@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.monitor.evidence import fatal_signal
+from distdiag.monitor.evidence.ask import fatal_signal
 
 SCRIPT = (
     "import faulthandler, os, sys; faulthandler.enable(open(sys.argv[1], 'w')); os.kill(os.getpid(), int(sys.argv[2]))"

@@ -14,12 +14,12 @@ from typing import cast
 import pytest
 
 from distdiag.diagnosis.engine import Record
-from distdiag.diagnosis.findings import Finding, Severity, State
+from distdiag.diagnosis.model.findings import Finding, Severity, State
+from distdiag.monitor.host.processes import CpuWatch
 from distdiag.monitor.loop import CALM_LOOK_S, LOOK_S, UNREAD_LOOK_S, Monitor
-from distdiag.monitor.processes import CpuWatch
-from distdiag.monitor.ranks import RankView
-from distdiag.recorder.layout import SAMPLES, Blocked, LifeWord, SampleKind, page_path
-from distdiag.recorder.page import PageWriter
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.layout import SAMPLES, Blocked, LifeWord, SampleKind, page_path
+from distdiag.page.writer import PageWriter
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder
 

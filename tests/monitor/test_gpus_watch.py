@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from distdiag.diagnosis import gpus as rules
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.snapshot import GpuState, RankState, Snapshot, Step
-from distdiag.monitor.gpus import KEPT, Gpus
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import GpuState, RankState, Snapshot, Step
+from distdiag.diagnosis.rules import gpus as rules
+from distdiag.monitor.host.gpus import KEPT, Gpus
 
 
 class NvmlError(Exception):

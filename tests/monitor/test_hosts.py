@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from distdiag.monitor.hosts import Hosts
+from distdiag.monitor.host.samples import Hosts
 
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 SPINS = "while True: pass"

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distdiag.diagnosis import stalls
-from distdiag.diagnosis.findings import Finding
-from distdiag.diagnosis.graph import build
-from distdiag.diagnosis.snapshot import Call, Group, RankState, Snapshot
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
+from distdiag.diagnosis.rules import stalls
+from distdiag.diagnosis.waits.graph import build
 from distdiag.monitor.nodes import STALE_S, Nodes, NodeState
 from tests.jobs import distdiag, free_port, start, wait_for
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.diagnosis.findings import Finding
-from distdiag.monitor.own_faults import CLOCK_JUMP_S, OwnFaults
-from distdiag.monitor.ranks import RankView
-from distdiag.recorder.layout import HEAP_BYTES, page_path
-from distdiag.recorder.page import PageWriter
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.monitor.ranks.state import RankView
+from distdiag.monitor.self_check import CLOCK_JUMP_S, OwnFaults
+from distdiag.page.layout import HEAP_BYTES, page_path
+from distdiag.page.writer import PageWriter
 from distdiag.store.reader import open_run
 from distdiag.store.rows import StepRow
 from distdiag.store.writer import Writer

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.monitor.ranks import RankView
-from distdiag.recorder.layout import CALLS, NO_GROUP, page_path
-from distdiag.recorder.page import PageWriter
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.layout import CALLS, NO_GROUP, page_path
+from distdiag.page.writer import PageWriter
 
 
 @pytest.fixture

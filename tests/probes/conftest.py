@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distdiag.probing import catalog
-from distdiag.probing.launch import launch
-from distdiag.probing.options import parse, place_ranks
-from distdiag.probing.result import Result
+from distdiag.probekit.command import catalog
+from distdiag.probekit.command.options import parse, place_ranks
+from distdiag.probekit.ranks.launch import launch
+from distdiag.probekit.verdict.result import Result
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -186,7 +186,7 @@ def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector(
     """Python prints and drops what is raised there, a Ctrl-C too; twice is a long time for who wants to end a probe."""
     script = (
         "import os, signal, time\n"
-        "from distdiag.probing import launch\n"
+        "from distdiag.probekit.ranks import launch\n"
         "class Unlucky:\n"
         "    def __del__(self):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"

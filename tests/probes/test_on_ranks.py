@@ -15,8 +15,8 @@ import pytest
 import torch.multiprocessing
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probing import catalog
-from distdiag.probing.result import Result, Verdict
+from distdiag.probekit.command import catalog
+from distdiag.probekit.verdict.result import Result, Verdict
 
 pytestmark = [pytest.mark.job, pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 OnRanks = Callable[..., list[Result]]
@@ -148,7 +148,7 @@ def align_clocks(rank: int, folder: str) -> None:
 
     import torch.distributed as dist
 
-    from distdiag.probing import clock
+    from distdiag.probekit.ranks import clock
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     job = SimpleNamespace(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.recorder import hot
-from distdiag.recorder.device_clock import PENDING, DeviceClock
-from distdiag.recorder.layout import Phase
+from distdiag.page.layout import Phase
+from distdiag.recorder.fast import accounts
+from distdiag.recorder.hooks.device_clock import PENDING, DeviceClock
 from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
 
 
@@ -107,7 +107,7 @@ dist.destroy_process_group()
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pure", ["0", "1"], ids=["compiled", "python"])
 def test_from_the_first_forward_on_a_device_its_times_stand_for_the_hosts(pure: str, tmp_path: Path) -> None:
-    if pure == "0" and not hot.COMPILED:
+    if pure == "0" and not accounts.COMPILED:
         pytest.skip("the hooks were not compiled at the install")
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(SCRIPT)

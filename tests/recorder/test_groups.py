@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.recorder import groups
-from distdiag.recorder.groups import Group, Groups
-from distdiag.recorder.layout import GroupSlot
+from distdiag.page.layout import GroupSlot
+from distdiag.recorder.hooks import group_counters
+from distdiag.recorder.hooks.group_counters import Group, Groups
 
 
 class Gloo:
@@ -87,7 +87,7 @@ class Recorded:
         self.slots = [g.slot for g in found]
         self.numbers = numbers
         self.meanwhile: list[int] = []  # groups that go on while the counters are read
-        monkeypatch.setattr(groups, "flight_recorder_status", self._status)
+        monkeypatch.setattr(group_counters, "flight_recorder_status", self._status)
 
     def _status(self) -> dict[str, dict[str, str]]:
         out = {}
@@ -145,7 +145,7 @@ def test_a_call_that_is_not_yet_in_the_flight_recorder(monkeypatch: pytest.Monke
     job.gloos[0].collective()
     job.slots[0].flight_recorder_id = 1
     monkeypatch.setattr(
-        groups,
+        group_counters,
         "flight_recorder_status",
         lambda: {"1": {"last_enqueued_collective": "0", "last_completed_collective": "0"}},
     )

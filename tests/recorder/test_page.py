@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.rank_ranges import fold_ranks, unfold_ranks
-from distdiag.recorder.layout import CALLS, FAILED_CALL, HEAP_BYTES, MAGIC, page_path
-from distdiag.recorder.page import PageError, PageReader, PageWriter
+from distdiag.page.layout import CALLS, FAILED_CALL, HEAP_BYTES, MAGIC, page_path
+from distdiag.page.writer import PageError, PageReader, PageWriter
+from distdiag.terms.ranks import fold_ranks, unfold_ranks
 
 
 def fresh(tmp_path: Path, rank: int = 0) -> PageWriter:
@@ -81,8 +81,8 @@ def test_the_last_words_survive_sigkill(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from distdiag.recorder.layout import page_path\n"
-        "from distdiag.recorder.page import PageWriter\n"
+        "from distdiag.page.layout import page_path\n"
+        "from distdiag.page.writer import PageWriter\n"
         "w = PageWriter(page_path(Path(sys.argv[1]), 1))\n"
         "w.publish()\n"
         "w.h.step = 41\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from distdiag.diagnosis.findings import CollectiveRef, Finding, Where
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
 from distdiag.report.facts import RunFacts, read_facts
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import open_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distdiag.diagnosis.findings import Finding, Where
+from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.report import html
 from distdiag.report.facts import RankSummary, notable_ranks
 from distdiag.report.words import visible

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.report import perfetto, text
 from distdiag.store.reader import open_run
 from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.diagnosis.findings import CollectiveRef, Finding, Where
-from distdiag.rank_ranges import fold_ranks, unfold_ranks
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
 from distdiag.store import filesystem
 from distdiag.store.frames import RankRow
 from distdiag.store.keep import Keeper, database_bytes
 from distdiag.store.reader import Monitor, open_run
 from distdiag.store.rows import CollectiveRow, GpuRow, GroupRow, HostRow, LoaderRow, ProcessRow, ScalarRow, StepRow
 from distdiag.store.writer import Writer
+from distdiag.terms.ranks import fold_ranks, unfold_ranks
 
 
 def _row(rank: int, step: int = 7) -> RankRow:

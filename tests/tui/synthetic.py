@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.findings import CollectiveRef, Finding, Where
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
 from distdiag.store import rundir, stacks
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distdiag.diagnosis.findings import Finding
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
 from distdiag.tui import severity
 from distdiag.tui.lines import fitted, hit_at, line, plain, width_of

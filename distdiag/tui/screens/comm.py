@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from distdiag.diagnosis.findings import rank_list
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store.reader import Frame, Run
 from distdiag.tui.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
 from distdiag.tui.header import step_line, title_line

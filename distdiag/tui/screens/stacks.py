@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.diagnosis.findings import rank_list
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store import stacks as store
 from distdiag.store.reader import Frame, Monitor, Run
 from distdiag.tui.header import title_line

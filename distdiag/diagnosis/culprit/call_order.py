@@ -1,0 +1,105 @@
+"""The order in which a rank makes its calls: what is repeated, and who has just departed from it.
+
+A program that goes round and round makes one call after the same other. Of ranks that wait for each other in a circle,
+the one that lately went from one call to another as it never had before has left something out, or done it twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.graph import Wait
+
+LATELY = 32  # calls; the circle closes some calls after the departure
+HISTORY = 48  # earlier calls, at least
+SEEN, LONGEST = 3, 24  # times that the same calls, at most so many in a row, were followed by one and the same
+KINDS = 0.25  # at most so many different passages for each of them: else there is no pattern
+
+
+def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:
+    """The one rank that lately departed from its own pattern while the others kept to theirs; None where not just one.
+
+    Args:
+        members: Of the circle.
+        others: The rest of the job: where one of them has departed, too, the program has gone on to something new.
+    """
+    found = []
+    for st in members:
+        new = _has_departed(st)
+        if new is None:
+            return None
+        if new:
+            found.append(st.rank)
+    return found[0] if len(found) == 1 and not any(map(_has_departed, others)) else None
+
+
+def _has_departed(st: RankState) -> bool | None:
+    """Whether it lately went from one call to another as never before; None where there is no pattern."""
+    before, now = _passages(st.calls)
+    if len(before) < 4 or sum(n for _, n, _ in before) < HISTORY or len(set(before)) > max(2, KINDS * len(before)):
+        return None
+    return bool(set(now) - set(before))
+
+
+def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
+    """(what was called, how often in a row, what then), before and lately.
+
+    What is called is the operation, with whom, where, and how far its tag moved on from the last of its kind.
+    """
+    kinds: list[Any] = []
+    tags: dict[Any, int] = {}
+    for c in calls:
+        kind = (c.op, c.group, c.peer, c.site.key if c.site else None)
+        kinds.append((kind, c.tag - tags.get(kind, c.tag)))
+        tags[kind] = c.tag
+    runs = [(kind, sum(1 for _ in same)) for kind, same in itertools.groupby(kinds)]
+    before: list[Any] = []
+    now: list[Any] = []
+    end = 0
+    for i, (kind, n) in enumerate(runs[:-1]):
+        end += n
+        if i:  # of the first run, the beginning may not be known
+            (now if end > len(calls) - LATELY else before).append((kind, n, runs[i + 1][0]))
+    return before, now
+
+
+def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
+    """Of two sides that meet in one collective with different calls, the one whose call never came there, where the other's
+    always did; empty where that cannot be told."""
+    sides = [frozenset(side) for side in wait.sides]
+    if wait.p2p or len(sides) != 2 or any(r not in states or r not in wait.calls for side in sides for r in side):
+        return frozenset()
+    due = {_due(states[r].calls, wait.group, wait.seq) for side in sides for r in side}
+    if len(due) != 1 or None in due:
+        return frozenset()
+    (kind,) = due
+    right = [{_kind(wait.calls[r]) == kind for r in side} for side in sides]
+    if right == [{True}, {False}]:
+        return sides[1]
+    return sides[0] if right == [{False}, {True}] else frozenset()
+
+
+def _kind(c: Call) -> tuple[Any, ...]:
+    return c.op, c.site.key if c.site else None, c.root, compatible.dtype_name(c.dtype), compatible.elements(c)
+
+
+def _due(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | None:
+    """The kind of call that always followed what came last in this group before `seq`; None where more than one did."""
+    numbered = sorted(
+        ((c.seq, c) for c in calls if c.group == group and c.seq is not None and c.seq < seq), key=lambda x: x[0]
+    )
+    if [n for n, _ in numbered] != list(range(seq - len(numbered), seq)):
+        return None  # some are not known
+    kinds = [_kind(c) for _, c in numbered]
+    for k in range(1, min(LONGEST, len(kinds) - 1) + 1):
+        last = kinds[-k:]
+        followers = [kinds[i + k] for i in range(len(kinds) - k) if kinds[i : i + k] == last]
+        if len(followers) < SEEN:
+            return None
+        if len(set(followers)) == 1:
+            return followers[0]
+    return None

@@ -1,0 +1,130 @@
+"""Conditions on the rank in the user's source: `if rank == 0:` around a call, or `if rank: return` before it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from distdiag.diagnosis.model.snapshot import Site
+
+Source = Callable[[str], str | None]
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_RANK_WORDS = {"rank", "main", "master", "chief", "leader", "primary", "coordinator"}
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+
+
+class Condition(NamedTuple):
+    """Where it stands, and its first line."""
+
+    file: str
+    line: int
+    text: str
+
+
+def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Condition | None:
+    """The condition on the rank that leads to one place of a program and not to another; None where there is none to see.
+
+    Args:
+        stack, other: The user's frames of two ranks, innermost first.
+        source: Text of a source file by path, or None.
+    """
+    mine, theirs = list(reversed(stack)), list(reversed(other))
+    if not mine or not theirs or _function(mine[0]) != _function(theirs[0]):
+        return None
+    common = 0
+    while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
+        common += 1
+    for i, frame in enumerate(mine[common:], common):
+        beside = (
+            theirs[i].line if i == common and i < len(theirs) and _function(theirs[i]) == _function(frame) else None
+        )
+        text = source(frame.file)
+        found = _condition(text, frame.line, beside) if text else None
+        if text and found is not None:
+            return Condition(frame.file, found, text.splitlines()[found - 1].strip())
+    return None
+
+
+def _function(site: Site) -> tuple[str, str]:
+    return site.file, site.function
+
+
+@lru_cache(16)
+def _tree(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _condition(text: str, line: int, beside: int | None) -> int | None:
+    """Line of the condition that holds at `line` and not at `beside`, another line of the same function."""
+    tree = _tree(text)
+    if tree is None:
+        return None
+    ranks = _names_of_the_rank(text)
+    found = None
+    for block, at in _path(tree, line):
+        statement = block[at]
+        if isinstance(statement, _Function):
+            found = None  # what holds where a function is defined says nothing of its calls
+            continue
+        guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test, ranks))
+        for guard in guards:
+            if beside is None or beside <= (guard.end_lineno or guard.lineno):
+                found = guard.lineno
+        if isinstance(statement, ast.If) and not statement.orelse and _asks_for_rank(statement.test, ranks):
+            inside = beside is not None and statement.lineno <= beside <= (statement.end_lineno or beside)
+            if not inside and line > statement.test.lineno:
+                found = statement.lineno
+    return found
+
+
+def _path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
+    """From the module to the line: each block of statements on the way, and the index of the one that holds the line."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        block = getattr(node, field, None)
+        if not isinstance(block, list):
+            continue
+        for i, child in enumerate(block):
+            if isinstance(child, (ast.ExceptHandler, ast.match_case)):
+                yield from _path(child, line)
+            elif child.lineno <= line <= (child.end_lineno or child.lineno):
+                yield block, i
+                yield from _path(child, line)
+                return
+
+
+def _leaves(guard: ast.If) -> bool:
+    return not guard.orelse and isinstance(guard.body[-1], (ast.Return, ast.Continue, ast.Raise, ast.Break))
+
+
+def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
+    names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)}
+    return any(name in ranks or any(w.lower() in _RANK_WORDS for w in _WORDS.findall(name)) for name in names)
+
+
+@lru_cache(16)
+def _names_of_the_rank(text: str) -> frozenset[str]:
+    """Names that some line of a source gives the rank, or a comparison with it: `r = dist.get_rank()`, `first = rank == 0`."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(text) or ast.Module([], [])):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        for name, given in pairs:
+            name = getattr(name, "attr", None) or getattr(name, "id", "")
+            asked = isinstance(given, ast.Compare) and _asks_for_rank(given)
+            if isinstance(given, ast.Call):
+                asked = _asks_for_rank(given.func) or any(
+                    isinstance(n, ast.Constant) and n.value in ("RANK", "LOCAL_RANK") for n in ast.walk(given)
+                )
+            if asked and name:
+                found.add(name)
+    return frozenset(found)

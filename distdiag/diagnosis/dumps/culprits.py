@@ -1,0 +1,341 @@
+"""Whom the ranks of a dumped job waited for: nodes of the wait-for graph that others wait for and that wait for nobody.
+
+A dump does not tell whether the host thread waits. What it tells: operations in flight, and who has not issued them.
+Two kinds of edges follow. A rank waits for members that have not issued what it has in flight; where all have, it
+depends on those for whom it is in flight, too (their devices may be held up elsewhere). Where all such paths end,
+outside of a conflict or a cycle, is the rank at fault: its host stopped issuing, or its device stopped running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.incidents import components
+
+
+@dataclass
+class Blame:
+    """Who is at fault, as far as dumps can tell.
+
+    Attributes:
+        culprits: Ranks with a dump that others wait for, and that wait for nobody else.
+        extra: Ranks that alone stand in a collective which the many others have never entered.
+        victims: Ranks with operations in flight, culprits left out.
+        silent: Ranks without a dump that some rank's oldest operation in flight may be waiting for.
+        main: What most victims have been waiting in longest.
+        silent_in: What most of those that may wait for a silent rank have been waiting in.
+        idle: Culprits with nothing in flight: the host stopped.
+        device: Culprits whose operations in flight are complete on their peers: the device stopped.
+        waited_for_since_s: Of each culprit, when the first of those who wait for it directly had begun to.
+        behind: Culprits that have issued what the others wait in, but whose device has not begun it.
+        in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
+        crossed: Operations of two groups and the ranks that came to each first, which the others of them would come to
+            second; the culprits are those that are alone with their order.
+        circle: What ranks have begun that all wait for each other: each comes to another's after its own.
+    """
+
+    culprits: tuple[int, ...] = ()
+    extra: tuple[int, ...] = ()
+    victims: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    main: Wait | None = None
+    silent_in: Wait | None = None
+    idle: tuple[int, ...] = ()
+    device: tuple[int, ...] = ()
+    waited_for_since_s: dict[int, float | None] = field(default_factory=dict)
+    behind: tuple[int, ...] = ()
+    in_flight: tuple[Wait, ...] = ()
+    crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
+    circle: tuple[Wait, ...] = ()
+    oldest: dict[int, Call] = field(default_factory=dict)  # of each rank with operations in flight
+
+
+def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> Blame:
+    """Follow the waiting to where it ends.
+
+    Args:
+        stale: Ranks whose dump is older than the others': that they are missing from a collective says nothing.
+    """
+    states = snapshot.ranks
+    absent = {r for r, st in states.items() if st.life == Life.MISSING}
+    waiting = [r for r in graph.of_rank if r not in graph.stuck]
+    if not waiting:
+        return Blame()
+    lacking: dict[int, frozenset[int]] = {}  # by id of wait: members known not to have come
+    unclear: dict[int, frozenset[int]] = {}  # members of whom nothing is known
+    also: dict[int, frozenset[int]] = {}  # members in it, too
+    waits = [w for w in graph.waits if any(r in states for r in w.ranks)]
+    for w in waits:
+        lacking[id(w)] = w.missing - absent - set(stale)
+        unclear[id(w)] = w.missing & absent
+        also[id(w)] = _in_it(snapshot, w)
+        if not w.p2p and _done_somewhere(snapshot, w):
+            lacking[id(w)] = unclear[id(w)] = frozenset()
+        if not w.missing:
+            lacking[id(w)] = _not_begun(w, also[id(w)]) if not w.p2p else _not_met(snapshot, w)
+    onward = _edges(states, graph, waits, lacking, also)
+    awaited = frozenset().union(*lacking.values())
+    absentees = frozenset().union(*(lacking[id(w)] & w.missing for w in waits))
+    oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
+    culprits: set[int] = set()
+    silent: set[int] = set()
+    circle: set[int] = set()
+    in_flight: list[Wait] = []
+    crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
+    for component in components(onward, lambda v: onward.get(v, ())):
+        inside = set(component)
+        if any(t not in inside for v in component for t in onward[v]):
+            continue
+        ends = {v for v in component if v >= 0}
+        here = [waits[-v - 1] for v in component if v < 0]
+        unknown = frozenset().union(*(unclear[id(w)] for w in here))
+        order = _crossed(here, also)
+        if order:
+            crossed = order
+            few, many = order
+            culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
+        elif unknown:
+            silent |= unknown
+        elif ends & absentees:
+            culprits |= ends & absentees
+        elif len(ends) > 1 and ends <= awaited:  # each has begun what another comes to after what it has begun itself
+            circle |= ends
+        elif ends & awaited:  # all have issued it: what a device has not begun may lie behind what it waits for itself
+            culprits |= ends & awaited
+        else:
+            in_flight += here
+    culprits |= _device_stopped(snapshot, graph, stale) & awaited
+    lagging = _lagging(snapshot, graph, culprits, stale)
+    culprits |= lagging.keys()
+    silent |= {q for w in oldest.values() for q in unclear[id(w)]}
+    main = _main(oldest, lacking, culprits)
+    victims = set(waiting) - culprits
+    extra = _extra(snapshot, main, culprits, victims)
+    return Blame(
+        culprits=() if extra else tuple(sorted(culprits)),
+        extra=tuple(extra),
+        victims=tuple(sorted((victims | culprits) - set(extra))) if extra else tuple(sorted(victims)),
+        silent=tuple(sorted(silent)),
+        main=main,
+        silent_in=max(
+            (w for w in waits if unclear[id(w)] & silent), key=lambda w: (not w.p2p, len(w.ranks)), default=None
+        ),
+        idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
+        device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
+        waited_for_since_s={**_crossed_since(crossed), **lagging, **_since(waits, lacking, culprits)},
+        behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
+        in_flight=tuple(in_flight) if not culprits and not silent and not circle else (),
+        crossed=crossed,
+        circle=tuple(w for w in waits if any(r in circle and c.started for r, c in w.calls.items())),
+        oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
+    )
+
+
+def _edges(
+    states: dict[int, RankState],
+    graph: WaitGraph,
+    waits: list[Wait],
+    lacking: dict[int, frozenset[int]],
+    also: dict[int, frozenset[int]],
+) -> dict[int, list[int]]:
+    """Ranks are 0, 1, …; waits are -1, -2, …"""
+    number = {id(w): -i - 1 for i, w in enumerate(waits)}
+    onward: dict[int, list[int]] = {}
+    for r, st in states.items():
+        if st.life != Life.MISSING:
+            mine = [w for w in graph.of_rank.get(r, ()) if id(w) in number]
+            # what its device has not begun lies behind what it has
+            begun = [w for w in mine if r in w.calls and w.calls[r].started]
+            onward[r] = [number[id(w)] for w in begun or mine]
+    for w in waits:
+        onward[number[id(w)]] = sorted(lacking[id(w)] or also[id(w)])
+    return onward
+
+
+def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
+    """Members for whom this operation is in flight, too."""
+    if w.p2p:
+        rank, peer = w.key[3], w.key[4]
+        return frozenset((rank, peer)) if _other_end(snapshot, w) is not None else frozenset((rank,))
+    states = snapshot.ranks
+    return frozenset(
+        q
+        for q in snapshot.groups[w.group].ranks
+        if q in states and states[q].completed.get(w.group, 0) < w.seq <= states[q].enqueued.get(w.group, 0)
+    )
+
+
+def _other_end(snapshot: Snapshot, w: Wait) -> Call | None:
+    """The call in flight that meets a message, if it has been issued."""
+    group, nth, direction, rank, peer, tag = w.key
+    st = snapshot.ranks.get(peer) if peer is not None else None
+    other = "recv" if direction == "send" else "send"
+    calls = st.calls if st is not None else ()
+    fitting = (
+        c for c in calls if c.op == other and c.peer == rank and c.group == group and c.tag == tag and c.nth == nth
+    )
+    return next(fitting, None)
+
+
+def _not_met(snapshot: Snapshot, w: Wait) -> frozenset[int]:
+    """The other end of a message, where this end's device has begun it and the other's has not: it comes to it later."""
+    mine, theirs = w.calls.get(w.key[3]), _other_end(snapshot, w)
+    waits = mine is not None and mine.started and theirs is not None and theirs.started is False
+    return frozenset((w.key[4],)) if waits else frozenset()
+
+
+def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
+    """Members whose device has not begun what the devices of the others have: those wait for them."""
+    begun = {q: c.started for q, c in w.calls.items() if q in in_it and c.started is not None}
+    if len(begun) < len(in_it) or not any(begun.values()):
+        return frozenset()
+    return frozenset(q for q, b in begun.items() if not b)
+
+
+def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[tuple[Wait, frozenset[int]], ...]:
+    """Two groups' operations that ranks of both came to in different order, with the ranks that came to each first, the fewer
+    first; empty where nothing is crossed.
+
+    By what their devices have begun, where that is known; else by what they issued first.
+    """
+    whole = [w for w in waits if not w.p2p and not w.missing]
+    for i, v in enumerate(whole):
+        for w in whole[:i]:
+            if v.group == w.group:
+                continue
+            shared = also[id(v)] & also[id(w)]
+            first_v = frozenset(q for q in shared if _came_first(v, w, q))
+            first_w = frozenset(q for q in shared if _came_first(w, v, q))
+            if first_v and first_w:
+                a, b = sorted(((v, first_v), (w, first_w)), key=lambda x: len(x[1]))
+                return a, b
+    return ()
+
+
+def _came_first(v: Wait, w: Wait, rank: int) -> bool:
+    """Whether this rank's device has begun `v` and not `w`; or issued it before, where that is not known."""
+    a, b = v.calls.get(rank), w.calls.get(rank)
+    if a is None or b is None:
+        return False
+    if a.started is not None and b.started is not None:
+        return a.started and not b.started
+    return a.entered_s is not None and b.entered_s is not None and a.entered_s < b.entered_s
+
+
+def _crossed_since(crossed: tuple[tuple[Wait, frozenset[int]], ...]) -> dict[int, float | None]:
+    """Of the ranks that came in different order, when they had issued both."""
+    out: dict[int, float | None] = {}
+    for q in frozenset().union(*(ranks for _, ranks in crossed)):
+        out[q] = max((t for w, _ in crossed if q in w.calls and (t := w.calls[q].entered_s) is not None), default=None)
+    return out
+
+
+def _done_somewhere(snapshot: Snapshot, w: Wait) -> bool:
+    """True where a member has completed it, which it could not before everybody had issued it."""
+    call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
+    if call is None or not compatible.needs_everybody(call.op):
+        return False
+    states = snapshot.ranks
+    return any(q in states and states[q].completed.get(w.group, 0) >= w.seq for q in snapshot.groups[w.group].ranks)
+
+
+def _age_key(w: Wait, rank: int) -> tuple[float, int]:
+    call = w.calls.get(rank)
+    at = call.entered_s if call is not None and call.entered_s is not None else float("inf")
+    return (at, w.seq)
+
+
+def _since(waits: list[Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> dict[int, float | None]:
+    out: dict[int, float | None] = {}
+    for w in waits:
+        times = [t for r in w.ranks if r in w.calls and (t := w.calls[r].entered_s) is not None]
+        if times:
+            for q in lacking[id(w)] & culprits:
+                out[q] = min(t for t in (out.get(q), *times) if t is not None)
+    return out
+
+
+def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]) -> set[int]:
+    """Ranks for which a collective is in flight that all other members with a dump have completed."""
+    out: set[int] = set()
+    states = snapshot.ranks
+    for w in graph.waits:
+        if w.p2p or w.missing & states.keys() - {q for q in w.missing if states[q].life == Life.MISSING}:
+            continue
+        members = [q for q in snapshot.groups[w.group].ranks if q in states and states[q].life != Life.MISSING]
+        behind = [q for q in members if states[q].completed.get(w.group, 0) < w.seq]
+        if 0 < len(behind) < len(members) and len(behind) <= len(members) // 2:
+            out |= set(behind) - set(stale)
+    return out
+
+
+def _lagging(
+    snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tuple[int, ...]
+) -> dict[int, float | None]:
+    """Ranks that stopped issuing earlier than their like, for no reason of their own, and since when they have.
+
+    Members of a group that wait for the same culprit in the same operation run on alike, until the host has to wait.
+    One that has issued less than all the others, with nothing else in flight that they have not, stopped by itself.
+    """
+    out: dict[int, float | None] = {}
+    states = snapshot.ranks
+    for key, group in snapshot.groups.items():
+        here = [
+            q for q in group.ranks
+            if q in graph.of_rank and q not in culprits and q not in stale and q not in graph.stuck
+            and states[q].completed.get(key, 0) < states[q].enqueued.get(key, 0)
+        ]  # fmt: skip
+        if len(here) < 3:
+            continue
+        front = max(states[q].enqueued[key] for q in here)
+        ahead = [q for q in here if states[q].enqueued[key] == front]
+        behind = [q for q in here if states[q].enqueued[key] < front]
+        if not behind or len(ahead) <= len(behind) or len(ahead) + len(behind) + 1 < len(group.ranks):
+            continue
+        if len({states[q].completed.get(key, 0) for q in here}) > 1:
+            continue
+        usual = [_kinds(snapshot, graph, q) for q in ahead]
+        for q in behind:
+            mine = _kinds(snapshot, graph, q)
+            if all(mine <= theirs for theirs in usual) and _never_ahead(states, q, ahead):
+                next_one = states[q].enqueued[key] + 1
+                times = [c.entered_s for o in ahead for c in states[o].calls if c.group == key and c.seq == next_one]
+                out[q] = min((t for t in times if t is not None), default=None)
+    return out
+
+
+def _kinds(snapshot: Snapshot, graph: WaitGraph, rank: int) -> set[tuple[str, str]]:
+    """What a rank has in flight, by kind of group and direction."""
+    return {(snapshot.groups[w.group].description, w.key[2] if w.p2p else "") for w in graph.of_rank[rank]}
+
+
+def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> bool:
+    return all(
+        n <= states[o].enqueued[g] for g, n in states[rank].enqueued.items() for o in others if g in states[o].enqueued
+    )
+
+
+def _main(oldest: dict[int, Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> Wait | None:
+    """What most ranks have been in longest, among what waits for a culprit directly."""
+    votes: dict[int, tuple[int, Wait]] = {}
+    for direct in (True, False):
+        for w in oldest.values():
+            if bool(lacking[id(w)] & culprits) is direct and w.calls:
+                votes[id(w)] = (votes.get(id(w), (0, w))[0] + 1, w)
+        if votes:
+            break
+    return max(votes.values(), key=lambda v: (v[0], not v[1].p2p, -v[1].seq), default=(0, None))[1]
+
+
+def _extra(snapshot: Snapshot, main: Wait | None, culprits: set[int], victims: set[int]) -> list[int]:
+    """The few that stand in a collective none of the many has entered; all of those level and with nothing open."""
+    if main is None or main.p2p or not culprits <= main.missing or len(culprits) <= len(victims) or len(culprits) < 2:
+        return []
+    if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):
+        return []
+    level = {snapshot.ranks[q].enqueued.get(main.group, 0) for q in culprits}
+    clear = all(st.enqueued == st.completed for q in culprits for st in (snapshot.ranks[q],))
+    return sorted(victims) if len(level) == 1 and clear else []

@@ -1,0 +1,175 @@
+"""Entries of a flight-recorder dump: one pass over them, and one entry as a `Call`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from distdiag.diagnosis.dumps import files
+from distdiag.diagnosis.dumps.files import DumpFile
+from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.diagnosis.waits import compatible
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+    "complex128": 16,
+}  # fmt: skip
+
+
+_STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
+
+
+def ends_batch(name: str) -> bool:
+    """Whether an entry stands for all that was coalesced: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
+    head, _, last = name.rpartition("coalesced")
+    return not last and (head.endswith(":") or (head.endswith("_") and head.rpartition(":")[2].isupper()))
+
+
+def backend_of(f: DumpFile) -> str:
+    """`nccl` or `gloo`; empty for a dump without entries."""
+    name = f.entries[-1].get("profiling_name", "") if f.entries else ""
+    return name.partition(":")[0] if ":" in name else ""
+
+
+@dataclass(slots=True)
+class Tail:
+    """Where one rank stands in one group, by its entries."""
+
+    newest: int
+    head: int | None = None  # oldest collective in flight
+    description: str = ""
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one pass over a file's entries tells."""
+
+    file: DumpFile
+    backend: str
+    tails: dict[str, Tail] = field(default_factory=dict)  # by name of the group
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    # by (name of the group, p2p_seq_id): the entry that closes a batch and has the state of all its messages
+    batches: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    # by group of two ranks that is used for messages only: the newest that has completed, by the group's own counter
+    met: dict[str, int] = field(default_factory=dict)
+    timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
+
+
+def scan_file(f: DumpFile) -> Scan:
+    """Newest and oldest open collective of each group, and all messages."""
+    try:
+        return _pass(f)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # an odd entry in the middle
+        f.entries, f.damaged = files.modern(f.entries)
+        return _pass(f)
+
+
+def _pass(f: DumpFile) -> Scan:
+    out = Scan(f, backend_of(f))
+    gloo = out.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
+    tails, messages = out.tails, out.messages
+    over: set[tuple[str, int]] = set()  # coalesced collectives that have completed
+    unfinished: list[tuple[Tail, str, int]] = []
+    for e in f.entries:
+        name = e["process_group"][0]
+        if e["is_p2p"]:
+            if ends_batch(e["profiling_name"]):
+                out.batches[name, e["p2p_seq_id"]] = e
+            else:
+                messages.append(e)
+            continue
+        seq = e["collective_seq_id"]
+        t = tails.get(name)
+        if t is None:
+            t = tails[name] = Tail(seq, None, e["process_group"][1])
+        elif seq > t.newest:
+            t.newest = seq
+        if e["state"] != "completed" and not (gloo and e["retired"]):
+            unfinished.append((t, name, seq))
+        elif ends_batch(e["profiling_name"]):
+            over.add((name, seq))
+    for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
+        if (t.head is None or seq < t.head) and (name, seq) not in over:
+            t.head = seq
+    pairs = {name for name, (_, members) in f.groups.items() if len(members or ()) == 2} if not gloo else set()
+    for e in messages:  # a dump of what is active only leaves out the entries that close batches
+        name, number = e["process_group"][0], str(e.get("pg_id"))
+        if name in pairs and not e["collective_seq_id"] and number in f.status:
+            out.met[name] = f.status[number][1]
+    out.timed = not gloo and any(
+        e["state"] == "started" or ns(e, "time_discovered_started_ns") for e in f.entries[-200:]
+    )
+    return out
+
+
+def of_batch(e: dict[str, Any], source: Scan) -> dict[str, Any]:
+    """A message with the state and times of the batch that it was issued in, if any: it has none of its own."""
+    name, number = e["process_group"][0], e["p2p_seq_id"]
+    batch = source.batches.get((name, number))
+    if batch is not None:
+        return {**e, **{k: batch.get(k) for k in _STATE}}
+    return {**e, "state": "completed"} if number <= source.met.get(name, 0) else e
+
+
+def ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:
+    """A time of an entry; None where it was not recorded (None, or 0 in JSON)."""
+    t = e.get(name)
+    return t if isinstance(t, int) and t > 0 else None
+
+
+def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
+    """One entry of group `key`; times in seconds since `t0_ns`."""
+    sizes = e.get("input_sizes") or e.get("output_sizes") or ()
+    dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
+    shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
+    if (
+        shape is not None and len(sizes) > 1 and e["profiling_name"].endswith("_coalesced")
+    ):  # several at once: all of them
+        known = all(isinstance(n, int) for one in sizes for n in one)
+        shape = (sum(math.prod(one) for one in sizes),) if known else None
+    dtype = compatible.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
+    gloo = source.backend == "gloo"
+    done = e["state"] == "completed" or (gloo and e["retired"])
+    t = ns(e)
+    return Call(
+        op=compatible.op_name(e["profiling_name"]),
+        group=key,
+        seq=e["collective_seq_id"],
+        dtype=dtype,
+        shape=shape,
+        bytes=math.prod(shape) * _ITEM_BYTES.get(dtype or "", 1) if shape is not None and dtype is not None else None,
+        site=user_site(e.get("frames")),
+        entered_s=(t - t0_ns) / 1e9 if t is not None else None,
+        completed_s=((ns(e, "time_discovered_completed_ns") or t or t0_ns) - t0_ns) / 1e9 if done else None,
+        asynchronous=True,
+        started=e["state"] in ("started", "completed") if source.timed else None,
+        timed_out=bool(e["retired"]) and not done,
+        # tensors of different sizes take another path, which records the parts of a batch
+        even=source.backend == "nccl",
+    )
+
+
+_LIBRARY = re.compile(
+    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
+)
+_TORCH = re.compile(r"(^|/)torch/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$")
+
+
+def user_site(frames: Any) -> Site | None:
+    """The user's innermost frame: the first that is in no library, else the first that is not torch's."""
+    if not isinstance(frames, list):
+        return None
+    second = None
+    for fr in frames:
+        if not isinstance(fr, dict):
+            continue
+        file, line = fr.get("filename"), fr.get("line")
+        if not isinstance(file, str) or not isinstance(line, int) or not file or file == "??":
+            continue
+        if not _LIBRARY.search(file):
+            return Site(file, line, str(fr.get("name", "")))
+        if second is None and not _TORCH.search(file):
+            second = Site(file, line, str(fr.get("name", "")))
+    return second

@@ -1,0 +1,77 @@
+"""Collectives that nobody completed although everybody issued them: one rank came after the others had given up.
+
+Dumps hold when each rank issued what is in flight. Where that lies further apart than the collective's timeout, the ranks
+that came first were gone, or about to go, when the last one came. Clocks of hosts differ by less, and by as much before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from distdiag.diagnosis.dumps.entries import Scan, ns
+
+BEFORE = 16  # collectives before the oldest in flight, by which clocks are compared
+
+
+@dataclass(frozen=True, slots=True)
+class LateRanks:
+    """Ranks that issued a collective after its timeout."""
+
+    group: str
+    seq: int
+    since_s: float  # when the first rank had issued it
+    timeout_s: float
+    late_s: dict[int, float]  # of each late rank: how long after the first
+    others: tuple[int, ...]
+
+
+def find(
+    scans: Mapping[int, Iterable[Scan]],
+    keys: Mapping[tuple[int, str, str], str],
+    floor: Mapping[str, int],
+    positions: Mapping[int, Mapping[str, tuple[int, int]]],
+    t0_ns: int,
+) -> LateRanks | None:
+    """The collective in flight that was waited for first of those that a rank issued after their timeout; None without any.
+
+    Args:
+        scans: Of each rank.
+        keys: Of (rank, backend, name) the key of the group.
+        floor: Of each group, by key, the oldest collective in flight anywhere.
+        positions: Of each rank and group: newest issued, newest completed.
+        t0_ns: When the run's clock stood at zero.
+    """
+    issued: dict[tuple[str, int], dict[int, int]] = {}
+    timeouts_s: dict[str, float] = {}
+    for rank, files in scans.items():
+        for scan in files:
+            low = {n: floor[k] - BEFORE for n in scan.tails if (k := keys[rank, scan.backend, n]) in floor}
+            if not low:
+                continue
+            for e in scan.file.entries:
+                least = low.get(e["process_group"][0])
+                if least is None or e["is_p2p"] or e["collective_seq_id"] < least or (t := ns(e)) is None:
+                    continue
+                key = keys[rank, scan.backend, e["process_group"][0]]
+                issued.setdefault((key, e["collective_seq_id"]), {}).setdefault(rank, t)
+                if isinstance(limit := e.get("timeout_ms"), int) and limit > 0:
+                    timeouts_s[key] = max(timeouts_s.get(key, 0.0), limit / 1e3)
+    found: list[LateRanks] = []
+    for key, seq in {(g, done + 1) for of_rank in positions.values() for g, (n, done) in of_rank.items() if done < n}:
+        times = issued.get((key, seq), {})
+        if len(times) < 2 or key not in timeouts_s:
+            continue
+        first = min(times, key=lambda q: times[q])
+        late: dict[int, float] = {}
+        for q, t in times.items():
+            pairs = [issued.get((key, n), {}) for n in range(seq - BEFORE, seq)]
+            usual = [p[q] - p[first] for p in pairs if q in p and first in p]
+            late_s = (t - times[first] - (statistics.median(usual) if usual else 0)) / 1e9
+            if late_s > timeouts_s[key]:
+                late[q] = late_s
+        if late and len(late) <= len(times) // 2:
+            since_s = (times[first] - t0_ns) / 1e9
+            found.append(LateRanks(key, seq, since_s, timeouts_s[key], late, tuple(sorted(set(times) - set(late)))))
+    return min(found, key=lambda x: x.since_s, default=None)

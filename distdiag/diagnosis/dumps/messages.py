@@ -1,0 +1,117 @@
+"""Messages in dumps: the two ends of a send and its recv, numbered alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.dumps.entries import Scan, call_of, of_batch
+from distdiag.diagnosis.model.snapshot import Call
+
+MOSTLY = 0.9  # of the messages that both ends number, where a few are not met at all
+
+
+def match(
+    messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
+) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
+    """Sends and receives in flight as calls; how many each rank has issued, numbered alike on both sides; and those in
+    flight that the other end has passed by without meeting them."""
+    unmet: dict[int, list[Call]] = {}
+    blocking: dict[int, bool] = {}  # of each rank, whether all it has in flight are
+    calls: dict[int, list[Call]] = {r: [] for r in messages}
+    counts: dict[int, dict[str, int]] = {r: {} for r in messages}
+    sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
+    for rank, mine in messages.items():
+        for key, e, source in mine:
+            parsed = _ends(e["profiling_name"], members[key])
+            if parsed is None:
+                continue
+            direction, peer = parsed
+            e = of_batch(e, source)
+            done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
+            sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e, source))
+    for key, by_pair in sent.items():
+        if all(done for es in by_pair.values() for _, done, *_ in es):
+            continue
+        alike = _numbered_alike(by_pair, len(members[key]))
+        passed = {} if alike else _passed_by(by_pair)
+        for (rank, peer, direction), es in by_pair.items():
+            waiting = [(seq, e, source) for seq, done, e, source in es if not done]
+            counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
+            for i, (seq, e, source) in enumerate(waiting):
+                call = call_of(key, e, source, t0_ns)
+                call = replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1)
+                calls[rank].append(call)
+                blocking[rank] = blocking.get(rank, True) and _blocking(e)
+                if seq in passed.get((rank, peer, direction), ()):
+                    unmet.setdefault(rank, []).append(call)
+    for rank, mine in calls.items():
+        if blocking.get(rank) and len(mine) > 1 and all(c.started is None and c.entered_s is not None for c in mine):
+            first = min(mine, key=lambda c: c.entered_s or 0.0)
+            calls[rank] = [replace(c, started=c is first) for c in mine]
+    return calls, counts, unmet
+
+
+def _blocking(e: dict[str, Any]) -> bool:
+    """Whether `send` or `recv` was called, which come to the device one after the other; not so `isend` and batches."""
+    frames = e.get("frames")
+    innermost = frames[0] if isinstance(frames, list) and frames else None
+    return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
+
+
+Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank, peer, direction)
+
+
+def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
+    """Numbers of messages whose other end has issued later ones, but not this; nothing where ends mostly disagree."""
+    newest: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    for (rank, _, _), es in by_pair.items():
+        newest[rank] = max(newest.get(rank, 0), es[-1][0])
+        oldest[rank] = min(oldest.get(rank, es[0][0]), es[0][0])
+    out: dict[tuple[int, int, str], set[int]] = {}
+    met = 0
+    for (rank, peer, direction), es in by_pair.items():
+        if peer not in newest:
+            continue
+        theirs = {s for s, *_ in by_pair.get((peer, rank, "recv" if direction == "send" else "send"), ())}
+        seen = {s for s, *_ in es if oldest[peer] <= s < newest[peer]}
+        met += len(seen & theirs)
+        if alone := seen - theirs:
+            out[rank, peer, direction] = alone
+    alone_in_all = sum(map(len, out.values()))
+    return out if met >= MOSTLY * (met + alone_in_all) else {}
+
+
+_ENDS = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+
+
+def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """`nccl:send 0->1`, `nccl:recv 0<-1` with ranks in the group: direction and the peer's global rank."""
+    m = _ENDS.search(name)
+    if m is None:
+        return None
+    peer = int(m[4])
+    return m[1], members[peer] if peer < len(members) else peer
+
+
+def _numbered_alike(by_pair: Pairs, size: int) -> bool:
+    """Do the two ends of a message carry the same p2p_seq_id?
+
+    A rank counts its messages with all peers of a group together, and those of a batch as one: in a group of two the
+    numbers agree unless seen otherwise, in a larger one they must be seen to.
+    """
+    agree = 0
+    for (rank, peer, direction), es in by_pair.items():
+        other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
+        if not other:
+            continue
+        mine, theirs = {s for s, *_ in es}, {s for s, *_ in other}
+        low, high = max(min(mine), min(theirs)), min(max(mine), max(theirs))
+        common = {s for s in mine if low <= s <= high}
+        if common != {s for s in theirs if low <= s <= high}:
+            return False
+        agree += len(common)
+    return agree > 0 or size <= 2

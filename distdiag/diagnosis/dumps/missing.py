@@ -1,0 +1,107 @@
+"""What dumps lack: ranks that left none, files that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from distdiag.diagnosis.dumps.culprits import Blame
+from distdiag.diagnosis.dumps.snapshot import LoadReport
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.text.incident import collective_ref, collective_text, verb
+from distdiag.diagnosis.text.phrases import NO_PROGRESS
+from distdiag.diagnosis.waits.graph import Wait
+
+
+def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Where, ...]:
+    """Where each rank issued its oldest operation in flight, else its newest operation."""
+    out = []
+    for r in ranks:
+        call = blame.oldest.get(r)
+        st = snapshot.ranks.get(r)
+        site = (call.site if call is not None else None) or (st.place if st is not None else None)
+        state = "waiting" if call is not None else None
+        out.append(Where(r, site.file, site.line, site.function or None, state) if site else Where(r, state=state))
+    return tuple(out)
+
+
+def any_call(w: Wait) -> Call | None:
+    """The call of one of the ranks in a wait."""
+    return next((w.calls[r] for r in w.ranks if r in w.calls), None)
+
+
+def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: list[Finding]) -> list[Finding]:
+    """A rank that left no dump is said, always; it is to blame where somebody may be waiting for it.
+
+    Where another rank is to blame and this one is lacking in messages only, it may as well have waited for that one: its
+    neighbours in a pipeline do.
+    """
+    decided = any(f.severity == Severity.ERROR for f in found)
+    # a dump that cannot be read says as little; that it cannot is said with the file's name
+    damaged = tuple(r for r in loaded.unreadable if r in blame.silent) if not decided else ()
+    blamed = tuple(r for r in loaded.missing if r in blame.silent) if decided else loaded.missing
+    blamed = tuple(sorted({*blamed, *damaged}))
+    rest = tuple(r for r in loaded.missing if r not in blamed)
+    out = []
+    if blamed:
+        main = blame.silent_in if decided else blame.main
+        among = sorted(main.ranks) if decided and main is not None else blame.victims
+        waiting = tuple(r for r in among if r not in blamed)
+        call = any_call(main) if main is not None else None
+        tail = ""
+        if waiting and main is not None:
+            tail = f"; {len(waiting):,} {verb(waiting, 'rank waits', 'ranks wait')}, in {collective_text(snapshot, main, call)}"
+        out.append(
+            Finding(
+                kind="rank_lost",
+                cause="silent",
+                certainty=Certainty.SUSPECTED,
+                severity=Severity.WARNING if decided and main is not None and main.p2p else Severity.ERROR,
+                culprits=blamed,
+                victims=waiting,
+                collective=collective_ref(snapshot, main, call) if main is not None and waiting else None,
+                where=tuple(Where(r) for r in blamed),
+                waiting=where_of(snapshot, waiting, blame),
+                message=f"{rank_list(blamed)} left no {'readable ' if damaged else ''}dump: dead, or stuck outside torch{tail}",
+                cost=NO_PROGRESS if waiting else "what these ranks did is not known",
+                advice=f"see how the {verb(blamed, 'process', 'processes')} of {rank_list(blamed)} ended: exit code, "
+                "`dmesg -T` for oom-kill or Xid, the launcher's log",
+            )
+        )
+    if rest:
+        out.append(
+            Finding(
+                kind="recorder",
+                cause="missing_dump",
+                severity=Severity.WARNING,
+                message=f"{rank_list(rest)} left no dump: dead, or stuck outside torch; nothing says that others wait for "
+                f"{verb(rest, 'it', 'them')}",
+                cost=f"what {rank_list(rest)} did is not known",
+                advice="add the missing files, or see how those processes ended",
+            )
+        )
+    return out
+
+
+def unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
+    """Files that should have been dumps, in one finding."""
+    if not loaded.bad:
+        return []
+    named = {str(p) for p in given}
+    serious = bool(loaded.unreadable) or any(path in named for path, _ in loaded.bad)
+    shown = "; ".join(f"{path}: {reason}" for path, reason in loaded.bad[:6])
+    more = f"; and {len(loaded.bad) - 6:,} more" if len(loaded.bad) > 6 else ""
+    whose = f" ({rank_list(loaded.unreadable)})" if loaded.unreadable else ""
+    return [
+        Finding(
+            kind="recorder",
+            cause="unreadable_dump",
+            certainty=Certainty.PROVED,
+            severity=Severity.ERROR if serious else Severity.WARNING,
+            message=f"{len(loaded.bad):,} {verb(loaded.bad, 'file is', 'files are')} no readable dump{whose}: {shown}{more}",
+            cost=f"what {rank_list(loaded.unreadable)} did is not known" if loaded.unreadable else "",
+            advice="copy the file again, or leave it out; nothing in it was executed",
+            evidence=tuple(path for path, _ in loaded.bad[:50]),
+        )
+    ]

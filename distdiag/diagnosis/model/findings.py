@@ -1,0 +1,139 @@
+"""Findings: what the diagnosis says, in the words of the public contract (`distdiag.findings/1`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+
+import msgspec
+
+from distdiag.terms.ranks import ranges
+
+SCHEMA = "distdiag.findings/1"
+
+
+class Severity(StrEnum):
+    """How much a finding matters to the job; ordered by `rank_of`."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+_ORDER = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
+
+
+def at_least(severity: str, threshold: str) -> bool:
+    """True where `severity` is `threshold` or worse."""
+    return _ORDER[Severity(severity)] >= _ORDER[Severity(threshold)]
+
+
+class Certainty(StrEnum):
+    PROVED = "proved"  # no continuation of the job could make it false
+    SUSPECTED = "suspected"  # follows from what was seen, and could be withdrawn
+
+
+class State(StrEnum):
+    """State of the whole job, as the readers show it."""
+
+    WAITING = "waiting"  # not every rank has reported yet
+    RUNNING = "running"
+    STALLED = "stalled"  # ranks wait, unusually long for this job, for one that is alive and busy
+    DEADLOCKED = "deadlocked"  # proved: it will not go on
+    DEGRADED = "degraded"  # goes on, with a finding of severity error or a lost rank
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+class Where(msgspec.Struct, frozen=True, omit_defaults=False):
+    """Where one rank stands: the user's own innermost frame, never torch's or ours."""
+
+    rank: int
+    file: str | None = None  # absolute path
+    line: int | None = None
+    function: str | None = None
+    state: str | None = (
+        None  # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished
+    )
+
+
+class CollectiveRef(msgspec.Struct, frozen=True):
+    """The collective a finding is about."""
+
+    op: str
+    group: str
+    seq: int | None = None
+    bytes: int | None = None
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding; fields in the order of the contract.
+
+    `culprits` is empty where nobody can be blamed (a true tie, a cycle): then `victims` holds the members and
+    `where` has the place of each. Times are seconds since the run began; `None` is "not known".
+    """
+
+    kind: str
+    cause: str | None = None
+    certainty: str = Certainty.SUSPECTED
+    severity: str = Severity.WARNING
+    culprits: tuple[int, ...] = ()
+    victims: tuple[int, ...] = ()
+    collective: CollectiveRef | None = None
+    where: tuple[Where, ...] = ()
+    waiting: tuple[Where, ...] = ()
+    names: tuple[str, ...] = ()
+    step: int | None = None
+    first_seen_s: float | None = None
+    detected_s: float | None = None
+    cleared_s: float | None = None
+    message: str = ""
+    cost: str = ""
+    advice: str = ""
+    evidence: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Identity over time: the same condition seen again updates its record instead of making a new one."""
+        who = ",".join(map(str, self.culprits or self.victims))
+        return f"{self.kind}/{self.cause}/{who}/{','.join(self.names[:4])}"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `distdiag diagnose --json` prints: one run, or one set of dumps."""
+
+    schema: str = SCHEMA
+    run: str = ""
+    state: str = State.RUNNING
+    world_size: int | None = None
+    ranks_seen: int = 0
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def rank_list(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 3`, `ranks 0–511, 600`: runs of three and more are folded."""
+    n = len(set(ranks))
+    if not n:
+        return "no rank"
+    parts: list[str] = []
+    for first, last in ranges(ranks):
+        if last - first >= 3:
+            parts.append(f"{first:,}–{last:,}")
+        else:
+            parts += [f"{r:,}" for r in range(first, last + 1)]
+    if len(parts) > 12:
+        parts = [*parts[:10], f"… ({n:,} in all)"]
+    return ("rank " if n == 1 else "ranks ") + ", ".join(parts)
+
+
+def size_text(n: int | None) -> str:
+    """Bytes for people: `4.0 KiB`, `25.0 MiB`; `–` when not known."""
+    if n is None:
+        return "–"
+    v = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if v < 1024 or unit == "GiB":
+            return f"{v:.0f} B" if unit == "B" else f"{v:.1f} {unit}"
+        v /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,81 @@
+"""GPUs: what their driver reports, what slows them, and cards that are busy or idle while the job is the opposite."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import GpuState, Life, Snapshot
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, seconds
+
+# The driver's error numbers, by what they say of the card: NVIDIA's list of Xid errors.
+XIDS = {
+    13: "an exception in the program's kernel", 31: "an access of the program outside its memory", 32: "a corrupted command",
+    43: "the program's channel was reset", 45: "the program was torn down after an earlier error", 48: "a double-bit memory error",
+    62: "the card's controller has halted", 63: "a memory row was remapped", 64: "a memory row could not be remapped",
+    74: "an NVLink error", 79: "the card has fallen off the bus", 92: "many single-bit memory errors",
+    94: "a contained memory error", 95: "an uncontained memory error", 119: "the card's system processor does not answer",
+    120: "the card's system processor failed",
+}  # fmt: skip
+XIDS_OF_PROGRAM = {13, 31, 32, 43, 45}
+IDLE_PCT = 2.0
+STILL_S = 60.0
+
+
+def rules(s: Snapshot) -> list[Finding]:
+    """Findings about GPUs, from NVML's readings and the job's own progress."""
+    out = []
+    for g in s.gpus:
+        who = (g.rank,) if g.rank is not None else ()
+        name = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
+        if g.xids:
+            said = ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids)))
+            own = set(g.xids) <= XIDS_OF_PROGRAM
+            out.append(_finding("xid", who, Severity.ERROR, f"{name}: the driver reported Xid {said}",
+                            "the process that used it fails, or has failed",
+                            "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel" if own
+                            else "drain the node; `dmesg | grep Xid` has the driver's words"))  # fmt: skip
+        new = (g.ecc_uncorrected or 0) - (g.ecc_before or 0)
+        if new > 0:
+            out.append(_finding("ecc", who, Severity.ERROR, f"{name}: {new} uncorrected memory errors during this run",
+                            "wrong results, or the next crash", "drain the node and have the card replaced"))  # fmt: skip
+        elif g.ecc_uncorrected:
+            out.append(_finding("ecc", who, Severity.INFO,
+                            f"{name}: {g.ecc_uncorrected} uncorrected memory errors before this run, none since",
+                            "none so far", "have the card looked at: they tend to come back"))  # fmt: skip
+        if g.throttled_share is not None and g.throttled_share > 0.5 and g.throttle:
+            out.append(_finding("throttled", who, Severity.WARNING, f"{name}: throttled ({g.throttle}) in "
+                            f"{g.throttled_share:.0%} of the last minute", "lower clocks on the rank all wait for",
+                            "check cooling and power of that node"))  # fmt: skip
+        if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
+            out.append(_finding("pcie_degraded", who, Severity.WARNING,
+                            f"{name}: PCIe x{g.pcie_width} of x{g.pcie_width_max}", "slower copies to and from the host",
+                            "reseat the card, or check the riser; `distdiag probe gpu` measures the copies"))  # fmt: skip
+    idle = tuple(g.rank for g in s.gpus if g.rank is not None and _idle(s, g))
+    if idle:
+        out.append(_finding("idle", idle, Severity.WARNING,
+                        f"{rank_list(idle)} make steps, but their GPUs stood below {IDLE_PCT:.0f} % for a minute",
+                        "the steps run on the CPU", "are the model and its inputs moved to the device?"))  # fmt: skip
+    still_s = max(STILL_S, 5 * (s.usual_step_s or 0.0))
+    stuck = [r for r in s.ranks.values() if r.activity_since_s is not None and s.t_s - r.activity_since_s > still_s]
+    if stuck and s.gpus and len(stuck) == len(s.ranks):
+        busy = [g for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > 95]
+        if busy and len(busy) >= len(s.ranks):
+            out.append(_finding("busy_without_progress", tuple(g.rank for g in busy if g.rank is not None), Severity.WARNING,
+                            f"GPUs show over 95 % use, but no rank made a step for {seconds(still_s)}: kernels spin in a collective",
+                            NO_PROGRESS, "`distdiag dump` shows where every rank stands"))  # fmt: skip
+    return out
+
+
+def _idle(s: Snapshot, g: GpuState) -> bool:
+    """A rank with memory on this card that goes on making steps, while the card has had nothing to do for a minute."""
+    r = s.ranks.get(g.rank) if g.rank is not None else None
+    if r is None or not r.device_bytes or g.most_used_pct is None or g.most_used_pct > IDLE_PCT:
+        return False
+    steps = [x for x in r.steps if s.t_s - x.end_s < STILL_S]
+    return r.life == Life.RUNNING and len(steps) >= 10 and s.t_s - steps[-1].end_s < STILL_S / 4
+
+
+def _finding(cause: str, ranks: tuple[int, ...], severity: Severity, what: str, cost: str, do: str) -> Finding:
+    return Finding(
+        kind="gpu", cause=cause, certainty=Certainty.PROVED, severity=severity, culprits=ranks,
+        message=what, cost=cost, advice=do,
+    )  # fmt: skip

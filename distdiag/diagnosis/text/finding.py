@@ -1,0 +1,81 @@
+"""A finding in plain text: what and who, cost, where, do. Text of the job is data: control characters are shown, escaped."""
+
+from __future__ import annotations
+
+import textwrap
+
+from distdiag.diagnosis.model.findings import Finding, Severity, Where
+
+GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
+ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
+WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARN", Severity.INFO: "info"}
+SHOWN_PLACES = 4
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, terminal escapes and bidirectional overrides shown as `\\x1b`, never acted on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def place(w: Where, short: bool = False) -> str:
+    """`train.py:88 in evaluate`."""
+    if w.file is None:
+        return ""
+    file = w.file.rsplit("/", 1)[-1] if short else w.file
+    inside = f" in {w.function}" if w.function and w.function != "<module>" else ""
+    return f"{file}:{w.line}{inside}"
+
+
+def _places(places: tuple[Where, ...]) -> str:
+    seen: dict[str, list[int]] = {}
+    for w in places:
+        text = place(w)
+        if text:
+            ranks = seen.setdefault(text, [])
+            if w.rank not in ranks:
+                ranks.append(w.rank)
+    parts = []
+    for text, ranks in list(seen.items())[:SHOWN_PLACES]:
+        shown = ", ".join(map(str, ranks[:6])) + (" …" if len(ranks) > 6 else "")
+        parts.append(f"{text} (rank{'s' if len(ranks) > 1 else ''} {shown})")
+    if len(seen) > SHOWN_PLACES:
+        parts.append(f"and {len(seen) - SHOWN_PLACES} more")
+    return "; ".join(parts)
+
+
+def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> list[str]:
+    """The four-line frame of a finding; lines that have nothing to say are left out.
+
+    Args:
+        ascii: Glyphs and typography reduced to ASCII.
+        width: Wrap to so many columns; None: one line each, however long.
+    """
+    glyph = (ASCII_GLYPHS if ascii else GLYPHS)[Severity(f.severity)]
+    word = WORDS[Severity(f.severity)]
+    kind = f.kind + (f"/{f.cause}" if f.cause else "")
+    certain = "" if f.certainty == "proved" else " (suspected)"
+    gone = (
+        f" (went away after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
+    )
+    lines = [("", f"{glyph} {word} {kind}{certain}  {f.message}{gone}")]
+    where = _places(f.where)
+    waiting = _places(f.waiting)
+    if waiting and where:
+        where += f"; waiting: {waiting}"
+    for label, text in (("cost", f.cost), ("where", where or waiting), ("do", f.advice)):
+        if text:
+            lines.append((label, text))
+    out: list[str] = []
+    for label, text in lines:
+        text = printable(text)
+        if ascii:
+            text = text.translate(
+                str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
+            )
+            text = text.encode("ascii", "backslashreplace").decode()
+        head = f"  {label:<7}" if label else ""
+        if width is None:
+            out.append(head + text)
+        else:
+            out += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * max(2, len(head))) or [head]
+    return out

@@ -1,0 +1,79 @@
+"""Words and places that the findings about stuck collectives share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sized
+
+from distdiag.diagnosis.model.findings import CollectiveRef, Where, size_text
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.graph import Wait
+
+
+def group_label(snapshot: Snapshot, name: str) -> str:
+    """What people call a process group: its description; with its name where several groups share it."""
+    group = snapshot.groups.get(name)
+    if group is None or group.description in ("", "undefined"):
+        return name
+    if sum(g.description == group.description for g in snapshot.groups.values()) > 1:
+        return name if name.startswith(f"{group.description}:") else f"{group.description} {name}"
+    return group.description
+
+
+def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where:
+    """Where a rank stands: at its call, else at the user's innermost frame."""
+    if st is None:
+        return Where(rank)
+    site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.place
+    if st.life in (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED):
+        site = st.place or site
+        state = str(st.life)
+    else:
+        state = "waiting" if st.blocked is not None or call is not None else st.activity
+    if site is None:
+        return Where(rank, state=state)
+    return Where(rank, site.file, site.line, site.function or None, state)
+
+
+def collective_ref(snapshot: Snapshot, wait: Wait, call: Call | None) -> CollectiveRef:
+    op = compatible.op_name(call.op) if call is not None else ""
+    size = call.bytes if call is not None else None
+    return CollectiveRef(op, group_label(snapshot, wait.group), None if wait.p2p else wait.seq, size)
+
+
+def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
+    """`all_reduce #417 (default_pg, 4.0 KiB)`, `recv from rank 3 (default_pg)`."""
+    label = group_label(snapshot, wait.group)
+    size = f", {size_text(call.bytes)}" if call is not None and call.bytes is not None else ""
+    op = (compatible.op_name(call.op) if call is not None else "") or "collective"
+    if op == "new_group":
+        number, _, members = wait.group.removeprefix("new_group ").partition(" of ")
+        return f"new_group() of {members or 'all ranks'} (its group number {number})"
+    if not wait.p2p:
+        return f"{op} #{wait.seq:,} ({label}{size})"
+    direction, peer = wait.key[2], wait.key[4]
+    whom = "any rank" if peer is None else f"rank {peer:,}"
+    tag = f", tag {call.tag}" if call is not None and call.tag else ""
+    return f"{op} {'to' if direction == 'send' else 'from'} {whom} ({label}{tag}{size})"
+
+
+def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
+    """The call of each rank in `waits` (the first where there are several)."""
+    out: dict[int, tuple[Wait, Call]] = {}
+    for w in waits:
+        for r, c in w.calls.items():
+            out.setdefault(r, (w, c))
+    return out
+
+
+def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]) -> tuple[Where, ...]:
+    return tuple(where_of(snapshot.ranks.get(r), r, calls[r][1] if r in calls else None) for r in sorted(ranks))
+
+
+def newest_step(snapshot: Snapshot, ranks: Collection[int]) -> int | None:
+    """The newest step that the ranks are in, where steps are counted."""
+    return max((snapshot.ranks[r].step for r in ranks if r in snapshot.ranks), default=0) or None
+
+
+def verb(ranks: Sized, one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many

@@ -1,0 +1,67 @@
+"""Small pieces of text that all rules share: places, durations, operations. Data of the job stay data."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.model.findings import Where
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+
+NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
+
+
+def place_text(site: Site | None) -> str:
+    """`train.py:88 in evaluate`; empty where the place is not known."""
+    if site is None:
+        return ""
+    name = site.file.rsplit("/", 1)[-1]
+    inside = f" in {site.function}" if site.function and site.function != "<module>" else ""
+    return f"{name}:{site.line}{inside}"
+
+
+def at(site: Site | None) -> str:
+    """` at train.py:88 in evaluate`, or nothing."""
+    return f" at {place_text(site)}" if site else ""
+
+
+def seconds(s: float) -> str:
+    """`0.4 s`, `31 s`, `12 min`."""
+    if s < 10:
+        return f"{s:.1f} s"
+    return f"{s:.0f} s" if s < 180 else f"{s / 60:.0f} min"
+
+
+def op_text(call: Call) -> str:
+    """`all_reduce #417 (default_pg)`, `recv from rank 2`."""
+    if call.op in ("send", "isend"):
+        return f"send to rank {call.peer}"
+    if call.op in ("recv", "irecv"):
+        return f"recv from rank {call.peer}" if call.peer is not None else "recv from any rank"
+    if call.op in ("init_process_group", "new_group"):
+        return f"{call.op}()"
+    number = f" #{call.seq}" if call.seq is not None else ""
+    return f"{call.op or 'a collective'}{number} ({call.group})"
+
+
+def where(r: RankState, state: str | None = None, site: Site | None = None) -> Where:
+    """Where one rank stands, for a finding."""
+    s = site or r.place
+    return Where(
+        rank=r.rank,
+        file=s.file if s else None,
+        line=s.line if s else None,
+        function=s.function if s else None,
+        state=state or r.activity,
+    )
+
+
+def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:
+    """One rank's user frames, innermost first: the line that works, and the line of the loop that called it."""
+    out = []
+    for s in stack[:depth]:
+        if s.function == "<module>" and out:
+            break
+        out.append(where(r, state, s))
+    return tuple(out) or (where(r, state),)
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"

@@ -1,0 +1,380 @@
+"""The wait-for graph of one snapshot: who waits for whom, and who can never go on.
+
+A rank waits in a collective (G, s) for every member of G that has not issued s, and in the k-th send to a peer for that
+peer's k-th recv from it (and the reverse); a recv from any source waits for any one of its candidates. A rank that is
+alive and not blocked may still do anything; a blocked one goes on once what it waits for does. What no such continuation
+reaches is stuck for ever: a cycle, a wait on a rank that is gone or stopped, two ranks that meet in one collective with
+different operations. That is a proof, not a timeout (a least fixpoint; M. Chandy, J. Misra, L. Haas, "Distributed
+deadlock detection", 1983, for the AND and OR models).
+
+Pure and linear in ranks + waits: members of one collective share one `Wait`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
+from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits.compatible import Signature
+
+WORST = ("op", "root", "dtype", "shape")  # what is named first where calls differ in several ways
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One thing that ranks wait for: a collective of a group, or one point-to-point message.
+
+    Attributes:
+        key: `(group, seq)` of a collective; `(group, seq or nth, "send"|"recv", rank, peer, tag)` of a message.
+        ranks: Who waits in it.
+        missing: Who must come and has not.
+        any_of: True where one of `missing` is enough (recv from any source).
+        conflict: Why it can never complete although ranks have arrived: op, root, dtype or shape.
+        sides: The calls that do not fit together, by side, the larger side first; only where `conflict` is set.
+        calls: Each arrived member's call, where known; only where `conflict` is set, else those that wait in it.
+        died: Members that ended inside it.
+    """
+
+    key: tuple
+    ranks: list[int] = field(default_factory=list)
+    missing: frozenset[int] = frozenset()
+    any_of: bool = False
+    conflict: str | None = None
+    sides: tuple[frozenset[int], ...] = ()
+    calls: dict[int, Call] = field(default_factory=dict)
+    died: tuple[int, ...] = ()
+
+    @property
+    def p2p(self) -> bool:
+        return len(self.key) > 2
+
+    @property
+    def group(self) -> str:
+        return self.key[0]
+
+    @property
+    def seq(self) -> int:
+        return self.key[1]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGraph:
+    """What `build` finds in a snapshot.
+
+    Attributes:
+        waits: Everything that somebody waits for (also what dead ranks died in).
+        of_rank: The waits of each blocked rank; one where the host waits, several in a dump (one per group).
+        stuck: Blocked ranks that no continuation of the others can free: proved.
+        gone: Ranks that are dead or stopped: they issue nothing more.
+        sinks: Ranks neither blocked nor gone that others wait for who may yet go on: whose delay it is. Includes
+            ranks nothing is known of (life missing, silent, starting).
+        unknown: Blocked ranks of which it is not known whom they wait for (group or number not recorded).
+    """
+
+    waits: tuple[Wait, ...]
+    of_rank: dict[int, tuple[Wait, ...]]
+    stuck: frozenset[int]
+    gone: frozenset[int]
+    sinks: tuple[int, ...]
+    unknown: frozenset[int]
+
+    @property
+    def waits_on(self) -> dict[int, frozenset[int]]:
+        """Whom each blocked rank waits for itself; of a collective that cannot complete, also the other side's ranks."""
+        out: dict[int, frozenset[int]] = {}
+        for r, waits in self.of_rank.items():
+            sets = [self.waited_for(w, r) for w in waits]
+            out[r] = sets[0] if len(sets) == 1 else frozenset().union(*sets)
+        return out
+
+    def waited_for(self, wait: Wait, rank: int) -> frozenset[int]:
+        """Whom `rank` waits for in `wait`."""
+        if wait.conflict is None:
+            return wait.missing
+        others = frozenset().union(*(s for s in wait.sides if rank not in s))
+        return others | wait.missing
+
+    def victims_of(self, ranks: int | Iterable[int]) -> frozenset[int]:
+        """Blocked ranks that wait, directly or through others, for any of `ranks` (which are left out)."""
+        start = {ranks} if isinstance(ranks, int) else set(ranks)
+        reached: set[int] = set(start)
+        seen: set[tuple[int, frozenset[int] | None]] = set()
+        todo = deque(start)
+        by_missing = self._waiting_for()
+        while todo:
+            q = todo.popleft()
+            for w in by_missing.get(q, ()):
+                side = next((s for s in w.sides if q in s), None)  # its own side does not wait for it
+                if (id(w), side) in seen:
+                    continue
+                seen.add((id(w), side))
+                for r in w.ranks:
+                    if r not in reached and (side is None or r not in side):
+                        reached.add(r)
+                        todo.append(r)
+        return frozenset(reached - start)
+
+    def _waiting_for(self) -> dict[int, list[Wait]]:
+        index: dict[int, list[Wait]] = {}
+        for w in self.waits:
+            if not w.ranks:
+                continue
+            for q in w.missing:
+                index.setdefault(q, []).append(w)
+            for side in w.sides:
+                for q in side:
+                    index.setdefault(q, []).append(w)
+        return index
+
+
+def build(snapshot: Snapshot) -> WaitGraph:
+    """The wait-for graph of a snapshot.
+
+    Of dumps (`source == "dumps"`) nothing is known of the host: a rank counts as waiting for the oldest collective of
+    each group that it issued and that is not complete.
+    """
+    ranks = snapshot.ranks
+    gone = frozenset(r for r, st in ranks.items() if st.life in DEAD or st.life == Life.STOPPED)
+    waits: dict[tuple, Wait] = {}
+    of_rank: dict[int, tuple[Wait, ...]] = {}
+    unknown: set[int] = set()
+    dumps = snapshot.source == "dumps"
+    for r, st in ranks.items():
+        if r in gone:
+            last = _last_words(st)
+            w = _wait_for(snapshot, st, last, waits) if last is not None else None
+            if w is not None and last is not None:
+                w.died = (*w.died, r)
+                w.calls[r] = last
+            continue
+        mine: list[Wait] = []
+        for call in _pending(st) if dumps else _blocked_in(st):
+            w = _wait_for(snapshot, st, call, waits)
+            if w is None:
+                unknown.add(r)
+                continue
+            w.ranks.append(r)
+            w.calls[r] = call
+            mine.append(w)
+        if mine:
+            of_rank[r] = tuple(mine)
+    for w in waits.values():
+        if not w.any_of:
+            _judge(snapshot, w)
+    stuck, free = _fixpoint(ranks, gone, waits.values(), of_rank)
+    sinks = {
+        q for w in waits.values() if any(r in free for r in w.ranks) for q in w.missing if q not in gone and q in free
+    }
+    idle = tuple(sorted(q for q in sinks if q not in of_rank and q not in unknown))
+    return WaitGraph(
+        waits=tuple(waits.values()),
+        of_rank=of_rank,
+        stuck=stuck,
+        gone=gone,
+        sinks=idle,
+        unknown=frozenset(unknown),
+    )
+
+
+# -- what a rank waits in ------------------------------------------------------------------------------------------
+
+
+def _blocked_in(st: RankState) -> Iterator[Call]:
+    call = st.blocked
+    if call is None:
+        return
+    if not call.p2p and call.seq is not None and st.completed.get(call.group, 0) >= call.seq:
+        return  # completed between two reads of the page
+    yield call
+
+
+def _last_words(st: RankState) -> Call | None:
+    """The call that a rank was in, or was about to enter, when it died; None where it ended outside of any."""
+    if st.life not in (Life.CRASHED, Life.KILLED):
+        return None
+    call = st.blocked or (st.calls[-1] if st.calls else None)
+    return call if call is not None and call.completed_s is None else None
+
+
+def _pending(st: RankState) -> Iterator[Call]:
+    """The head of each queue of a dump: the oldest collective of each group, and message to each peer, in flight."""
+    known = {(c.group, c.seq): c for c in st.calls if not c.p2p and c.completed_s is None}
+    for group, issued in st.enqueued.items():
+        head = st.completed.get(group, 0) + 1
+        if head <= issued:
+            yield known.get((group, head)) or Call(op="", group=group, seq=head)
+    heads: dict[tuple, Call] = {}
+    for c in st.calls:
+        if c.p2p and c.completed_s is None:
+            key = (c.op, c.peer, c.tag, c.group)
+            if key not in heads or (c.nth or 0) < (heads[key].nth or 0):
+                heads[key] = c
+    yield from heads.values()
+
+
+def _wait_for(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
+    """The shared wait that a call belongs to; None where it is not known whom it waits for."""
+    if call.p2p:
+        return _message(snapshot, st, call, waits)
+    if call.seq is None:
+        return None
+    key = (call.group, call.seq)
+    wait = waits.get(key)
+    if wait is None:
+        group = snapshot.groups.get(call.group)
+        if group is None:
+            return None
+        missing = [q for q in group.ranks if not _issued(snapshot.ranks.get(q), call.group, call.seq)]
+        wait = waits[key] = Wait(key, missing=frozenset(missing))
+    if st.rank in wait.missing:  # its counters were read before its call
+        wait.missing -= {st.rank}
+    return wait
+
+
+def _issued(st: RankState | None, group: str, seq: int) -> bool:
+    if st is None:
+        return False
+    newest = st.enqueued.get(group, 0)
+    b = st.blocked
+    if b is not None and b.group == group and b.seq is not None and not b.p2p and b.seq > newest:
+        newest = b.seq  # written before the call, the counter moves inside it
+    if newest < seq:
+        return False
+    # a stopped process moves no data either, unless it was through already
+    return st.life != Life.STOPPED or st.completed.get(group, 0) >= seq
+
+
+def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
+    """The wait of one end of a message for the other."""
+    direction = messages.direction_of(call)
+    nth = call.nth or messages.count(st, direction, call.peer, call.tag, call.group)
+    if call.peer is None:
+        group = snapshot.groups.get(call.group)
+        among = frozenset(st.blocked_any_of or (group.ranks if group is not None else ())) - {st.rank}
+        if not among:
+            return None
+        here = messages.any_met(snapshot, st, call, among)
+        missing, any_of = (frozenset() if here else among), not here
+    elif nth:
+        peer = snapshot.ranks.get(call.peer)
+        here = peer is not None and messages.met(st, peer, call, nth)
+        missing, any_of = (frozenset() if here else frozenset((call.peer,))), False
+    else:
+        return None
+    key = (call.group, nth or 1, direction, st.rank, call.peer, call.tag)
+    return waits.setdefault(key, Wait(key, missing=missing, any_of=any_of))
+
+
+# -- what can never complete -----------------------------------------------------------------------------------------
+
+
+def call_at(st: RankState, group: str, seq: int) -> Call | None:
+    """The rank's call of collective `seq` in `group`, where it is still known."""
+    b = st.blocked
+    if b is not None and b.seq == seq and b.group == group and not b.p2p:
+        return b
+    for c in reversed(st.calls):
+        if c.seq == seq and c.group == group and not c.p2p:
+            return c
+    return None
+
+
+def _judge(snapshot: Snapshot, w: Wait) -> None:
+    """Set `conflict` and `sides` where the calls that have arrived cannot complete together."""
+    if w.p2p:
+        _judge_message(snapshot, w)
+        return
+    group = snapshot.groups[w.group]
+    by_signature: dict[Signature, list[int]] = {}
+    calls: dict[int, Call] = {}
+    for q in group.ranks:
+        if q in w.missing:
+            continue
+        call = w.calls.get(q)
+        if call is None:
+            st = snapshot.ranks.get(q)
+            call = call_at(st, w.group, w.seq) if st is not None else None
+            if call is None:
+                continue
+        calls[q] = call
+        by_signature.setdefault(compatible.signature(call), []).append(q)
+    if len(by_signature) < 2:
+        return
+    backend = group.backend.rpartition(":")[2]
+    sides: list[tuple[Signature, list[int]]] = []
+    causes: set[str] = set()
+    for sig, members in sorted(by_signature.items(), key=lambda kv: (-len(kv[1]), kv[1][0])):
+        for other, ranks in sides:
+            cause = compatible.conflict(sig, other, backend)
+            if cause is None:
+                ranks.extend(members)
+                break
+            causes.add(cause)
+        else:
+            sides.append((sig, list(members)))
+    if len(sides) < 2:
+        return
+    sides.sort(key=lambda side: (-len(side[1]), side[1][0]))
+    w.conflict = next(c for c in WORST if c in causes)
+    w.sides = tuple(frozenset(members) for _, members in sides)
+    w.calls = calls
+
+
+def _judge_message(snapshot: Snapshot, w: Wait) -> None:
+    """A send and the recv it meets, of different length: both ends must be seen in it, waiting or dead."""
+    group, nth, direction, rank, peer, tag = w.key
+    if w.missing or peer is None or rank not in w.calls:
+        return
+    st = snapshot.ranks.get(peer)
+    b = st.blocked if st is not None else None
+    if b is None or not b.p2p or (b.group, b.tag, b.peer, b.nth) != (group, tag, rank, nth):
+        return
+    if messages.direction_of(b) != messages.OPPOSITE[direction]:
+        return
+    sizes = compatible.elements(w.calls[rank]), compatible.elements(b)
+    types = compatible.dtype_name(w.calls[rank].dtype), compatible.dtype_name(b.dtype)
+    if None in sizes or None in types or (sizes[0] == sizes[1] and types[0] == types[1]):
+        return
+    w.conflict = "shape" if sizes[0] != sizes[1] else "dtype"
+    w.sides = (frozenset((rank,)), frozenset((peer,)))
+    w.calls = {rank: w.calls[rank], peer: b}
+
+
+def _fixpoint(
+    ranks: dict[int, RankState],
+    gone: frozenset[int],
+    waits: Iterable[Wait],
+    of_rank: dict[int, tuple[Wait, ...]],
+) -> tuple[frozenset[int], set[int]]:
+    """Ranks stuck for ever, and ranks that may go on; the largest set of ranks that may go on is grown from the free."""
+    left: dict[int, int] = {}  # by id of wait: arrivals still needed
+    needs: dict[int, list[Wait]] = {}
+    known: set[int] = set(ranks)
+    for w in waits:
+        left[id(w)] = 1 if w.any_of else len(w.missing)
+        for q in w.missing:
+            needs.setdefault(q, []).append(w)
+            known.add(q)
+    to_come = {r: len(ws) for r, ws in of_rank.items()}
+    free = {r for r in known if r not in gone and r not in of_rank}
+    todo = deque(free)
+
+    def satisfied(w: Wait) -> None:
+        for r in w.ranks:
+            to_come[r] -= 1
+            if to_come[r] == 0 and r not in free:
+                free.add(r)
+                todo.append(r)
+
+    for w in waits:
+        if w.conflict is None and left[id(w)] == 0:
+            satisfied(w)
+    while todo:
+        for w in needs.get(todo.popleft(), ()):
+            left[id(w)] -= 1
+            if left[id(w)] == 0 and w.conflict is None:
+                satisfied(w)
+    return frozenset(r for r in of_rank if r not in free), free

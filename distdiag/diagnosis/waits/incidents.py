@@ -1,0 +1,158 @@
+"""Incidents: what, in a wait-for graph, all who are stuck wait for in the end. One incident is one finding.
+
+The stuck ranks and their waits form a directed graph; its terminal strongly connected components are where every path
+of waiting ends: a rank that is gone, a collective whose calls do not fit, or a cycle (R. Tarjan, "Depth-first search
+and linear graph algorithms", 1972; iterative here, as a chain may be as long as the job is wide).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+
+
+class Root(StrEnum):
+    """How the waiting ends."""
+
+    GONE = "gone"  # at ranks that are dead or stopped
+    CONFLICT = "conflict"  # in a collective or message whose ends do not fit together
+    CYCLE = "cycle"  # among ranks that wait for each other
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One root.
+
+    Attributes:
+        members: The ranks that are gone, that meet in the conflict, or that form the cycle.
+        waits: What the members wait in (of a conflict: that wait; of ranks gone: the waits for them).
+        victims: All that are stuck because of it, members included (or that died in it).
+    """
+
+    root: Root
+    members: frozenset[int]
+    waits: tuple[Wait, ...]
+    victims: frozenset[int]
+
+
+def components(vertices: Iterable[int], successors: Callable[[int], Iterable[int]]) -> list[list[int]]:
+    """Strongly connected components, every one after those it leads to."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    on_stack: set[int] = set()
+    stack: list[int] = []
+    out: list[list[int]] = []
+    for root in vertices:
+        if root in index:
+            continue
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        on_stack.add(root)
+        work = [(root, iter(successors(root)))]
+        while work:
+            v, it = work[-1]
+            for w in it:
+                if w not in index:
+                    index[w] = low[w] = len(index)
+                    stack.append(w)
+                    on_stack.add(w)
+                    work.append((w, iter(successors(w))))
+                    break
+                if w in on_stack and index[w] < low[v]:
+                    low[v] = index[w]
+            else:
+                work.pop()
+                if work and low[v] < low[work[-1][0]]:
+                    low[work[-1][0]] = low[v]
+                if low[v] == index[v]:
+                    component = []
+                    while not component or component[-1] != v:
+                        component.append(stack.pop())
+                    on_stack.difference_update(component)
+                    out.append(component)
+    return out
+
+
+def find(graph: WaitGraph) -> list[Incident]:
+    """All incidents of a graph, by first member; also conflicts that ranks died of, which leave nobody stuck."""
+    # Ranks that wait for the same have the same way on: the waits are the vertices, not the ranks.
+    waits = [
+        w
+        for w in graph.waits
+        if w.conflict is not None or (w.ranks and w.ranks[0] in graph.stuck and not w.missing.isdisjoint(graph.stuck))
+    ]
+    number = {id(w): i for i, w in enumerate(waits)}
+    onward: list[set[int]] = []
+    for w in waits:
+        ranks = () if w.conflict is not None else w.missing & graph.stuck
+        onward.append({number[id(v)] for r in ranks for v in graph.of_rank[r] if id(v) in number})
+    gone: set[int] = set()
+    for w in graph.waits:
+        if w.conflict is None and w.missing and not graph.stuck.isdisjoint(w.ranks):
+            gone |= w.missing & graph.gone
+    conflicts: dict[str, list[Wait]] = {}
+    out: list[Incident] = []
+    for component in components(range(len(waits)), onward.__getitem__):
+        here = [waits[i] for i in component]
+        if here[0].conflict is not None:
+            if here[0].died or not graph.stuck.isdisjoint(here[0].ranks):
+                conflicts.setdefault(here[0].group, []).append(here[0])
+            continue
+        inside = set(component)
+        if any(onward[i] - inside for i in component) or not any(onward[i] for i in component):
+            continue
+        if any(w.missing & graph.gone for w in here) or _ends_elsewhere(graph, here, number):
+            continue
+        awaited = frozenset().union(*(w.missing for w in here))
+        members = awaited & {r for w in here for r in w.ranks}
+        victims = (graph.victims_of(members) | members) & graph.stuck
+        out.append(Incident(Root.CYCLE, members, tuple(here), victims))
+    out += [_conflict(graph, ws) for ws in conflicts.values()]
+    fell = {r for ws in conflicts.values() for w in ws for r in w.died}  # their end is the conflict's doing
+    out += _gone(graph, sorted(gone - fell))
+    return sorted(out, key=lambda i: min(i.members))
+
+
+def _ends_elsewhere(graph: WaitGraph, waits: list[Wait], number: dict[int, int]) -> bool:
+    """True where a rank of the cycle waits, in another of its waits, only for ranks that are gone."""
+    ranks = {r for w in waits for r in w.missing if r in graph.stuck}
+    return any(v.missing & graph.gone for r in ranks for v in graph.of_rank[r] if id(v) not in number)
+
+
+def _conflict(graph: WaitGraph, waits: list[Wait]) -> Incident:
+    """Several conflicts in one group are one: after the first, nothing pairs up any more."""
+    first = min(waits, key=lambda w: w.seq)
+    members = frozenset().union(*first.sides)
+    waiting = frozenset().union(*(w.ranks for w in waits), first.died)
+    stuck = (graph.victims_of(waiting) | waiting) & graph.stuck.union(first.died)
+    return Incident(Root.CONFLICT, members, (first,), stuck)
+
+
+def _gone(graph: WaitGraph, ranks: list[int]) -> list[Incident]:
+    """One incident for all ranks gone that the same ranks wait for."""
+    alike: dict[frozenset[int], list[int]] = {}  # ranks that exactly the same waits are for: hundreds may be gone
+    for q in ranks:
+        alike.setdefault(frozenset(id(w) for w in graph.waits if q in w.missing), []).append(q)
+    merged: list[tuple[set[int], set[int]]] = []
+    for qs in alike.values():
+        together, victims = set(qs), set(graph.victims_of(qs) & graph.stuck)
+        rest = []
+        for others, theirs in merged:
+            if theirs & victims:
+                together |= others
+                victims |= theirs
+            else:
+                rest.append((others, theirs))
+        merged = [*rest, (together, victims)]
+    return [
+        Incident(
+            Root.GONE,
+            frozenset(members),
+            tuple(w for w in graph.waits if w.missing & members and any(r in graph.stuck for r in w.ranks)),
+            frozenset(victims),
+        )
+        for members, victims in merged
+    ]

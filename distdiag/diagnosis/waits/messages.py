@@ -1,0 +1,83 @@
+"""Point-to-point messages: has the other end of a send or recv been issued? By counting, no message is ever read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+
+_ANY = ("any", "-1", "-2", "None")
+OPPOSITE = {"send": "recv", "recv": "send"}
+
+
+def p2p_key(direction: str, peer: int | None, tag: int, group: str) -> str:
+    """Key of `RankState.p2p_issued`; `peer` None is any source."""
+    return f"{direction}:{'any' if peer is None else peer}:{tag}:{group}"
+
+
+def direction_of(call: Call) -> str:
+    """`send` or `recv`."""
+    return "send" if call.op.endswith("send") else "recv"
+
+
+def count(st: RankState, direction: str, peer: int | None, tag: int, group: str) -> int:
+    """How many such messages a rank has issued; `peer` None counts receives from any source."""
+    if peer is not None:
+        return st.p2p_issued.get(f"{direction}:{peer}:{tag}:{group}", 0)
+    return sum(st.p2p_issued.get(f"{direction}:{a}:{tag}:{group}", 0) for a in _ANY)
+
+
+def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, any_source: bool = True) -> bool:
+    """True where a rank has a message of this kind open: its host waits in it, or it was issued and not completed."""
+
+    def fits(c: Call | None) -> bool:
+        return (
+            c is not None
+            and c.p2p
+            and direction_of(c) == direction
+            and c.tag == tag
+            and c.group == group
+            and (c.peer == peer or (c.peer is None and any_source and direction == "recv"))
+        )
+
+    return fits(st.blocked) or any(c.completed_s is None and fits(c) for c in st.calls)
+
+
+def met(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
+    """Has `peer` issued the other end of the `nth` message of `st`, made by `call`?
+
+    By counting, as messages of one pair and tag match in order. A recv from any source makes the counts a range: the
+    upper end counts only if the other end is seen in flight (a message completes only together with its other end).
+    """
+    if peer.life == Life.STOPPED:
+        return False
+    direction = direction_of(call)
+    there = count(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
+    receiver = peer if direction == "send" else st
+    anys = count(receiver, "recv", None, call.tag, call.group)
+    if direction == "send":
+        if there >= nth:
+            return True
+        b = peer.blocked
+        possible = there + anys >= nth or (b is not None and b.p2p and b.peer is None)
+    else:
+        if there >= nth + anys:
+            return True
+        possible = there >= nth
+    return possible and _in_flight(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
+
+
+def any_met(snapshot: Snapshot, st: RankState, call: Call, among: Iterable[int]) -> bool:
+    """Has any of `among` a message for this recv from any source?"""
+    anys = count(st, "recv", None, call.tag, call.group)
+    for q in among:
+        peer = snapshot.ranks.get(q)
+        if q == st.rank or peer is None or peer.life == Life.STOPPED:
+            continue
+        sent = count(peer, "send", st.rank, call.tag, call.group)
+        here = count(st, "recv", q, call.tag, call.group)
+        if sent > here + max(anys - 1, 0):
+            return True
+        if sent > here and _in_flight(peer, "send", st.rank, call.tag, call.group, any_source=False):
+            return True
+    return False

@@ -1,0 +1,74 @@
+"""What the monitor says on the job's stderr: findings of severity error, once, when they happen; a summary at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.text.finding import finding_lines
+
+
+class Voice:
+    """Writes whole lines at once, and gives up for good when nobody listens."""
+
+    def __init__(self, run_dir: Path, quiet: bool) -> None:
+        self.run_dir = run_dir
+        self.quiet = quiet
+        self._said: set[str] = set()
+        encoding = (sys.stderr.encoding or "ascii").lower() if sys.stderr else "ascii"
+        self.ascii = "utf" not in encoding
+
+    def _write(self, text: str) -> None:
+        if self.quiet:
+            return
+        try:
+            os.write(2, text.encode("utf-8", "replace"))
+        except OSError:
+            self.quiet = True
+
+    def finding(self, f: Finding) -> None:
+        if f.cleared_s is not None or not at_least(f.severity, Severity.ERROR) or f.key in self._said:
+            return
+        self._said.add(f.key)
+        lines = finding_lines(f, ascii=self.ascii)
+        # on a line of its own, also where a progress bar has left the cursor at the end of its own
+        self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
+
+    def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
+        """One line on how it ended, one per finding worth it, and the command that opens the rest.
+
+        A node beside the first knows its own ranks only: it says where the verdict over all of them is.
+
+        Args:
+            diagnosis: At the job's end.
+            own: What distdiag itself could not do.
+            node: Of this monitor.
+        """
+        found = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
+        where = self.run_dir
+        try:
+            where = self.run_dir.relative_to(Path.cwd())
+        except ValueError:
+            pass
+        state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
+        lines = [f"{state}: {diagnosis.state_text}" if diagnosis.state_text else state]
+        if found:
+            counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
+            lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
+            for f in found[:8]:
+                if f.key not in self._said:
+                    gone = " (went away)" if f.cleared_s is not None else ""
+                    lines.append(f"  {f.severity} {f.kind}: {f.message}{gone}")
+            if len(found) > 8:
+                lines.append(f"  … and {len(found) - 8} more")
+        elif not node:
+            lines.append("nothing found")
+        if node:
+            lines = [f"node {node}: {line}" for line in lines]
+            where = where.parent
+        lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
+        self._write("\n" + "".join(f"[distdiag] {line}\n" for line in lines))

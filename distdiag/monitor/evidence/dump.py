@@ -1,0 +1,160 @@
+"""Stacks and collectives in flight of every rank of this node, asked of the ranks themselves; saved beside the run."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.monitor.evidence import ask
+from distdiag.monitor.host import processes
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.writer import PageError
+from distdiag.recorder.frames import LIBRARY, kind_of_file
+from distdiag.store import stacks
+
+
+@dataclass(slots=True)
+class RankDump:
+    """What one rank answered."""
+
+    rank: int
+    frames: tuple[str, ...]  # outermost first, "function file:line"
+    op: str | None
+    note: str | None
+    record: ask.FlightRecord | None
+    groups: dict[str, dict[str, str]]
+    answered: bool = True  # else the stack is what its pulse saw last
+
+
+def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
+    """Ask every rank of the run that is alive on this node, all at once; (run time in seconds, their answers).
+
+    Raises:
+        DistdiagError: NO_DATA, where the run has no rank alive here.
+    """
+    pages = run_dir / "pages"
+    views: list[RankView] = []
+    for path in sorted(pages.glob("*.page")) if pages.is_dir() else []:
+        try:
+            view = RankView.open(path, 0)
+        except (PageError, OSError):
+            continue
+        view.start_ns = view.reader.header().started_mono_ns
+        view.refresh(0.0)
+        views.append(view)
+    alive = [v for v in views if v.page is not None and _alive(v)]
+    if not alive:
+        raise DistdiagError(
+            f"no rank of {run_dir} is alive on this node",
+            f"`distdiag diagnose {run_dir}` has what was found while it ran",
+            ExitCode.NO_DATA,
+            "no_rank",
+        )
+    now_s = (time.monotonic_ns() - min(v.start_ns for v in alive)) / 1e9
+    with ThreadPoolExecutor(min(32, len(alive))) as pool:
+        return now_s, list(pool.map(lambda v: _ask(v, timeout_s), alive))
+
+
+def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
+    """The answers in the form that is kept beside the run."""
+    found = {str(d.rank): stacks.RankStack(stack=d.frames, op=d.op, note=d.note) for d in dumps}
+    return stacks.Stacks(t_s=now_s, ranks=found)
+
+
+def _alive(v: RankView) -> bool:
+    assert v.page is not None
+    h = v.page.header
+    return processes.start_ticks(h.pid) == h.process_start_ticks
+
+
+def _ask(v: RankView, timeout_s: float) -> RankDump:
+    assert v.page is not None
+    h = v.page.header
+    record = None
+    frames: list[tuple[str, int, str]] = []
+    note = None
+    path = v.text(h.witness)
+    state_silent = (v.s(h.heartbeat_ns) or 0.0) < (time.monotonic_ns() - v.start_ns) / 1e9 - 1.5
+    now_s = (time.monotonic_ns() - v.start_ns) / 1e9
+    look = processes.main_thread(h.pid)
+    stopped = look is not None and look.state in "Tt"
+    if stopped:  # it cannot answer
+        note = "stopped by a signal"
+    elif state_silent and h.trace_signal:
+        try:
+            trace = Path(v.reader.path).parent / f"r{h.rank}.trace"
+            frames = ask.main_stack(ask.stacks_by_signal(h.pid, h.trace_signal, trace, timeout_s))
+            note = "GIL held"
+        except OSError as e:
+            note = f"no stack ({e.strerror})"
+    if path and not frames and not stopped:
+        try:
+            frames = ask.main_stack(ask.stacks(path, timeout_s))
+            record = ask.flight_record(path, now_s, timeout_s)
+        except (OSError, http.client.HTTPException) as e:
+            note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
+    answered = bool(frames)
+    if not frames:
+        frames = [(s.file, s.line, s.function) for s in v.stack(h)]
+        note = note or ("no witness: the stack is its pulse's" if frames else "no stack")
+    state = v.state(now_s, True, look.state if look is not None else None, record)
+    op = None
+    if state.blocked is not None:
+        b = state.blocked
+        op = f"{b.op or 'collective'}" + (f" #{b.seq}" if b.seq is not None else "") + f" {b.group}"
+    if answered and state.activity == "gil_held":
+        note = "GIL held"
+    shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
+    groups = {g.name: {"name": g.name, "desc": g.description, "ranks": json.dumps(list(g.ranks))} for g in v.groups()}
+    return RankDump(h.rank, shown, op, note, record, groups, answered)
+
+
+def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """Without our own frames and the interpreter's start; library frames stay: they say what the user's line does."""
+    ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+    kept = [f for f in frames if not (f[0].startswith(ours) and kind_of_file(f[0]) == LIBRARY)]
+    while kept and kept[-1][0].startswith("<frozen"):
+        kept.pop()
+    return kept
+
+
+def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
+    """`stacks/latest.json`, and per rank the flight recorder as JSON and as a pickle that `torchfrtrace` reads.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    written = [stacks.write(run_dir, merged(now_s, dumps))]
+    folder = run_dir / "flight_recorder"
+    trace = folder / "torchfrtrace"
+    trace.mkdir(parents=True, exist_ok=True)
+    for old in trace.glob("rank_*"):  # of another moment: torch's analyser takes all that lies there
+        old.unlink()
+    for d in dumps:
+        if d.record is None or not d.record.raw:
+            continue
+        path = folder / f"rank_{d.rank}.json"
+        path.write_bytes(d.record.raw)
+        (trace / f"rank_{d.rank}").write_bytes(pickle.dumps(_for_torchfrtrace(d)))
+        written += [path, trace / f"rank_{d.rank}"]
+    return written
+
+
+def _for_torchfrtrace(d: RankDump) -> dict:
+    """gloo's JSON lacks what torch's own analyser reads: groups with their members, frames, a state that ends."""
+    assert d.record is not None
+    data = json.loads(d.record.raw)
+    data["pg_config"] = d.groups
+    for e in data["entries"]:
+        e.setdefault("frames", [])
+        e["state"] = "completed" if e.get("retired") else e.get("state", "scheduled")
+        e["process_group"] = tuple(e["process_group"])
+        e["thread_id"] = str(e.get("thread_id", ""))
+    return data

@@ -1,0 +1,190 @@
+"""Evidence of ranks that stand still: their flight recorder and their stacks, asked for only on suspicion."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
+from distdiag.monitor.evidence import ask
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.layout import Blocked, Phase
+from distdiag.recorder.frames import USER, kind_of_file
+from distdiag.store import stacks
+
+SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence
+SILENT_S = 1.5  # a pulse that missed six beats
+STACK_KEPT_S = 30.0
+LOADING_S = 3.0  # a rank that has waited for its data for so long, while others wait for it, has its workers asked
+WORKERS_KEPT_S = 10.0
+MOST_WORKERS = 4  # each takes some 50 ms of the monitor
+
+
+class Gatherer:
+    """What was learned of standing ranks.
+
+    Args:
+        run_dir: Where evidence is kept.
+        pages: Where ranks write their stacks when asked by a signal, or when one kills them.
+    """
+
+    def __init__(self, run_dir: Path, pages: Path) -> None:
+        self.run_dir, self.pages = run_dir, pages
+        self.records: dict[int, tuple[tuple[Any, ...], ask.FlightRecord]] = {}
+        self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
+        self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
+        self._asked: dict[int, float] = {}
+        self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
+
+    def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
+        """Ask ranks that stand still for their flight recorder, where somebody waits; never on a timer.
+
+        Args:
+            now_s: Run time, seconds.
+            views: All ranks.
+            stopped: Ranks that the kernel keeps from running: they cannot answer.
+        """
+        for q, (mark, _) in list(self.records.items()):
+            if q not in views or views[q]._still_mark != mark:
+                del self.records[q]
+        waiting = [
+            v
+            for v in views.values()
+            if v.ending is None
+            and v.page is not None
+            and (v.page.header.blocked not in (Blocked.NO, Blocked.STORE) or v.in_cpp_wait())
+            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
+        ]
+        if not waiting:
+            self._asked.clear()
+            return
+        wanted = [
+            v
+            for v in views.values()
+            if v.ending is None
+            and v.rank not in self.records
+            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
+            and v.rank not in stopped
+            and now_s - self._asked.get(v.rank, -1e9) > 1.0
+            and v.page is not None
+            and v.page.header.witness
+        ]
+        futures = {}
+        for v in wanted:
+            assert v.page is not None
+            self._asked[v.rank] = now_s
+            path = v.text(v.page.header.witness)
+            futures[v.rank] = (v._still_mark, self.pool.submit(ask.flight_record, path, now_s, 1.0))
+        self._gather_stacks(now_s, views, stopped)
+        for v in views.values():
+            if v.ending is None and v.rank not in stopped:
+                self._ask_workers(v, now_s)
+        for q, (mark, future) in futures.items():
+            record = future.result()
+            if record is not None:
+                self.records[q] = (mark, record)
+
+    def _gather_stacks(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
+        """Of ranks whose pulse is silent: they hold the GIL, and only their witness can say where."""
+        for v in views.values():
+            if v.ending is not None or v.page is None or v.rank in stopped:
+                continue
+            silent_s = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0)
+            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
+                self._stack_of_silent(v, now_s)
+
+    def _ask_workers(self, v: RankView, now_s: float) -> None:
+        """Where the workers stand that a rank's DataLoader waits for, when others have waited for it for a while."""
+        assert v.page is not None
+        h = v.page.header
+        still_s = now_s - (v.still_since_s or now_s)
+        if h.phase != Phase.DATA or still_s < LOADING_S or not h.trace_signal or h.blocked != Blocked.NO:
+            self.workers.pop(v.rank, None)
+            return
+        kept = self.workers.get(v.rank)
+        if kept is not None and kept[0] == v._still_mark and now_s - kept[1] < WORKERS_KEPT_S:
+            return
+        found: list[Site | None] = []
+        for pid in ask.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
+            try:
+                threads = ask.stacks_by_signal(pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.2)
+            except OSError:
+                continue
+            frames = ask.in_worker(ask.main_stack(threads))
+            if frames is not None:
+                found.append(next((Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER), None))
+        self.workers[v.rank] = (v._still_mark, now_s, tuple(found))
+
+    def _stack_of_silent(self, v: RankView, now_s: float) -> None:
+        """The main thread's user frames by signal: the GIL is held, and Python itself cannot answer."""
+        assert v.page is not None
+        h = v.page.header
+        if not h.trace_signal:
+            return
+        try:
+            threads = ask.stacks_by_signal(h.pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.3)
+        except OSError:
+            return
+        self._keep_stack(v, now_s, ask.main_stack(threads))
+
+    def _keep_stack(self, v: RankView, now_s: float, frames: list[tuple[str, int, str]]) -> None:
+        mine = tuple(Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER)
+        if mine:
+            self.stuck_stacks[v.rank] = (now_s, mine)
+
+    def of_death(self, v: RankView, now_s: float) -> None:
+        """Where a rank was when a signal killed it, in its own handler's words."""
+        try:
+            text = (self.pages / f"r{v.rank}.fatal").read_text(errors="replace")
+        except OSError:
+            return
+        if v.ending is not None and v.ending.signal is None and v.ending.exit_code is None:
+            v.ending.signal = ask.fatal_signal(text)  # its parent was quicker than we to ask the kernel
+        threads = ask.parse_stacks(text)
+        current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
+        # a thread that Python does not know has no heading of its own
+        v.died_in_background = bool(threads) and not current
+        self._keep_stack(v, now_s, current or ask.main_stack(threads))
+
+    def keep(self, s: Snapshot) -> tuple[list[str], str | None]:
+        """Write down what stands behind a finding about waiting: flight records, and the stacks of all ranks.
+
+        Returns:
+            (paths below the run, what went wrong).
+        """
+        kept = [p for q, (_, record) in sorted(self.records.items()) if record.raw
+                and (p := ask.save(self.run_dir, q, record))]  # fmt: skip
+        found = {}
+        for q, r in s.ranks.items():
+            stack = tuple(f"{x.function} {x.file}:{x.line}" for x in reversed(r.user_stack))
+            b = r.blocked
+            op = f"{b.op or 'collective'} #{b.seq} {b.group}" if b is not None else None
+            found[str(q)] = stacks.RankStack(stack=stack, op=op, note=None if stack else r.life)
+        try:
+            path = stacks.write(self.run_dir, stacks.Stacks(t_s=s.t_s, ranks=found))
+        except OSError as e:
+            return kept, f"evidence could not be kept: {e.strerror}"
+        return [*kept, str(path.relative_to(self.run_dir))], None
+
+    def with_stack(self, r: RankState, now_s: float) -> RankState:
+        """The rank with the stack that was seen from outside, where it could not say where it stands by itself."""
+        loading = self.workers.get(r.rank)
+        if loading is not None and loading[2]:
+            r = msgspec.structs.replace(r, workers=loading[2])
+        stuck = self.stuck_stacks.get(r.rank)
+        fatal = r.life == Life.KILLED and r.signal not in (None, 9, 15)
+        if stuck is not None and (fatal or (r.activity == "gil_held" and now_s - stuck[0] < STACK_KEPT_S)):
+            return msgspec.structs.replace(r, place=stuck[1][0], user_stack=stuck[1])
+        return r
+
+    def record(self, rank: int) -> ask.FlightRecord | None:
+        """The rank's flight record, taken since it last moved."""
+        kept = self.records.get(rank)
+        return kept[1] if kept else None
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,131 @@
+"""The node and its rank processes once a second: CPU, memory, load, disk, network (psutil)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from typing import Any
+
+import psutil
+
+from distdiag import cgroups
+from distdiag.monitor.host import processes
+from distdiag.store.rows import HostRow, ProcessRow
+
+LOOKS = 10  # one a second: so far back what a rank's children got of the CPUs is looked at
+
+
+class Hosts:
+    """Rates need two looks: the first sample has None where a rate would stand."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.host = socket.gethostname()
+        self.cores = os.cpu_count()
+        self._last: dict[str, tuple[float, float]] = {}
+        # by rank: without pages of mapped files and of memory shared with others, which a growing share of a data set
+        # may fill and which the kernel takes back when it needs them
+        self.private_bytes: dict[int, int] = {}
+        self._limits = cgroups.memory_limits()
+        self.memory_bytes: int | None = None  # of the host, or as much of it as the ranks may have
+        self.available_bytes: int | None = None  # before something is killed
+        # by rank: what its children ran and waited, seconds; when that was looked at, and how many they were
+        self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
+        psutil.cpu_percent()
+
+    def _rate(self, key: str, value: float | None) -> float | None:
+        if value is None:
+            return None
+        now = time.monotonic()
+        before = self._last.get(key)
+        self._last[key] = (now, value)
+        if before is None or now <= before[0]:
+            return None
+        return max(0.0, (value - before[1]) / (now - before[0]))
+
+    def node_row(self, t_s: float) -> HostRow:
+        """The node at this moment."""
+        memory = psutil.virtual_memory()
+        self.memory_bytes = min([memory.total, *(x.limit_bytes for x in self._limits)])
+        left = [x.limit_bytes - used for x in self._limits if (used := x.used_bytes()) is not None]
+        self.available_bytes = max(0, min([memory.available, *left]))
+        disk = _counters(psutil.disk_io_counters)
+        net = _counters(psutil.net_io_counters)
+        return HostRow(
+            t_s=t_s,
+            node=self.node,
+            host=self.host,
+            cpu_pct=psutil.cpu_percent(),
+            load1=os.getloadavg()[0],
+            cores=self.cores,
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            disk_read_bytes_per_s=self._rate("disk_read", getattr(disk, "read_bytes", None)),
+            disk_write_bytes_per_s=self._rate("disk_write", getattr(disk, "write_bytes", None)),
+            net_sent_bytes_per_s=self._rate("net_sent", getattr(net, "bytes_sent", None)),
+            net_recv_bytes_per_s=self._rate("net_recv", getattr(net, "bytes_recv", None)),
+        )
+
+    def process_row(self, t_s: float, rank: int, pid: int) -> ProcessRow | None:
+        """One rank's process and its children; None where it is gone or not ours to look at."""
+        use = processes.usage(pid)
+        if use is None:
+            return None
+        self.private_bytes[rank] = use.rss_bytes - use.shared_bytes
+        children = processes.children(pid)
+        self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(
+            (*_ran_and_waited(children), time.monotonic(), len(children))
+        )
+        cpu = self._rate(f"cpu {pid}", use.cpu_s)
+        child_cpu = self._rate(
+            f"children {pid}", sum(u.cpu_s for c in children if (u := processes.usage(c)) is not None)
+        )
+        return ProcessRow(
+            t_s=t_s,
+            rank=rank,
+            cpu_pct=None if cpu is None else cpu * 100,
+            rss_bytes=use.rss_bytes,
+            threads=use.threads,
+            children=len(children),
+            children_cpu_pct=None if child_cpu is None else child_cpu * 100,
+            read_bytes_per_s=self._rate(f"read {pid}", use.read_bytes),
+            write_bytes_per_s=self._rate(f"write {pid}", use.written_bytes),
+        )
+
+    def workers(self, rank: int) -> tuple[float | None, float | None]:
+        """(starved, busy) of a rank's children (DataLoader workers) lately: the share of the time in which they could have
+        run in which they had no CPU, and for how much of all time one or another could have run. None where not known."""
+        looks = self._loading.get(rank)
+        if not looks or len(looks) < 2:
+            return None, None
+        (ran_0, waited_0, t_0, n_0), (ran_1, waited_1, t_1, n_1) = looks[0], looks[-1]
+        ran, waited = ran_1 - ran_0, waited_1 - waited_0
+        if ran < 0 or waited < 0 or n_0 != n_1:  # other workers than before
+            looks.clear()
+            return None, None
+        starved = waited / (ran + waited) if ran + waited > 0.2 else None
+        known = ran_1 > 0 and t_1 > t_0  # else there are none, or the kernel does not say
+        return starved, (ran + waited) / (t_1 - t_0) if known else None
+
+
+def _counters(read: Any) -> Any:
+    """Counters of the node; None in containers that have none."""
+    try:
+        return read(nowrap=False)  # `_rate` takes a counter that began anew for no traffic
+    except (psutil.Error, OSError, RuntimeError, NotImplementedError):
+        return None
+
+
+def _ran_and_waited(pids: list[int]) -> tuple[float, float]:
+    """Seconds on a CPU and seconds in its queue, of these processes' main threads since they began."""
+    ran = waited = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/schedstat") as f:
+                on, queued, _ = map(int, f.read().split())
+        except (OSError, ValueError):  # gone, or a kernel without it
+            continue
+        ran, waited = ran + on, waited + queued
+    return ran / 1e9, waited / 1e9

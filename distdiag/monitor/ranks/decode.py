@@ -1,0 +1,195 @@
+"""What a page says at one instant: its texts, places and slots, as the types of a snapshot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from distdiag.diagnosis.model.snapshot import Loader, Model, Site
+from distdiag.page.layout import NO_GROUP, Header, Page
+from distdiag.page.writer import PageReader
+from distdiag.terms.ranks import unfold_ranks
+
+STACKS_KEPT = 512
+
+
+@dataclass(slots=True)
+class GroupSeen:
+    """A process group as one rank's page describes it."""
+
+    key: str
+    description: str
+    backend: str
+    ranks: tuple[int, ...]
+    name: str  # torch's own
+
+
+@dataclass
+class Slots:
+    """A page and what its offsets point at: what was read once is kept, as texts never change."""
+
+    reader: PageReader
+    start_ns: int  # monotonic time at which the run began
+    page: Page | None = None
+    _json: dict[int, Any] = field(default_factory=dict)
+    _places: dict[int, Site | None] = field(default_factory=dict)
+    _stacks: dict[bytes, tuple[Site, ...]] = field(default_factory=dict)
+
+    # -- times and places -------------------------------------------------------------------------
+
+    def s(self, ns: int) -> float | None:
+        return (ns - self.start_ns) / 1e9 if ns else None
+
+    def site(self, offset: int) -> Site | None:
+        if offset not in self._places:
+            found = self.reader.site(offset)
+            self._places[offset] = Site(*found) if found else None
+        return self._places[offset]
+
+    def text(self, offset: int) -> str:
+        return self.reader.text(offset)
+
+    def stack(self, h: Header) -> tuple[Site, ...]:
+        """The user's frames of the main thread, innermost first, as the pulse saw them last."""
+        return self.stack_of(bytes(h.stack)[: h.stack_depth * 8])
+
+    def stack_of(self, offsets: bytes) -> tuple[Site, ...]:
+        """The same by their offsets, 64 bits each."""
+        known = self._stacks.get(offsets)
+        if known is None:
+            if len(self._stacks) >= STACKS_KEPT:
+                self._stacks.clear()
+            each = (int.from_bytes(offsets[i : i + 8], "little") for i in range(0, len(offsets), 8))
+            known = self._stacks[offsets] = tuple(s for at in each if (s := self.site(at)))
+        return known
+
+    def parsed(self, offset: int) -> Any:
+        """A JSON text of the page's heap, parsed once."""
+        if not offset:
+            return None
+        if offset not in self._json:
+            try:
+                self._json[offset] = json.loads(self.text(offset))
+            except ValueError:
+                self._json[offset] = None
+        return self._json[offset]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return (self.parsed(self.page.header.facts) if self.page else None) or {}
+
+    # -- slots -------------------------------------------------------------------------------------------
+
+    def group_key(self, page: Page, index: int) -> str:
+        """A group's name for people, the same on all ranks: default_pg, or its description where that tells, or its name."""
+        if index >= page.header.n_groups:
+            return "?"
+        slot = page.groups[index]
+        name, description = self.text(slot.name), self.text(slot.description)
+        again = f"#{slot.generation}" if slot.generation > 1 else ""
+        if description == "default_pg":
+            return "default_pg" + again
+        if description and description != "undefined":
+            return f"{description}:{name}{again}"
+        return f"group {name}{again}"
+
+    def groups(self) -> list[GroupSeen]:
+        page = self.page
+        if page is None:
+            return []
+        out = []
+        for i in range(page.header.n_groups):
+            slot = page.groups[i]
+            out.append(
+                GroupSeen(
+                    self.group_key(page, i),
+                    self.text(slot.description),
+                    self.text(slot.backend),
+                    unfold_ranks(self.text(slot.ranks)),
+                    self.text(slot.name),
+                )
+            )
+        return out
+
+    def p2p(self, page: Page) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for i in range(page.header.n_peers):
+            s = page.peers[i]
+            if s.peer == -3:
+                continue
+            peer = "any" if s.peer < 0 else str(s.peer)
+            out[f"{'send' if s.send else 'recv'}:{peer}:{s.tag}:{self.group_key(page, s.group)}"] = s.count
+        return out
+
+    def sites(self, page: Page) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for i in range(page.header.n_sites):
+            slot = page.sites[i]
+            site = self.site(slot.site)
+            if site is not None:
+                out[site.key] = out.get(site.key, 0) + slot.count
+        return out
+
+    def loaders(self, page: Page) -> tuple[Loader, ...]:
+        def known(v: int) -> int | None:
+            return v if v >= 0 else None
+
+        out = []
+        for i in range(page.header.n_loaders):
+            s = page.loaders[i]
+            out.append(
+                Loader(
+                    site=self.site(s.site),
+                    length=known(s.length),
+                    batch_size=known(s.batch_size),
+                    dataset_length=known(s.dataset_length),
+                    drop_last=None if s.drop_last < 0 else bool(s.drop_last),
+                    distributed_sampler=bool(s.distributed_sampler),
+                    sampler_epoch=known(s.sampler_epoch),
+                    shuffle=None if s.shuffle < 0 else bool(s.shuffle),
+                    iterations_started=s.iterations,
+                    batches=s.batches,
+                    exhausted=bool(s.exhausted),
+                    in_training=bool(s.in_training),
+                    workers=s.workers,
+                    promised=bool(s.promised),
+                    fed=bool(s.fed),
+                    first_fingerprints=tuple(s.first[: s.n_first]),
+                    previous_fingerprints=tuple(s.previous[: s.n_previous]),
+                )
+            )
+        return tuple(out)
+
+    def models(self, page: Page) -> tuple[Model, ...]:
+        out = []
+        for i in range(page.header.n_models):
+            m = page.models[i]
+            unused = self.parsed(m.unused) or []
+            out.append(
+                Model(
+                    name=self.text(m.name),
+                    group=self.group_key(page, m.group) if m.group != NO_GROUP else None,
+                    site=self.site(m.site),
+                    parameters=m.parameters,
+                    elements=m.parameter_elements,
+                    frozen=m.frozen,
+                    frozen_names=tuple((str(n), int(k)) for n, k in self.parsed(m.frozen_names) or []),
+                    shape_hash=m.shape_hash,
+                    find_unused=None if m.find_unused < 0 else bool(m.find_unused),
+                    flag_of_library=m.find_unused == 2,
+                    static_graph=bool(m.static_graph),
+                    broadcast_buffers=bool(m.broadcast_buffers),
+                    forwards=m.forwards,
+                    synced_backwards=m.synced_backwards,
+                    unused_checks=m.unused_checks,
+                    unused_hits=m.unused_hits,
+                    unused=tuple((str(n), int(k)) for n, k in unused),
+                    unused_step=m.unused_step,
+                    never_trained=tuple((str(n), int(k)) for n, k in self.parsed(m.never_trained) or []),
+                    never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
+                    unused_site=self.site(m.unused_site),
+                    search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
+                )
+            )
+        return tuple(out)

@@ -1,0 +1,313 @@
+"""A rank's page, followed over time: what its rings hold, as the types of a snapshot."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
+from distdiag.diagnosis.model.visits import Visits
+from distdiag.monitor.host.processes import Ending
+from distdiag.monitor.ranks.decode import Slots
+from distdiag.page.layout import (
+    ASYNC,
+    CALLS,
+    FAILED_CALL,
+    NEWS,
+    NO_GROUP,
+    P2P,
+    ROOTED,
+    SAMPLES,
+    SCALARS,
+    STEPS,
+    STILL_NS,
+    Blocked,
+    CallRecord,
+    Header,
+    Page,
+    Phase,
+    SampleKind,
+    word,
+)
+from distdiag.page.writer import PageReader
+from distdiag.store.rows import ScalarRow
+from distdiag.terms.ranks import unfold_ranks
+
+CALLS_KEPT, STEPS_KEPT = 128, 64
+COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
+_SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase_since_ns", "blocked", "blocked_since_ns"))
+_N_CALLS, _N_STEPS, _N_SAMPLES = map(word, ("n_calls", "n_steps", "n_samples"))
+_VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_depth", "stack", "stack_phase"))
+_NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
+_PHASES = [p.name.lower() for p in Phase]
+ROUTINE_SAMPLES = frozenset(
+    {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
+)
+PLACE_SAMPLES = 400
+WARM_STEPS = 20
+MEMORY_S, MEMORY_LOOKS, MEMORY_RATE = 32.0, 40, 1 << 20  # bytes a second; slower growth is watched for minutes anyway
+
+
+@dataclass
+class PageView(Slots):
+    """One rank's page and what has been read of its rings."""
+
+    rank: int = 0
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+    _open: dict[int, int] = field(default_factory=dict)
+    _calls_read: int = 0
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    _steps_read: int = 0
+    _samples_read: int = 0
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    _scalars_read: int = 0
+    _news: bytes = b""
+    _samples_glanced: int = 0
+    _sampled: int = 0  # version of the stack whose place was counted last
+    ending: Ending | None = None
+    ended_s: float | None = None
+    place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
+    place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
+    visits: Visits = field(default_factory=Visits)
+    _shares: bool = False  # it has exchanged numbers with others while it trained
+    group_calls: dict[str, int] = field(default_factory=dict)
+    group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    still_since_s: float | None = None
+    _still_mark: tuple[Any, ...] = ()
+    memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
+    device_memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
+    rss_bytes: int | None = None
+    cpu_pct: float | None = None
+    workers_starved: float | None = None
+    workers_busy: float | None = None
+    new_steps: list[Step] = field(default_factory=list)  # not taken yet, as are
+    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # these, with the host's wait, s
+    missed: int = 0  # steps and scalars that were overwritten before they were read
+    missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
+    longest_usual_s: float = 0.0
+    warm_since_s: float | None = None
+    died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
+
+    @classmethod
+    def open(cls, path: Path, start_ns: int) -> Self:
+        view = cls(PageReader(path), start_ns)
+        view.rank = view.reader.header().rank
+        return view
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def goes_on(self, now_ns: int, idle: Callable[[Self], bool | None]) -> bool:
+        """Whether the main thread cannot be waiting for another rank and what it left can be read later.
+
+        It went from one phase or wait to the next a moment ago, or it computes: on a GPU that may be a wait that spins, and so
+        it is believed for a while only.
+
+        Args:
+            now_ns: Monotonic time.
+            idle: Whether it sleeps and has used no CPU lately; asked for where it matters.
+        """
+        if self.page is None:
+            return False
+        words = self.reader.words
+        still_ns = now_ns - max(words[_SINCE], words[_BLOCKED_SINCE])
+        if still_ns >= STILL_NS and (
+            still_ns >= COMPUTES_NS or words[_BLOCKED] not in _MAY_COMPUTE or idle(self) is not False
+        ):
+            return False
+        return (
+            words[_N_CALLS] - self._calls_read < CALLS // 4
+            and words[_N_STEPS] - self._steps_read < STEPS // 2
+            and words[NEWS].tobytes() == self._news
+            and (words[_N_SAMPLES] == self._samples_glanced or self._samples_can_wait(words[_N_SAMPLES]))
+        )
+
+    def _samples_can_wait(self, samples: int) -> bool:
+        """Whether all that are new are of what is looked at from time to time anyway, and there is room for more."""
+        first, self._samples_glanced = max(self._samples_glanced, self._samples_read), samples
+        routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
+        return routine and samples - self._samples_read < SAMPLES // 4
+
+    def refresh(self, now_s: float) -> None:
+        """Read the page and take over what is new in its rings."""
+        self._news = self.reader.words[NEWS].tobytes()  # first: what comes meanwhile is news
+        self.page = page = self.reader.read(-1 if self._open else self._calls_read)
+        h = page.header
+        self._read_calls(page, h)
+        self._read_steps(page, h)
+        while self._samples_read < h.n_samples:
+            self._samples_read = max(self._samples_read, h.n_samples - SAMPLES)
+            rec = page.samples[self._samples_read % SAMPLES]
+            self._samples_read += 1
+            kind = SampleKind(rec.kind).name.lower() if rec.kind in list(SampleKind) else "?"
+            if rec.kind in (SampleKind.REDUCED, SampleKind.AVERAGED) and rec.value:
+                self._shares = True
+            at, t_s = self.site(rec.site), self.s(rec.t_ns)
+            alone = h.world_size > 1 and not h.n_models and not self._shares
+            self.samples.append(Sample(kind, rec.step, rec.value, rec.key, self.text(rec.name), at, t_s, alone))
+        mark = (h.n_calls, h.n_steps, h.step, h.blocked, h.blocked_at, h.micro_steps, h.phase, h.phase_since_ns)
+        mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
+        mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
+        if mark != self._still_mark:
+            self._still_mark = mark
+            self.still_since_s = now_s
+
+    def _read_calls(self, page: Page, h: Header) -> None:
+        if h.n_calls - self._calls_read > CALLS:
+            self.missed_calls += h.n_calls - CALLS - self._calls_read
+            self.visits.forget()
+            self._calls_read = h.n_calls - CALLS
+        for number, at in list(self._open.items()):
+            rec = page.calls[at]
+            if rec.number != number:
+                del self._open[number]
+            elif rec.left_ns:
+                del self._open[number]
+                self._replace(number, self._call(page, rec), rec.wait_ns / 1e9)
+        while self._calls_read < h.n_calls:
+            at = self._calls_read % CALLS
+            rec = page.calls[at]
+            self._calls_read += 1
+            if rec.number != self._calls_read:
+                continue
+            call = self._call(page, rec)
+            self._shares = self._shares or (rec.step > 0 and rec.elements > 1 and "float" in (call.dtype or ""))
+            self.calls.append(call)
+            if rec.group != NO_GROUP and call.seq is not None and call.site is not None:
+                self.visits.add(call.group, call.site.key, call.seq)
+            if rec.left_ns:
+                self.closed_calls.append((call, rec.wait_ns / 1e9))
+            else:
+                self._open[self._calls_read] = at
+                if len(self._open) > 512:
+                    self._open.pop(next(iter(self._open)))
+            if rec.group == NO_GROUP and self.text(rec.op) == "new_group":
+                self.group_calls[call.group] = 1
+                self.group_members[call.group] = unfold_ranks(self.text(rec.dtype))
+
+    def _replace(self, number: int, call: Call, waited_s: float) -> None:
+        behind = self._calls_read - number
+        if behind < len(self.calls):
+            i = len(self.calls) - 1 - behind
+            if self.calls[i].entered_s == call.entered_s:
+                self.calls[i] = call
+        self.closed_calls.append((call, waited_s))
+
+    def _call(self, page: Page, rec: CallRecord) -> Call:
+        op = self.text(rec.op)
+        p2p = bool(rec.flags & P2P)
+        group, seq, nth = "", rec.seq, None
+        if rec.group == NO_GROUP:
+            # its members are part of what it is: a rank that skipped one before is at another number than the rest
+            members = self.text(rec.dtype)
+            group = f"{op} {rec.seq}" + (f" of ranks {members}" if members else "")
+            seq = 1
+        else:
+            group = self.group_key(page, rec.group)
+            if op == "monitored_barrier":
+                group, seq = f"{group} (monitored_barrier)", rec.nth
+            elif p2p:
+                seq, nth = None, rec.nth
+        return Call(
+            op=op,
+            group=group,
+            seq=seq,
+            dtype=(self.text(rec.dtype) or None) if rec.group != NO_GROUP else None,
+            shape=tuple(rec.shape[: rec.ndim]) if rec.ndim >= 0 else None,
+            bytes=rec.bytes if rec.bytes >= 0 else None,
+            root=rec.peer if rec.flags & ROOTED else None,
+            peer=rec.peer if p2p and rec.peer >= 0 else None,
+            tag=rec.tag,
+            nth=nth,
+            site=self.site(rec.site),
+            entered_s=self.s(rec.entered_ns),
+            completed_s=self.s(rec.left_ns) if rec.left_ns and not rec.flags & FAILED_CALL else None,
+            asynchronous=bool(rec.flags & ASYNC),
+        )
+
+    def _read_steps(self, page: Page, h: Header) -> None:
+        if h.n_steps - self._steps_read > STEPS:
+            self.missed += h.n_steps - STEPS - self._steps_read
+            self._steps_read = h.n_steps - STEPS
+        while self._steps_read < h.n_steps:
+            r = page.steps[self._steps_read % STEPS]
+            self._steps_read += 1
+            if r.number != self._steps_read:
+                continue
+            step_ms = (r.end_ns - r.start_ns) / 1e6
+            parts = (r.data_ns / 1e6, r.forward_ns / 1e6, r.backward_ns / 1e6, r.optimizer_ns / 1e6)
+            step = Step(
+                step=r.step,
+                end_s=(r.end_ns - self.start_ns) / 1e9,
+                step_ms=step_ms,
+                data_ms=parts[0],
+                forward_ms=parts[1],
+                backward_ms=parts[2],
+                optimizer_ms=parts[3],
+                wait_ms=min(r.wait_ns / 1e6, step_ms),
+                other_ms=max(0.0, step_ms - sum(parts)),
+                ready_s=self.s(r.ready_ns),
+                batch=r.batch,
+                samples=r.samples,
+                loss=r.loss if r.loss_known else None,
+                h2d_ms=r.h2d_ns / 1e6 if r.h2d_ns else None,
+            )
+            self.steps.append(step)
+            if self.warm_since_s is None and step.step >= WARM_STEPS:
+                self.warm_since_s = step.end_s
+            self.new_steps.append(step)
+
+    def takes_memory(self) -> bool:
+        """Whether this rank, or its device, holds ever more memory lately: its course is looked at closely, then."""
+        for course in (self.memory, self.device_memory):
+            lately = [p for p in itertools.islice(reversed(course), MEMORY_LOOKS) if course[-1][0] - p[0] <= MEMORY_S]
+            if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
+                return True
+        return False
+
+    def taken(self) -> tuple[list[Step], list[tuple[Call, float]]]:
+        """Steps and closed calls since they were taken last, by however many refreshes they came."""
+        taken = self.new_steps, self.closed_calls
+        self.new_steps, self.closed_calls = [], []
+        return taken
+
+    def scalars(self) -> list[ScalarRow]:
+        """Values logged since the last call."""
+        page, out = self.page, []
+        if page is None:
+            return out
+        h = page.header
+        if h.n_scalars - self._scalars_read > SCALARS:
+            self.missed += h.n_scalars - SCALARS - self._scalars_read
+            self._scalars_read = h.n_scalars - SCALARS
+        while self._scalars_read < h.n_scalars:
+            rec = page.scalars[self._scalars_read % SCALARS]
+            self._scalars_read += 1
+            if rec.number == self._scalars_read:
+                name = self.text(rec.name)
+                out.append(ScalarRow(rank=h.rank, step=rec.step, name=name, value=rec.value, t_s=self.s(rec.t_ns)))
+        return out
+
+    def sample_place(self, idle: bool | None) -> None:
+        """Count where the main thread stands, unless it waits for others there."""
+        words = self.reader.words
+        blocked, version = words[_BLOCKED], words[_VERSION]
+        if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):
+            return
+        offsets, phase = bytes(words[_STACK : _STACK + words[_DEPTH]]), _PHASES[words[_STACK_PHASE]]
+        stack = self.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
+        if not stack:
+            return
+        self._sampled = version
+        counts = self.place_counts.setdefault(phase, Counter())
+        counts[stack[0]] += 1
+        self.place_stacks[(phase, stack[0])] = stack
+        if counts.total() > PLACE_SAMPLES:  # forget slowly: the job changes
+            for k in list(counts):
+                counts[k] //= 2
+                if not counts[k]:
+                    del counts[k]
+                    self.place_stacks.pop((phase, k), None)

@@ -1,0 +1,259 @@
+"""From a rank's page to a `RankState`: the only place that knows both forms."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass
+
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from distdiag.monitor.evidence.ask import FlightRecord
+from distdiag.monitor.ranks.activity import activity_of
+from distdiag.monitor.ranks.follow import PageView
+from distdiag.page.layout import CALLS, Blocked, Header, LifeWord, Page, Phase
+
+_CPP_WAITS = ("_functional_collectives.", "_ops.")  # innermost Python frames below which C++ waits for a collective
+
+
+@dataclass
+class RankView(PageView):
+    """What one rank is doing, from its page and what the kernel says of its process."""
+
+    # -- the state ----------------------------------------------------------------------------------
+
+    def life(self, os_state: str | None) -> tuple[str, int | None, int | None]:
+        """(life, exit code, signal) from the rank's last words and the kernel's."""
+        assert self.page is not None
+        h = self.page.header
+        end = self.ending
+        if end is not None:
+            if h.life == LifeWord.RAISED:
+                return Life.CRASHED, end.exit_code if end.exit_code is not None else 1, None
+            if h.life == LifeWord.EXITING:
+                # gloo's teardown may abort after a normal end; that is no fault of the job
+                code = h.exit_code
+                return (Life.FINISHED if code == 0 else Life.CRASHED), code, None
+            if end.exit_code is not None:
+                return (Life.FINISHED if end.exit_code == 0 else Life.CRASHED), end.exit_code, None
+            if h.life == LifeWord.LEFT_GROUP and end.signal in (None, 6):
+                return Life.FINISHED, None, None
+            return Life.KILLED, None, end.signal
+        if os_state == "T":
+            return Life.STOPPED, None, None
+        if h.life == LifeWord.RAISED:
+            return Life.CRASHED, 1, None
+        if h.life == LifeWord.DETACHED:
+            return Life.DETACHED, None, None
+        if h.life == LifeWord.EXITING:
+            return (Life.FINISHED if h.exit_code == 0 else Life.CRASHED), h.exit_code, None
+        if h.life == LifeWord.LEFT_GROUP and not h.blocked:
+            return Life.FINISHED, None, None
+        return (Life.STARTING if h.life == LifeWord.STARTING and not h.step else Life.RUNNING), None, None
+
+    def state(self, now_s: float, idle: bool | None, os_state: str | None, record: FlightRecord | None) -> RankState:
+        """Everything known of this rank now."""
+        page = self.page
+        assert page is not None
+        h = page.header
+        life, exit_code, signal = self.life(os_state)
+        heartbeat_s = self.s(h.heartbeat_ns)
+        enqueued, completed = self._counters(page, record)
+        blocked = None
+        if life in (Life.RUNNING, Life.STARTING):
+            blocked = self._blocked(page, now_s, idle, enqueued, completed, record)
+        stack = self.stack(h)
+        if blocked is not None and blocked.site is not None and (not stack or stack[0] != blocked.site):
+            stack = (blocked.site, *stack[1:])
+        place = stack[0] if stack else None
+        ended_s = self.ended_s
+        if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # what it raised, or where it called sys.exit
+            stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
+            place = stack[0] if stack else place
+            if h.exception_ns:
+                ended_s = self.s(h.exception_ns)
+        if life == Life.KILLED and self.calls:
+            last = self.calls[-1]
+            seen_s = self.s(h.stack_ns) or 0.0
+            if last.completed_s is None and last.site is not None and (last.entered_s or 0.0) > seen_s:
+                stack = (last.site, *(s for s in stack if s.function != last.site.function))
+                place = last.site
+        silent_s = now_s - heartbeat_s if heartbeat_s is not None else None
+        activity = self._activity(h, life, blocked, place, os_state, idle, silent_s)
+        return RankState(
+            rank=h.rank,
+            node=h.node,
+            local_rank=h.local_rank,
+            host=self.text(h.host),
+            pid=h.pid,
+            life=life,
+            exit_code=exit_code,
+            signal=signal,
+            exception=self.text(h.exception) or None,
+            ended_s=ended_s,
+            heartbeat_age_s=silent_s,
+            phase=Phase(h.phase).name.lower(),
+            phase_since_s=self.s(h.phase_since_ns),
+            step=h.step,
+            epoch=h.epoch if h.epoch >= 0 else None,
+            place=place,
+            activity=activity,
+            activity_since_s=self.still_since_s,
+            enqueued=enqueued,
+            completed=completed,
+            blocked=blocked,
+            calls=tuple(self.calls),
+            p2p_issued=self.p2p(page),
+            sites=self.sites(page),
+            visits=self.visits.known(),
+            visits_whole=self.visits.whole,
+            host_blocked=idle,
+            user_stack=stack,
+            loaders=self.loaders(page),
+            models=self.models(page),
+            samples=tuple(self.samples),
+            steps=tuple(self.steps),
+            ended_waiting=life == Life.KILLED and self._died_waiting(h),
+            in_join=bool(h.in_join),
+            caught=self.text(h.caught) or None,
+            caught_s=self.s(h.caught_ns),
+            memory=tuple(self.memory),
+            device_memory=tuple(self.device_memory),
+            rss_bytes=self.rss_bytes,
+            warm_since_s=self.warm_since_s,
+            device_bytes=h.device_peak_bytes or None,
+            device_total_bytes=h.device_total_bytes or None,
+            cpu_pct=self.cpu_pct,
+            workers_starved=self.workers_starved,
+            workers_busy=self.workers_busy,
+            phase_places={p: tuple(c.most_common(3)) for p, c in self.place_counts.items()},
+            phase_stacks={p: self.place_stacks[(p, c.most_common(1)[0][0])] for p, c in self.place_counts.items() if c},
+            longest_usual_s=self.longest_usual_s,
+        )
+
+    def _died_waiting(self, h: Header) -> bool:
+        in_call = bool(self.calls) and self.calls[-1].completed_s is None
+        return h.blocked != Blocked.NO or in_call or self.died_in_background
+
+    def _counters(self, page: Page, record: FlightRecord | None) -> tuple[dict[str, int], dict[str, int]]:
+        enqueued: dict[str, int] = dict(self.group_calls)
+        completed: dict[str, int] = {}
+        for generation in range(1, page.header.initialised + 1):
+            enqueued[f"init_process_group {generation}"] = 1
+        for i in range(page.header.n_groups):
+            slot = page.groups[i]
+            key = self.group_key(page, i)
+            enqueued[key] = slot.enqueued
+            if slot.completed >= 0:
+                completed[key] = slot.completed
+            if record is not None and not slot.offset:  # else its numbers are others
+                name = self.text(slot.name)
+                if name in record.enqueued and not slot.destroyed:
+                    enqueued[key] = max(slot.enqueued, record.enqueued[name])
+                    completed[key] = record.completed[name]
+        for i in range(page.header.n_peers):
+            slot = page.peers[i]
+            if slot.peer == -3:
+                enqueued[f"{self.group_key(page, slot.group)} (monitored_barrier)"] = slot.count
+        return enqueued, completed
+
+    def _blocked(
+        self,
+        page: Page,
+        now_s: float,
+        idle: bool | None,
+        enqueued: dict[str, int],
+        completed: dict[str, int],
+        record: FlightRecord | None,
+    ) -> Call | None:
+        """The operation the main thread waits in, if it does."""
+        h = page.header
+        site = self.site(h.blocked_site)
+        since = self.s(h.blocked_since_ns)
+        if h.blocked in (Blocked.WAIT, Blocked.GROUP):
+            rec = page.calls[(h.blocked_at - 1) % CALLS]
+            if rec.number != h.blocked_at or rec.left_ns:
+                return None
+            call = self._call(page, rec)
+            return Call(
+                **{f: getattr(call, f) for f in call.__struct_fields__ if f not in ("site", "entered_s")},
+                site=site or call.site,
+                entered_s=since,
+            )
+        if not idle:
+            return None
+        if h.blocked == Blocked.NO and self.in_cpp_wait():
+            return self._functional(page, enqueued, completed, record)
+        if h.blocked != Blocked.DDP:
+            return None
+        if h.counted_ns < h.blocked_since_ns:
+            return None  # its counters are older than its wait
+        return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
+
+    def in_cpp_wait(self) -> bool:
+        """Whether the main thread was last seen in torch's own code that calls C++, as functional collectives do."""
+        assert self.page is not None
+        return self.text(self.page.header.raw_innermost).startswith(_CPP_WAITS)
+
+    def _functional(
+        self, page: Page, enqueued: dict[str, int], completed: dict[str, int], record: FlightRecord | None
+    ) -> Call | None:
+        """The collective that a rank waits for within C++ (functional collectives, DTensor, compiled code): no hook of ours
+        sees that wait, but the main thread sleeps in torch's call and one collective of one group is open."""
+        h = page.header
+        if self.still_since_s is None or h.stack_ns / 1e9 < self.still_since_s + self.start_ns / 1e9:
+            return None  # its stack is older than its standing still
+        if h.counted_ns < h.stack_ns:
+            return None  # its counters are
+        stack = self.stack(h)
+        site = stack[0] if stack else None
+        found = [
+            call
+            for i in range(h.n_groups)
+            if not page.groups[i].destroyed
+            and (call := self._open_call(page, i, enqueued, completed, record, site, self.still_since_s)) is not None
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _open_call(
+        self, page: Page, group: int, enqueued: dict[str, int], completed: dict[str, int],
+        record: FlightRecord | None, site: Site | None, since: float | None,
+    ) -> Call | None:  # fmt: skip
+        """The oldest collective of a group that was issued and is not completed, by the flight recorder's counters."""
+        key = self.group_key(page, group)
+        done = completed.get(key)
+        if done is None or done >= enqueued.get(key, 0):
+            return None
+        entry = None
+        if record is not None and group < page.header.n_groups:
+            slot = page.groups[group]
+            entry = record.entries.get((self.text(slot.name), done + 1 + slot.offset))
+        return Call(
+            op=entry.op if entry else "",
+            group=key,
+            seq=done + 1,
+            dtype=entry.dtype if entry else None,
+            shape=entry.shape if entry else None,
+            bytes=entry.bytes if entry else None,
+            site=site,
+            entered_s=since,
+        )
+
+    def _activity(
+        self,
+        h: Header,
+        life: str,
+        blocked: Call | None,
+        place: Site | None,
+        os_state: str | None,
+        idle: bool | None,
+        silent_s: float | None,
+    ) -> str:
+        if life == Life.STOPPED:
+            return "stopped"
+        if life in (Life.CRASHED, Life.KILLED, Life.FINISHED):
+            return {Life.CRASHED: "crashed", Life.KILLED: "killed", Life.FINISHED: "finished"}[Life(life)]
+        if blocked is not None:
+            return "waiting"
+        if silent_s is not None and silent_s > 1.5:
+            return "gil_held"
+        line = linecache.getline(place.file, place.line).strip() if place else ""
+        return activity_of(self.text(h.raw_innermost), line, Phase(h.phase), bool(idle))

@@ -1,0 +1,100 @@
+"""What distdiag itself could not see or write: a finding too, said once."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.monitor.ranks.state import RankView
+from distdiag.store.writer import Writer
+
+CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
+DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
+ADVICE = {
+    "disk_full": "free the disk",
+    "clock_skew": "compare times of this run by their differences, not by the clock",
+}
+
+
+class OwnFaults:
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self.found: list[Finding] = []  # all that were said: on a full disk, the summary is their only way out
+
+    def faults(
+        self,
+        t_s: float,
+        views: Mapping[int, RankView],
+        failures: Iterable[str],
+        writer: Writer,
+        started_unix_s: float,
+        exchange: str | None = None,
+    ) -> list[Finding]:
+        """New findings of kind `recorder`.
+
+        Args:
+            t_s: Run time.
+            views: All ranks.
+            failures: Texts of exceptions in rules of the diagnosis.
+            writer: Of run.db; knows what it could not write.
+            started_unix_s: When the run began, by the wall clock.
+            exchange: What is wrong with the exchange between nodes.
+        """
+        out: list[Finding | None] = []
+        for q, v in views.items():
+            assert v.page is not None
+            h = v.page.header
+            if h.errors:
+                text = f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}"
+                out.append(self._new(f"failed/{q}", t_s, "failed", text, q))
+            if h.dropped + v.missed:
+                text = f"rank {q} dropped {h.dropped + v.missed} records or more; its numbers are incomplete"
+                out.append(self._new(f"dropped/{q}", t_s, "dropped", text, q))
+            missing = v.facts.get("unsupported")
+            if missing:
+                text = f"this torch lacks: {missing}; what needs it is not seen"
+                out.append(self._new(f"unsupported/{q}", t_s, "unsupported_torch", text, q))
+        jump_s = time.time() - started_unix_s - t_s
+        if abs(jump_s) > CLOCK_JUMP_S:
+            text = (
+                f"this host's wall clock was set {'forward' if jump_s > 0 else 'back'} by {abs(jump_s):.0f} s during the "
+                "run: dates may disagree with logs by that; durations do not"
+            )
+            out.append(self._new("clock", t_s, "clock_skew", text))
+        if exchange:
+            out.append(
+                self._new("exchange", t_s, "nodes", f"{exchange}: ranks of other nodes are not judged with these")
+            )
+        failed = "; ".join(failures)  # one record for all of them
+        if failed:
+            out.append(self._new(failed, t_s, "failed", f"rules of the diagnosis failed: {failed}"))
+        if writer.failed_writes and writer.last_error:
+            text = f"the run could not be written: {writer.last_error}"
+            full = DISK.search(writer.last_error) is not None
+            out.append(self._new(text, t_s, "disk_full" if full else "failed", text, severity=Severity.WARNING))
+        new = [f for f in out if f is not None]
+        self.found += new
+        return new
+
+    def _new(
+        self, key: str, t_s: float, cause: str, text: str, rank: int | None = None, severity: Severity = Severity.INFO
+    ) -> Finding | None:
+        if key in self._said:
+            return None
+        self._said.add(key)
+        return Finding(
+            kind="recorder",
+            cause=cause,
+            severity=severity,
+            certainty=Certainty.PROVED,
+            culprits=() if rank is None else (rank,),
+            first_seen_s=t_s,
+            detected_s=t_s,
+            message=text,
+            cost="none for the job; distdiag sees less",
+            advice=ADVICE.get(cause, "report it with the run's directory"),
+        )

@@ -1,0 +1,235 @@
+"""The rank page: what a rank writes about itself, readable by another process at any instant without a lock.
+
+A fixed-layout file, memory-mapped by the rank (writer) and by the monitor (reader). Writes are plain stores into
+shared memory: no system call, no lock, and the last words survive SIGKILL because the page belongs to the kernel.
+Strings live once in an append-only heap and are referred to by offset; rings hold the newest calls and steps.
+
+The space is allocated up front (`posix_fallocate`): a store into a hole on a full disk would be SIGBUS, and that would
+be our crash in the user's job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from ctypes import Structure
+from pathlib import Path
+
+from distdiag.page.layout import (
+    CALL_FORMAT,
+    CALLS,
+    FAILED_CALL,
+    HEAP_BYTES,
+    MAGIC,
+    PAGE_BYTES,
+    SAMPLES,
+    STEPS,
+    VERSION,
+    CallRecord,
+    Header,
+    Page,
+    SampleRecord,
+    StepRecord,
+    word,
+)
+
+_STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
+_SAMPLES_AT = Page.samples.offset
+_STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # where the ring begins, length of a record
+assert [getattr(StepRecord, f[0]).offset for f in StepRecord._fields_] == [8 * i for i in range(17)]
+_N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
+_WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
+
+
+class PageWriter:
+    """The rank's side: creates the page and hands out views of its slots.
+
+    Raises:
+        OSError: the space could not be allocated; the caller goes on without a page and says so.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".new{os.getpid()}")
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            self._map = mmap.mmap(fd, PAGE_BYTES)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+        finally:
+            os.close(fd)
+        self.page = Page.from_buffer(self._map)
+        self.h: Header = self.page.header
+        self.h.page_bytes = PAGE_BYTES
+        self.h.version = VERSION
+        self.h.heap_used = 1  # offset 0 means "no string"
+        self.h.gpu = -1
+        self.h.epoch = -1
+        self.h.max_steps = -1
+        # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields, and one view
+        # for nearly all of it: each further one has to be brought into cold caches.
+        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
+        self.doubles = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("d")
+        self._strings: dict[str, int] = {"": 0}
+        self._call_numbers = itertools.count(1)  # calls may come from several threads
+        self.path = path
+        self._fresh = fresh
+
+    def word_of(self, slot: Structure, field: str) -> int:
+        """Index in `words` of a 64-bit field of a slot of the page."""
+        return (ctypes.addressof(slot) - ctypes.addressof(self.page) + getattr(type(slot), field).offset) // 8
+
+    def publish(self) -> None:
+        """Make the page visible under its name: from now on a reader may find it. Magic is the last thing written."""
+        self.h.magic = MAGIC
+        os.replace(self._fresh, self.path)
+
+    def text(self, s: str) -> int:
+        """Heap offset of `s`, stored once; 0 and a count of `dropped` where the heap is full."""
+        off = self._strings.get(s)
+        if off is not None:
+            return off
+        raw = s.encode("utf-8", "replace")[:60_000]
+        at = self.h.heap_used
+        end = at + 2 + len(raw)
+        if end > HEAP_BYTES:
+            self.h.dropped += 1
+            return 0
+        base = _HEAP_AT + at
+        self._map[base : base + 2] = len(raw).to_bytes(2, "little")
+        self._map[base + 2 : base + 2 + len(raw)] = raw
+        self.h.heap_used = end  # published only now: a reader never follows an offset beyond it
+        if len(self._strings) < 20_000:
+            self._strings[s] = at
+        return at
+
+    def site(self, file: str, line: int, function: str) -> int:
+        return self.text(f"{file}\0{line}\0{function}")
+
+    def write_call(self, *fields: object) -> int:
+        """One more call record; `fields` are those of CallRecord after `number`, which is returned."""
+        number = next(self._call_numbers)
+        at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
+        CALL_FORMAT.pack_into(self._map, at, 0, *fields)
+        self.words[at >> 3] = number  # last: a half-written record is recognised
+        self.words[_N_CALLS] = number
+        return number
+
+    def has_call(self, number: int) -> bool:
+        """Whether the record of that call still stands: a newer one may have taken its place."""
+        return number + CALLS > self.words[_N_CALLS]
+
+    def call_left(self, number: int, left_ns: int, waited_ns: int, failed: bool) -> None:
+        """The host has done with a call, having waited so long in it."""
+        if not self.has_call(number):
+            return
+        at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
+        if waited_ns:
+            self.words[at + _WAIT_AT >> 3] = waited_ns
+        if failed:
+            self._map[at + _FLAGS_AT] |= FAILED_CALL
+        self.words[at + _LEFT_AT >> 3] = left_ns
+
+    def write_step(
+        self, step: int, epoch: int, start_ns: int, end_ns: int, data_ns: int, h2d_ns: int, forward_ns: int, backward_ns: int,
+        optimizer_ns: int, wait_ns: int, ready_ns: int, samples: int, batch: int, loss: float | None, device_bytes: int,
+    ) -> None:  # fmt: skip
+        """One more step record. Word by word: with cold caches a third of the time of a format that is packed."""
+        words = self.words
+        number = words[_N_STEPS] + 1
+        at = _STEP_WORDS[0] + (number - 1) % STEPS * _STEP_WORDS[1]
+        words[at] = 0  # a half-written record is recognised
+        words[at + 1] = step
+        words[at + 2] = epoch
+        words[at + 3] = start_ns
+        words[at + 4] = end_ns
+        words[at + 5] = data_ns
+        words[at + 6] = h2d_ns
+        words[at + 7] = forward_ns
+        words[at + 8] = backward_ns
+        words[at + 9] = optimizer_ns
+        words[at + 10] = wait_ns
+        words[at + 11] = ready_ns
+        words[at + 12] = samples
+        words[at + 13] = batch
+        if loss is None:
+            words[at + 15] = 0
+        else:
+            self.doubles[at + 14] = loss
+            words[at + 15] = 1
+        words[at + 16] = device_bytes
+        words[at] = number
+        words[_N_STEPS] = number
+
+
+class PageError(ValueError):
+    """Not a page, or one of another version."""
+
+
+class PageReader:
+    """The monitor's side: a read-only map and copies of it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            if size < ctypes.sizeof(Header):
+                raise PageError(f"{path.name}: too short for a rank page")
+            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        head = Header.from_buffer_copy(self._map)
+        if head.magic != MAGIC:
+            raise PageError(f"{path.name}: not a rank page")
+        if head.version != VERSION or head.page_bytes != PAGE_BYTES:
+            raise PageError(f"{path.name}: page version {head.version}, this distdiag reads {VERSION}")
+        self.path = path
+        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # as they are at this moment
+        self._texts: dict[int, str] = {0: ""}
+        self._page = Page()
+        self._from, self._to = memoryview(self._map), memoryview(self._page).cast("B")
+
+    def header(self) -> Header:
+        return Header.from_buffer_copy(self._map)
+
+    def sample_kinds(self, first: int, end: int) -> set[int]:
+        """Kinds of the samples `first` to `end` (exclusive, 0-based), of which the ring holds the newest only."""
+        size, at = ctypes.sizeof(SampleRecord), SampleRecord.kind.offset
+        found = set()
+        for i in range(max(first, end - SAMPLES), end):
+            kind = _SAMPLES_AT + i % SAMPLES * size + at
+            found.add(int.from_bytes(self._map[kind : kind + 4], "little"))
+        return found
+
+    def read(self, calls_known: int = -1) -> Page:
+        """A copy of the page at this instant, but for its texts; each takes the place of the last.
+
+        The calls, its largest part, are as they were where there are still `calls_known` of them.
+        """
+        self._to[:_CALLS_AT] = self._from[:_CALLS_AT]
+        if self._page.header.n_calls != calls_known:
+            self._to[_CALLS_AT:_STEPS_AT] = self._from[_CALLS_AT:_STEPS_AT]
+        self._to[_STEPS_AT:_HEAP_AT] = self._from[_STEPS_AT:_HEAP_AT]
+        return self._page
+
+    def text(self, offset: int) -> str:
+        s = self._texts.get(offset)
+        if s is None:
+            base = _HEAP_AT + offset
+            n = int.from_bytes(self._map[base : base + 2], "little")
+            s = self._map[base + 2 : base + 2 + n].decode("utf-8", "replace")
+            self._texts[offset] = s
+        return s
+
+    def site(self, offset: int) -> tuple[str, int, str] | None:
+        """(file, line, function) of a site, or None."""
+        if not offset:
+            return None
+        file, line, function = self.text(offset).split("\0")
+        return file, int(line), function
+
+    def close(self) -> None:
+        self._from.release()
+        self.words.release()
+        self._map.close()

@@ -1,0 +1,92 @@
+"""The probes there are, by name, without importing any of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distdiag.errors import DistdiagError
+
+if TYPE_CHECKING:
+    from distdiag.probekit.measure.probe import Probe
+
+PROBES: dict[str, str] = {
+    "barrier": "time until all ranks have arrived and left: pure latency",
+    "broadcast": "one rank's buffer to all ranks",
+    "allreduce": "the sum of all ranks' buffers on every rank: what DDP does with gradients",
+    "reduce": "the sum of all ranks' buffers on one rank",
+    "gather": "every rank's part to one rank",
+    "scatter": "one rank's parts to every rank",
+    "allgather": "every rank's part on every rank: what FSDP does before forward",
+    "reducescatter": "the sum, each rank keeping its part: what FSDP does in backward",
+    "alltoall": "every rank a different part to every rank: what expert parallelism does",
+    "sendrecv": "each rank to its right neighbour while receiving from its left: pipeline traffic",
+    "pairs": "every pair of ranks in disjoint rounds: which rank or link is slow",
+    "dataloader": "samples/s over workers, prefetch, pinning and transfer, and the setting to use",
+    "step": "step time of single process, DataParallel, DDP and FSDP on one model and global batch",
+    "gpu": "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak",
+}
+ALL = "all"
+
+_ALIASES = {name.replace("_", ""): name for name in PROBES} | {
+    "allgatherintotensor": "allgather",
+    "alltoallsingle": "alltoall",
+    "p2p": "sendrecv",
+    "pair": "pairs",
+    "loader": "dataloader",
+    "gpus": "gpu",
+}
+
+
+def canonical(name: str) -> str:
+    """The catalog's name for `name`: `all_reduce` and `all-reduce` are `allreduce`.
+
+    Raises:
+        DistdiagError: no such probe; the nearest name is the hint.
+    """
+    plain = name.lower().replace("_", "").replace("-", "")
+    if plain == ALL:
+        return ALL
+    if plain in _ALIASES:
+        return _ALIASES[plain]
+    near = difflib.get_close_matches(plain, [*PROBES, ALL], n=1)
+    raise DistdiagError(
+        f"unknown probe '{name}'",
+        f"did you mean `distdiag probe {near[0]}`?" if near else "`distdiag probe list` shows them all",
+    )
+
+
+def parse_collectives(text: str) -> tuple[str, ...]:
+    """Probes of a training job's `--probe allreduce,broadcast`; () for an empty text.
+
+    Raises:
+        DistdiagError: no such probe, or one that is not a collective.
+    """
+    names: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name = canonical(word)
+        if name in ("pairs", "dataloader", "step", "gpu", ALL):
+            raise DistdiagError(
+                f"--probe {name} cannot run inside a training", "collectives can: barrier, allreduce, broadcast, …"
+            )
+        if name not in names:
+            names.append(name)
+    return tuple(names)
+
+
+def load(name: str) -> Probe:
+    """Import the probe's script and return its `PROBE`."""
+    try:
+        module = importlib.import_module(f"distdiag.probes.{name}")
+    except ModuleNotFoundError as e:
+        if not (e.name or "").startswith("distdiag.probes"):
+            raise
+        # A bare checkout that was not installed: the scripts lie beside the package.
+        root = str(Path(__file__).resolve().parents[3])
+        if root not in sys.path:
+            sys.path.append(root)
+        module = importlib.import_module(f"probes.{name}")
+    return module.PROBE

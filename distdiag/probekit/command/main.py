@@ -1,0 +1,196 @@
+"""The probe command, from its arguments to its exit code; `distdiag probe` and every script in probes/ end here."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.command import catalog
+from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
+from distdiag.probekit.ranks import environment
+from distdiag.probekit.verdict.result import Result, Verdict, worst
+from distdiag.streams import tolerate
+
+if TYPE_CHECKING:
+    from distdiag.probekit.ranks.environment import RankPlace
+
+_RANK_ZERO_FIRST_S = 1.5  # a launcher ends all ranks when the first one leaves with an error
+_TEARDOWN_S = 0.7  # of the budget: process groups, results, the end of Python
+_ARRIVAL_LIMIT_S = 60.0  # other nodes' launchers may be slower than ours
+_CODES = {Verdict.PASS: ExitCode.OK, Verdict.FAIL: ExitCode.FAILED, Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE}
+
+
+def main(argv: list[str] | None = None, name: str | None = None) -> int:
+    """Run one probe command; the exit code of the contract. Never raises for a known error.
+
+    Args:
+        name: The probe, where the caller is its script.
+    """
+    tolerate()
+    arguments = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: its warnings are not our output
+    as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")
+    place = None
+    try:
+        if name is None and (not arguments or arguments[0] == "list"):
+            return _list(as_json)
+        place = environment.detect()
+        return _run(parse(arguments, name, prog=f"distdiag probe {name}" if name else "distdiag probe"), place)
+    except SystemExit as e:  # --help; a signal that ended the ranks
+        return int(e.code or 0)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our stdout (head, less) has gone; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except DistdiagError as e:
+        _report(e, as_json, place)
+        if place is not None:
+            _leave_rank(e.code)
+        return int(e.code)
+
+
+def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
+    """The error once: rank 0 speaks for all, and another rank where rank 0 may be the one that is missing."""
+    first = place is None or place.rank == 0
+    if as_json and first:
+        from distdiag.probekit.command.rendering import error_json
+
+        print(error_json(e), flush=True)
+    if first or e.kind == "timeout":
+        print(f"distdiag: error: {e.message}\nhint: {e.hint}", file=sys.stderr, flush=True)
+    if not first:
+        time.sleep(_RANK_ZERO_FIRST_S)
+
+
+def _follows(arguments: list[str], option: str, value: str) -> bool:
+    return any(a == option and b == value for a, b in itertools.pairwise(arguments))
+
+
+def _list(as_json: bool) -> int:
+    if as_json:
+        import json
+
+        print(
+            json.dumps(
+                {"schema": "distdiag.probes/1", "probes": catalog.PROBES | {catalog.ALL: "all of them"}}, indent=2
+            )
+        )
+        return 0
+    for probe, text in catalog.PROBES.items():
+        print(f"{probe:14s}{text}")
+    print(f"{catalog.ALL:14s}the whole health check in one budget: one verdict, one line per probe")
+    return 0
+
+
+def _run(options: Options, place: RankPlace | None) -> int:
+    from distdiag.probekit.command import rendering
+    from distdiag.probekit.in_job import beside_run
+    from distdiag.probekit.verdict import baseline
+
+    rendering.check_output(options)
+    if options.save:
+        rendering.refuse_overwrite(options.save, options.force)
+    reference = baseline.load(options.against) if options.against else None
+    run = beside_run.find_run(options) if place is None or place.rank == 0 else None
+    if run is not None and run.live:
+        print(run.warning(options), file=sys.stderr)
+
+    results = _measure(options, place)
+    if place is not None and place.rank != 0:
+        _leave_rank(ExitCode.OK)
+    if reference is not None:
+        for result in results:
+            baseline.compare(result, reference, options.tolerance)
+    if run is not None:
+        run.shown_against_job(results)
+    rendering.write(results, options)
+    if options.save:
+        baseline.save(options.save, results)
+        print(f"baseline written: distdiag probe {options.name} --against {options.save}", file=sys.stderr)
+    if run is not None and options.record:
+        print(run.record(results), file=sys.stderr)
+    code = exit_code(results)
+    if place is not None:
+        _leave_rank(code)
+    return int(code)
+
+
+def exit_code(results: list[Result]) -> ExitCode:
+    """The code of the worst verdict."""
+    return _CODES[worst([r.verdict for r in results])]
+
+
+def _measure(options: Options, place: RankPlace | None) -> list[Result]:
+    """The results: of ranks started here, or, where a launcher made this process a rank, of the ranks it made."""
+    deadline_s = environment.process_started_s() + options.budget_s - _TEARDOWN_S
+    whole = options.name == catalog.ALL
+    if options.name == "gpu":
+        from distdiag.probekit.measure import gpus
+
+        with gpus.nvml():  # says that there is none before torch is even imported
+            pass
+    if place is None:
+        # Only now torch: what can be refused without it was refused before.
+        gpus = _gpu_count()
+        probe = None if whole else catalog.load(options.name)
+        # All of them on one rank leaves the collectives out: only where it was asked for.
+        fewest = probe.min_ranks if probe else min(2, options.nproc or 2)
+        nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
+        if probe is not None:
+            probe.check(options)
+        from distdiag.probekit.ranks.launch import launch
+
+        return launch(options, nproc, deadline_s)
+    from distdiag.probekit.ranks.work import run_rank
+
+    gpus = _gpu_count()
+    if not options.device:
+        options.device = "cuda" if gpus >= place.local_world_size and gpus > 0 else "cpu"
+    check_backend(options, gpus)
+    probe = None if whole else catalog.load(options.name)
+    check_ranks(options, place.world_size, probe.min_ranks if probe else 1)
+    if probe is not None:
+        probe.check(options)
+    results, error = run_rank(place, options, deadline_s, max(_ARRIVAL_LIMIT_S, options.timeout_s) if options.timeout_s == 10.0 else options.timeout_s)  # fmt: skip
+    if error is not None:
+        raise error.as_error()
+    return results or []
+
+
+def _gpu_count() -> int:
+    """GPUs that torch can use here, without touching CUDA: ranks are forked from this process.
+
+    torch asks NVML, and where NVML is missing CUDA itself, after which a fork could not use it: then another process
+    asks.
+    """
+    import torch
+
+    if not torch.version.cuda:
+        return 0
+    by_nvml = getattr(torch.cuda, "_device_count_nvml", lambda: -1)()
+    if by_nvml >= 0:
+        return int(by_nvml)
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        return 0
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(ask, capture_output=True, text=True, timeout=120, check=False).stdout.strip()
+    return int(answer) if answer.isdigit() else 0
+
+
+def _leave_rank(code: ExitCode) -> None:
+    """End a rank that a launcher started, without the interpreter's own end.
+
+    gloo jobs that have destroyed their process group still abort there now and then (SIGABRT, "terminate called
+    without an active exception"), and the launcher would report a failure that is none.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))

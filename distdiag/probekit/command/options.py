@@ -1,0 +1,320 @@
+"""What a person may ask of a probe: one parser for `distdiag probe NAME` and for `python probes/NAME.py`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.command import catalog
+from distdiag.probekit.ranks.injection import Injection, parse_injection
+from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
+
+DEFAULT_BUDGET_S = 10.0
+QUICK_BUDGET_S = 6.0
+ALL_BUDGET_S = 60.0
+LEAST_BUDGET_S = 2.0  # below the start of Python, torch and two ranks nothing could be measured
+FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
+
+
+@dataclass(slots=True)
+class Options:
+    """The options of one probe command, checked."""
+
+    name: str
+    """A name of the catalog, or `all`."""
+    nproc: int | None = None
+    """Ranks to launch; None: one per GPU, two on a host with fewer than two."""
+    backend: str | None = None
+    """gloo or nccl; None: by device."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    share_gpus: bool = False
+    """Several ranks may use one GPU."""
+    dtype: str = "float32"
+    min_bytes: int = 1024
+    max_bytes: int = 64 * 2**20
+    factor: float = 4.0
+    """Each message size is this many times the one before."""
+    budget_s: float = DEFAULT_BUDGET_S
+    """Seconds for the whole command, its start included."""
+    precision: float = 0.02
+    """Measuring of a size ends when the 95 % half-width of its p50 is below this share of it."""
+    timeout_s: float = 10.0
+    """Seconds a rank may wait for the others before it is a hang."""
+    inject: list[Injection] = field(default_factory=list)
+    output_format: str = "table"
+    output: str | None = None
+    save: str | None = None
+    against: str | None = None
+    tolerance: float = 0.10
+    """Slower than the baseline by more than this share counts, if the test agrees."""
+    floor_gbps: float | None = None
+    force: bool = False
+    run_dir: str | None = None
+    record: bool = True
+    dataset: str | None = None
+    batch_size: int = 128
+    workers: list[int] = field(default_factory=list)
+    step_ms: float = 10.0
+    model: str | None = None
+    strategies: list[str] = field(default_factory=list)
+    ascii: bool = False
+
+    def sizes(self, world_size: int, in_parts: bool) -> list[int]:
+        """The message sizes in bytes; `in_parts`: each rank holds 1/world_size of it, so it must divide."""
+        return sweep(self.min_bytes, self.max_bytes, self.factor, ITEM_BYTES[self.dtype], world_size if in_parts else 1)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DistdiagError(message, f"`{self.prog} --help` shows what it takes")
+
+
+def build_parser(prog: str = "distdiag probe", named: bool = False) -> argparse.ArgumentParser:
+    """The parser; `named`: the script itself is the probe, so no NAME is taken."""
+    parser = _Parser(
+        prog=prog,
+        description="Measure, with a verdict: pass, fail or inconclusive, and the reasons.",
+        epilog="Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + ".",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if not named:
+        names = "\n".join(f"  {name:14s}{text}" for name, text in catalog.PROBES.items())
+        parser.description = f"{parser.description}\n\n{names}\n  {'all':14s}the whole health check in one budget"
+        parser.add_argument("name", metavar="NAME", help="a probe of the list above, `all`, or `list`")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks to launch (default: one per GPU; two on the CPU)"
+    )
+    where.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs or more")
+    where.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
+    where.add_argument("--share-gpus", action="store_true", help="let several ranks use one GPU")
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--dtype", default="float32", help=f"{', '.join(ITEM_BYTES)} (default float32)")
+    what.add_argument("--min-bytes", default="1K", metavar="SIZE", help="smallest message (default 1K)")
+    what.add_argument("--max-bytes", metavar="SIZE", help="largest message (default 64M; with `all` 16M)")
+    what.add_argument(
+        "--factor",
+        type=_number,
+        metavar="X",
+        help="each size is X times the last (default 4; with `all` and --quick 16)",
+    )
+    what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="dataloader: your own dataset")
+    what.add_argument(
+        "--batch-size", type=_count, default=None, metavar="N", help="dataloader, step: global batch (default 128, 32)"
+    )
+    what.add_argument("--workers", metavar="N,N…", help="dataloader: worker counts to try")
+    what.add_argument(
+        "--step-ms", type=_number, default=10.0, metavar="MS", help="dataloader: the consumer's step time (default 10)"
+    )
+    what.add_argument("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments")
+    what.add_argument("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp")
+    when = parser.add_argument_group("how long")
+    when.add_argument("--budget", type=_number, metavar="SECONDS", help="for the whole command (default 10; `all` 60)")
+    when.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a budget of {QUICK_BUDGET_S:g} s: fewer sizes (--factor 16), coarser intervals",
+    )
+    when.add_argument(
+        "--precision",
+        type=_number,
+        default=2.0,
+        metavar="PCT",
+        help="stop a size at this half-width of the p50's 95%% interval (default 2)",
+    )
+    when.add_argument(
+        "--timeout",
+        type=_number,
+        default=10.0,
+        metavar="SECONDS",
+        help="a rank that waits longer ends the probe (default 10)",
+    )
+    judge = parser.add_argument_group("the verdict")
+    judge.add_argument(
+        "--floor", type=_number, metavar="GBPS", help="fail when the best bus bandwidth is surely below it"
+    )
+    judge.add_argument("--save", metavar="FILE", help="keep the result as a baseline")
+    judge.add_argument("--against", metavar="FILE", help="compare with a baseline: test and effect size")
+    judge.add_argument(
+        "--tolerance",
+        type=_number,
+        default=10.0,
+        metavar="PCT",
+        help="slower than the baseline by more than this fails (default 10)",
+    )
+    judge.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1: see it found",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_const", const="json", dest="output_format", help="one object on stdout")
+    out.add_argument("--as", choices=FORMATS, dest="output_format", help="format on stdout (default table)")
+    out.add_argument("-o", "--output", metavar="FILE", help="write there instead of stdout")
+    out.add_argument("--force", action="store_true", help="overwrite FILE")
+    out.add_argument(
+        "--run",
+        "--run-dir",
+        dest="run_dir",
+        metavar="RUN",
+        help="run to record the result into (default: the newest, if it is running)",
+    )
+    out.add_argument("--no-record", action="store_true", help="do not write into a run")
+    out.add_argument("--ascii", action="store_true", help="no characters beyond ASCII")
+    return parser  # fmt: skip
+
+
+def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe") -> Options:
+    """Options from a command line.
+
+    Args:
+        name: The probe, where the script itself is one.
+
+    Raises:
+        DistdiagError: anything that cannot be meant.
+        SystemExit: `--help`, with 0.
+    """
+    args = build_parser(prog, named=name is not None).parse_args(argv)
+    probe = catalog.canonical(name or args.name)
+    dtype = DTYPE_ALIASES.get(args.dtype, args.dtype)
+    if dtype not in ITEM_BYTES:
+        raise DistdiagError(f"--dtype {args.dtype} is not known", "one of " + ", ".join(ITEM_BYTES))
+    budget = args.budget
+    if budget is None:
+        budget = QUICK_BUDGET_S if args.quick else ALL_BUDGET_S if probe == catalog.ALL else DEFAULT_BUDGET_S
+    if budget < LEAST_BUDGET_S:
+        raise DistdiagError(
+            f"--budget {budget:g} s is too small: starting the ranks takes longer",
+            f"give at least {LEAST_BUDGET_S:g} s",
+        )
+    for option, value in (("--timeout", args.timeout), ("--precision", args.precision), ("--tolerance", args.tolerance), ("--step-ms", args.step_ms)):  # fmt: skip
+        if value <= 0:
+            raise DistdiagError(f"{option} {value:g} must be above 0", f"leave {option} out for its default")
+    if args.floor is not None and args.floor <= 0:
+        raise DistdiagError(f"--floor {args.floor:g} must be above 0 GB/s", "take it from a run on a machine you trust")
+    if args.floor is not None and probe in ("barrier", "pairs", "dataloader", "step", "gpu", catalog.ALL):
+        raise DistdiagError(
+            f"--floor does not apply to {probe}: it has no single bus bandwidth", "use --against a baseline"
+        )
+    whole = probe == catalog.ALL
+    options = Options(
+        name=probe,
+        nproc=args.nproc,
+        backend=args.backend,
+        device=args.device or ("cuda" if args.backend == "nccl" else ""),
+        share_gpus=args.share_gpus,
+        dtype=dtype,
+        min_bytes=parse_bytes(args.min_bytes, "--min-bytes"),
+        max_bytes=parse_bytes(args.max_bytes or ("16M" if whole else "64M"), "--max-bytes"),
+        factor=args.factor if args.factor is not None else 16.0 if whole or args.quick else 4.0,
+        budget_s=budget,
+        precision=args.precision / 100,
+        timeout_s=args.timeout,
+        inject=[parse_injection(text) for text in args.inject],
+        output_format=args.output_format or "table",
+        output=args.output,
+        save=args.save,
+        against=args.against,
+        tolerance=args.tolerance / 100,
+        floor_gbps=args.floor,
+        force=args.force,
+        run_dir=args.run_dir,
+        record=not args.no_record,
+        dataset=args.dataset,
+        batch_size=args.batch_size or (32 if probe == "step" else 128),
+        workers=[_count(w) for w in args.workers.split(",")] if args.workers else [],
+        step_ms=args.step_ms,
+        model=args.model,
+        strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
+        ascii=args.ascii,
+    )
+    options.sizes(1, False)  # bounds that cannot be are told before anything starts
+    return options
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise DistdiagError(f"'{text}' is not a whole number", "give a count, e.g. 2") from None
+    if value < 0:
+        raise DistdiagError(f"{text} is below 0", "give a count, e.g. 2")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise DistdiagError(f"'{text}' is not a number", "give a number, e.g. 10") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise DistdiagError(f"'{text}' is not a finite number", "give a number, e.g. 10")
+    return value
+
+
+def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int) -> int:
+    """Fill in device and backend, and say how many ranks to launch.
+
+    Args:
+        gpus: GPUs of this host.
+        min_ranks: Fewest ranks the probe makes sense with.
+        default_ranks: Ranks where neither --nproc nor GPUs say otherwise.
+
+    Raises:
+        DistdiagError: more ranks than GPUs, NCCL without a GPU, one rank where two are needed, a rank injected that
+            does not exist.
+    """
+    if not options.device:
+        options.device = "cuda" if gpus >= max(2, min_ranks) or (gpus and min_ranks == 1) else "cpu"
+        if options.device == "cuda" and options.nproc is not None and options.nproc > gpus:
+            options.device = "cpu"
+    check_backend(options, gpus)
+    ranks = options.nproc
+    if ranks is None:
+        ranks = gpus if options.device == "cuda" and default_ranks > 1 else default_ranks
+    if ranks < 1:
+        raise DistdiagError(f"--nproc {ranks}: no rank, nothing to measure", f"--nproc {max(2, min_ranks)}")
+    check_ranks(options, ranks, min_ranks)
+    if options.device == "cuda" and ranks > gpus and not options.share_gpus:
+        raise DistdiagError(
+            f"--nproc {ranks} on {gpus} GPU{'s' if gpus != 1 else ''}",
+            f"--nproc {gpus}, or --share-gpus where several ranks on one GPU are meant, or --device cpu",
+        )
+    return ranks
+
+
+def check_backend(options: Options, gpus: int) -> None:
+    """NCCL moves GPU memory and nothing else; a GPU that is not there cannot be used.
+
+    Raises:
+        DistdiagError: `--backend nccl` or `--device cuda` that cannot work.
+    """
+    if options.backend == "nccl" and options.device == "cpu":
+        raise DistdiagError("--backend nccl cannot move CPU tensors", "--backend gloo, or --device cuda")
+    if options.device == "cuda" and gpus == 0:
+        asked = "--backend nccl" if options.backend == "nccl" else "--device cuda"
+        raise DistdiagError(
+            f"{asked}, but this host has no NVIDIA GPU that torch can use", "--device cpu --backend gloo"
+        )
+    if options.backend is None:
+        options.backend = "nccl" if options.device == "cuda" and not options.share_gpus else "gloo"
+
+
+def check_ranks(options: Options, ranks: int, min_ranks: int) -> None:
+    """Raises:
+    DistdiagError: too few ranks for the probe, or a fault injected on a rank that is not there.
+    """
+    if ranks < min_ranks:
+        raise DistdiagError(f"{options.name} needs {min_ranks} ranks, not {ranks}", f"--nproc {min_ranks}, or more")
+    for injection in options.inject:
+        if not 0 <= injection.rank < ranks:
+            raise DistdiagError(
+                f"--inject names rank {injection.rank}, but the ranks are 0 to {ranks - 1}",
+                f"rank={ranks - 1}, or --nproc",
+            )

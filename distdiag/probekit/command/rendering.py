@@ -1,0 +1,231 @@
+"""A result as people and programs read it: table, JSON, CSV, JUnit, and nccl-tests' own table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.command import catalog
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.probe import Table
+from distdiag.probekit.verdict.decide import NOISE
+from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
+
+_COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
+
+
+def write(results: list[Result], options: Options) -> None:
+    """Print in the format asked for, or write it to `--output`."""
+    text = render(results, options)
+    if options.output is None:
+        print(text)
+        return
+    try:
+        Path(options.output).write_text(text + "\n")
+    except OSError as e:
+        raise DistdiagError(f"cannot write {options.output}: {e.strerror}", "choose another file with --output") from e
+    print(f"written: {options.output}", file=sys.stderr)
+
+
+def check_output(options: Options) -> None:
+    """Refuse before measuring what could not be written after it."""
+    if options.output:
+        refuse_overwrite(options.output, options.force)
+    if options.output_format == "nccl-tests" and (
+        options.name == catalog.ALL or options.name in ("pairs", "dataloader", "step", "gpu", "barrier")
+    ):
+        raise DistdiagError(f"nccl-tests has no table for {options.name}", "--as json, csv or junit")
+
+
+def refuse_overwrite(path: str, force: bool) -> None:
+    """Raises:
+    DistdiagError: the file is there and `--force` is not given, or its directory is not.
+    """
+    if Path(path).exists() and not force:
+        raise DistdiagError(f"{path} is already there", "--force overwrites it")
+    if not Path(path).resolve().parent.is_dir():
+        raise DistdiagError(f"no directory for {path}", "create it first")
+
+
+def render(results: list[Result], options: Options) -> str:
+    """The text of `options.output_format`."""
+    match options.output_format:
+        case "json":
+            return json.dumps(as_json(results, options), indent=2)
+        case "csv":
+            return as_csv(results)
+        case "junit":
+            return as_junit(results)
+        case "nccl-tests":
+            return as_nccl_tests(results[0])
+    if options.name == catalog.ALL:
+        return as_summary(results, options)
+    return as_table(results[0], options)
+
+
+def as_json(results: list[Result], options: Options) -> dict[str, object]:
+    """The contract's object; of `all`, one with the probes in it."""
+    if options.name != catalog.ALL:
+        return results[0].as_json()
+    first = results[0]
+    return {
+        "schema": SCHEMA,
+        "probe": catalog.ALL,
+        "world_size": first.world_size,
+        "backend": first.backend,
+        "device": first.device,
+        "verdict": worst([r.verdict for r in results]),
+        "reasons": [f"{r.probe}: {reason}" for r in results if r.verdict is not Verdict.PASS for reason in r.reasons],
+        "budget_s": options.budget_s,
+        "probes": [r.as_json() for r in results],
+    }
+
+
+def error_json(error: DistdiagError) -> str:
+    """The contract's object for an error."""
+    return json.dumps(
+        {"schema": SCHEMA, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}, indent=2
+    )
+
+
+def _colour(text: str, code: str) -> str:
+    wanted = bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    return f"\033[{code}m{text}\033[0m" if wanted else text
+
+
+def as_table(result: Result, options: Options) -> str:
+    """Verdict first, then the reasons, then the figures."""
+    probe = catalog.load(result.probe)
+    lines = [f"{_colour(result.verdict.value, _COLOURS[result.verdict])}  {result.probe}: {result.reasons[0]}"]
+    lines += [f"      {reason}" for reason in result.reasons[1:]]
+    ranks = f"{result.world_size} rank{'s' if result.world_size > 1 else ''}"
+    where = f"{result.backend} on {result.device}" if result.world_size > 1 else result.device
+    dtype = f", {result.dtype}" if result.dtype else ""
+    hosts = f", {len(result.hosts)} hosts" if len(result.hosts) > 1 else ""
+    noise = ""
+    if result.host_noise and result.host_noise.foreign_cpus is not None:
+        noise = f", others used {result.host_noise.foreign_cpus:.1f} of {result.host_noise.cpus} CPUs"
+    versions = "".join(f", {k} {v}" for k, v in result.versions.items())
+    lines.append(f"      {ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}")
+    table = probe.table(result, options.ascii)
+    if table.rows:
+        lines += ["", *format_table(table), ""]
+    lines += probe.drawing(result, options.ascii)
+    lines += [f"note: {note}" for note in result.notes]
+    text = "\n".join(lines)
+    return text.encode("ascii", "replace").decode() if options.ascii else text
+
+
+def as_summary(results: list[Result], options: Options) -> str:
+    """One verdict, one line per probe."""
+    verdict = worst([r.verdict for r in results])
+    counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in results)))
+    lines = [f"{_colour(verdict.value, _COLOURS[verdict])}  {len(results)} probes: {counts}"]
+    noisy = [r.host_noise for r in results if r.host_noise and r.host_noise.noisy]
+    if noisy:
+        most = max(n.foreign_cpus or 0.0 for n in noisy)
+        lines.append(
+            f"      others used up to {most:.1f} of {noisy[0].cpus} CPUs during {len(noisy)} of them: measure again when it is quiet"
+        )
+    lines.append("")
+    for r in results:
+        possible = not r.reasons or not r.reasons[0].startswith("not possible here")
+        word = r.verdict.value if possible else "–"
+        says = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
+        lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {says}")
+        if r.verdict is not Verdict.PASS:
+            # The noise is said once, above.
+            lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
+    text = "\n".join(lines)
+    return text.replace("–", "-").encode("ascii", "replace").decode() if options.ascii else text
+
+
+def format_table(table: Table) -> list[str]:
+    """Columns set right, those of words left."""
+    widths = [max(len(row[i]) for row in [table.headers, *table.rows]) for i in range(len(table.headers))]
+    lines = []
+    for row in [table.headers, *table.rows]:
+        cells = [
+            c.ljust(w) if i in table.left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def as_csv(results: list[Result]) -> str:
+    """One line per row of every probe; the columns are the table's, in plain ASCII, with the probe before them."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for result in results:
+        table = catalog.load(result.probe).table(result, ascii_only=True)
+        writer.writerow(["probe", "verdict", *table.headers])
+        for row in table.rows:
+            writer.writerow([result.probe, result.verdict.value, *(cell.replace(",", "") for cell in row)])
+    return out.getvalue().rstrip("\n")
+
+
+def as_junit(results: list[Result]) -> str:
+    """One test case per probe; inconclusive and not possible are `skipped`."""
+    failures = sum(r.verdict is Verdict.FAIL for r in results)
+    skipped = [r for r in results if r.verdict is Verdict.INCONCLUSIVE or (r.reasons[:1] and r.reasons[0].startswith("not possible"))]  # fmt: skip
+    suite = ElementTree.Element(
+        "testsuite", name="distdiag probe", tests=str(len(results)), failures=str(failures), errors="0", skipped=str(len(skipped)),
+        time=f"{sum(r.elapsed_s for r in results):.3f}",
+    )  # fmt: skip
+    for r in results:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="distdiag.probe", name=r.probe, time=f"{r.elapsed_s:.3f}"
+        )
+        text = "; ".join(r.reasons)
+        if r.verdict is Verdict.FAIL:
+            ElementTree.SubElement(case, "failure", message=text[:500]).text = text
+        elif r in skipped:
+            ElementTree.SubElement(case, "skipped", message=text[:500])
+        ElementTree.SubElement(case, "system-out").text = text
+    ElementTree.indent(suite)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+
+
+_NCCL_TYPES = {"float32": "float", "bfloat16": "bfloat16", "float16": "half", "float64": "double", "int32": "int32", "int64": "int64", "uint8": "uint8"}  # fmt: skip
+_REDUCING = ("allreduce", "reduce", "reducescatter")
+
+
+def as_nccl_tests(result: Result) -> str:
+    """The columns of nccl-tests (v2.13 and later), for comparison side by side.
+
+    Only one of its two halves is measured per probe: in place where the operation is in place by nature, out of place
+    elsewhere. `time` is our p50, where nccl-tests prints a mean. #wrong counts the elements of the correctness check.
+    """
+    in_place = result.probe in ("allreduce", "broadcast", "reduce")
+    out = [
+        f"# {result.probe} by distdiag, {result.world_size} ranks, {result.backend}, {result.device}; verdict: {result.verdict}",
+        "#",
+        "#                                                              out-of-place                       in-place",
+        "#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong",
+        "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)",
+    ]
+    rows: list[Row] = result.rows
+    for r in rows:
+        redop = "sum" if result.probe in _REDUCING else "none"
+        root = 0 if result.probe in ("broadcast", "reduce", "gather", "scatter") else -1
+        wrong = sum(w.elements for w in r.wrong)
+        figures = f"{r.time_us.p50:8.1f} {r.algbw_gbps or 0:7.2f} {r.busbw_gbps or 0:7.2f} {wrong:7d}"
+        nothing = f"{'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>7}"
+        halves = (nothing, figures) if in_place else (figures, nothing)
+        out.append(
+            f"{r.bytes:12d}  {r.elements:12d}  {_NCCL_TYPES.get(result.dtype or '', '?'):>8}  {redop:>6}  {root:6d}  "
+            f"{halves[0]}  {halves[1]}"
+        )
+    mean = sum(r.busbw_gbps or 0 for r in rows) / max(1, len(rows))
+    wrong = sum(1 for r in rows if not r.correct)
+    out += [
+        f"# Out of bounds values : {wrong} {'OK' if not wrong else 'FAILED'}",
+        f"# Avg bus bandwidth    : {mean:.4g}",
+    ]
+    return "\n".join(out)

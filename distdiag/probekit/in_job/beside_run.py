@@ -1,0 +1,175 @@
+"""A probe beside a running job: see the run, say what the probe disturbs, record the result into it.
+
+Reads and writes run.db only; the monitor stays its owner, a probe adds one row per result.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.verdict.result import Result, Row
+from distdiag.terms.bandwidth import bus_bandwidth
+
+_BUSY_TIMEOUT_S = 2.0
+# torch's name of the operation, as the recorder writes it, by probe
+_OPS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunBeside:
+    """The run that a probe was started beside."""
+
+    path: Path
+    database: Path
+    name: str
+    live: bool
+    world_size: int | None
+    started_unix_s: float
+
+    def warning(self, options: Options) -> str:
+        """What the probe will disturb, before it does."""
+        ranks = f"{self.world_size} ranks" if self.world_size else "its ranks"
+        what = "the GPUs' links and memory" if options.device == "cuda" else "the CPUs and memory bandwidth"
+        return (
+            f"distdiag: run {self.name} is running here: for up to {options.budget_s:g} s this probe competes with "
+            f"{ranks} for {what}; its steps will be slower, and the probe will see the job as a busy host"
+        )
+
+    def shown_against_job(self, results: list[Result]) -> None:
+        """Put beside each collective what the job's own calls of it reach, from table `collective`."""
+        for result in results:
+            if result.probe not in _OPS:
+                continue
+            with _reading(self.database) as con:
+                own = job_collectives(con, result.probe)
+            if own is None:
+                continue
+            result.details["job"] = own
+            rows: list[Row] = result.rows
+            size: int = own["bytes"]
+            near = min(rows, key=partial(_distance, size), default=None)
+            if near is not None and own["busbw_gbps"] is not None and near.busbw_gbps is not None:
+                result.notes.append(
+                    f"the job's own {_OPS[result.probe]} of {own['bytes']:,} bytes reaches {own['busbw_gbps']:.2f} GB/s "
+                    f"({own['count']} calls, p50 {own['p50_us']:,.0f} us); the probe {near.busbw_gbps:.2f} GB/s at {near.bytes:,}"
+                )
+
+    def record(self, results: list[Result]) -> str:
+        """Insert the results into table `probe`; a sentence for stderr that says whether it worked."""
+        t_s = time.time() - self.started_unix_s
+        try:
+            insert(self.database, [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results])
+        except sqlite3.Error as e:
+            return f"distdiag: not recorded into {self.path}: {e}"
+        return f"recorded into {self.path} (table probe)"
+
+
+def find_run(options: Options) -> RunBeside | None:
+    """The run named by `--run`, which must be there, or the newest one if it is running now; else None.
+
+    Raises:
+        DistdiagError: `--run` names no run.
+    """
+    if not options.record and options.run_dir is None:
+        return None
+    try:
+        from distdiag.store import reader, rundir
+    except ImportError:  # a bare checkout without msgspec: there is no run to find either
+        return None
+    try:
+        path = rundir.resolve(options.run_dir)
+        with reader.open_run(path) as run:
+            meta = run.meta
+            live = run.monitor(meta) is reader.Monitor.LIVE
+            started = reader.number(meta.get("started_unix_s"))
+            size = reader.number(meta.get("world_size"))
+            found = RunBeside(
+                path,
+                run.database,
+                meta.get("name") or path.resolve().name,
+                live,
+                int(size) if size else None,
+                started or 0.0,
+            )
+    except DistdiagError:
+        if options.run_dir is not None:
+            raise
+        return None
+    return found if live or options.run_dir is not None else None
+
+
+def insert(database: Path, rows: list[tuple[float, str, str, str]]) -> None:
+    """Add (t_s, name, verdict, json) rows in one short transaction.
+
+    Raises:
+        sqlite3.Error: locked for longer than the busy timeout, a full disk, not a run.
+    """
+    con = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_BUSY_TIMEOUT_S)
+    try:
+        with con:
+            con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
+    finally:
+        con.close()
+
+
+def _distance(size_bytes: int, row: Row) -> int:
+    return abs(row.bytes - size_bytes)
+
+
+class _reading:
+    """A read-only connection for one question."""
+
+    def __init__(self, database: Path) -> None:
+        self._database = database
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._con = sqlite3.connect(f"file:{self._database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)
+        return self._con
+
+    def __exit__(self, *exc: object) -> None:
+        self._con.close()
+
+
+def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | None:
+    """What the job's newest calls of this operation reached: the size that carries most bytes, its p50 and busbw.
+
+    Durations are those of the rank that arrived last, so no waiting is in them. None where the job made no such call.
+    """
+    op = _OPS.get(probe)
+    if op is None:
+        return None
+    try:
+        rows = con.execute(
+            "SELECT bytes, duration_us, ranks FROM collective WHERE op IN (?, ?, ?, ?) AND duration_us > 0 AND bytes > 0 "
+            "AND pgroup NOT LIKE 'distdiag%' ORDER BY t_s DESC LIMIT 400",
+            (op, f"{op}_single", f"{op}_tensor", f"{op}_into_tensor"),
+        ).fetchall()
+    except sqlite3.Error:
+        return None
+    by_size: dict[tuple[int, int], list[float]] = {}
+    for size, duration_us, ranks in rows:
+        by_size.setdefault((size, ranks or 0), []).append(duration_us)
+    if not by_size:
+        return None
+    (size, ranks), durations = max(by_size.items(), key=lambda item: item[0][0] * len(item[1]))
+    p50_us = statistics.median(durations)
+    busbw = bus_bandwidth(op, size, p50_us / 1e6, ranks) if ranks >= 2 else None
+    return {"op": op, "bytes": size, "count": len(durations), "p50_us": p50_us, "busbw_gbps": busbw}

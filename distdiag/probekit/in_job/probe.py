@@ -1,0 +1,292 @@
+"""Probes inside the training: a few operations between two steps, on a group of their own, at most 1 % of the time.
+
+What the network does for this job, on these hosts, at this moment, beside what the job's own collectives reach.
+`InTrainingProbe(names, every).maybe_run(step)` after every optimizer step, on every rank; rank 0 writes each result
+into table `probe` of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.command import catalog
+from distdiag.probekit.in_job import beside_run
+from distdiag.probekit.measure.collective import Collective
+from distdiag.probekit.measure.patterns import Pattern, wrong_elements
+from distdiag.probekit.measure.renamed import all_gather_single
+from distdiag.probekit.ranks.clock import clock_identity, clock_ns
+from distdiag.probekit.verdict.collective_result import LATE_SHARE, LATE_US
+from distdiag.probekit.verdict.result import Result, Row, TimeUs, Verdict, WrongValues
+from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.terms.statistics import interval_of_median
+
+GROUP_DESCRIPTION = "distdiag-probe"  # readers leave this group's collectives out of the job's own
+SIZES_BYTES = (64 * 2**10, 4 * 2**20)
+MOST_SHARE = 0.01  # of the training's time
+_ITERATIONS = 5
+_LOCKED_S = 0.2  # as long may the database be locked before a result is dropped: the training waits meanwhile
+
+
+class InTrainingProbe:
+    """Collectives measured between the steps of a running job.
+
+    Every rank creates one after `init_process_group`, calls `maybe_run(step)` after every step, and `close()` before
+    the process group is destroyed. With one rank, or no names, it does nothing.
+
+    Args:
+        names: As `catalog.parse_collectives` gives them.
+        every: Optimizer steps between two measurements; more where the share of time would be exceeded.
+        run_dir: Where rank 0 records the results; default DISTDIAG_RUN_DIR; None and unset: not recorded.
+        share: Most of the time since creation that may be spent here, creation not counted.
+        device: Of the tensors; default the current CUDA device under NCCL, else the CPU.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        every: int,
+        run_dir: str | Path | None = None,
+        share: float = MOST_SHARE,
+        device: torch.device | None = None,
+    ) -> None:
+        self.active = bool(names) and every > 0 and dist.is_initialized() and dist.get_world_size() > 1
+        self.every = max(1, every)
+        self.share = share
+        self.runs = 0
+        self.spent_s = 0.0
+        self.not_recorded = 0
+        if not self.active:
+            return
+        backend = dist.get_backend()
+        nccl = "nccl" in backend
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device or (torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
+        self.backend = "nccl" if nccl else "gloo"
+        self.dtype = torch.float32
+        # Of its own: operations on the job's group would shift the sequence numbers that its diagnosis compares.
+        self.group: Any = dist.new_group(backend=self.backend, group_desc=GROUP_DESCRIPTION)
+        self._run_dir = Path(run_dir) if run_dir else Path(p) if (p := os.environ.get("DISTDIAG_RUN_DIR")) else None
+        self._database: Path | None = None
+        self._started_unix_s = 0.0
+        self._probes = [p for n in names if isinstance(p := catalog.load(n), Collective)]
+        self._same_clock = self._all_on_one_clock()
+        self._wrong: dict[str, list[WrongValues]] = {}
+        began = time.monotonic()
+        self._check()
+        self._measure_all()  # makes connections and caches warm, and tells what a run costs
+        self._cost_s = time.monotonic() - began
+        began = time.monotonic()
+        self._measure_all()
+        self._cost_s = time.monotonic() - began
+        self._created_s = time.monotonic()
+        self._next_step: int | None = None
+        self._last: tuple[int, float] | None = None  # step and time of the last decision, for the mean step time
+
+    def empty(self, elements: int) -> torch.Tensor:
+        """Zeros of the probed type; the same in `Job`."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def maybe_run(self, step: int) -> list[Result]:
+        """Measure if it is time; the results on rank 0, [] elsewhere and in between. Never raises a database error.
+
+        All ranks must call it with the same step. Between measurements it compares two integers.
+        """
+        if not self.active:
+            return []
+        if self._next_step is None:
+            self._next_step = self._multiple(step)
+        if step < self._next_step:
+            return []
+        began = time.monotonic()
+        run, self._next_step = self._decide(step, began)
+        results: list[Result] = []
+        if run:
+            self.runs += 1
+            measured = self._measure_all()
+            self._cost_s = max(self._cost_s, time.monotonic() - began)
+            if self.rank == 0:
+                results = [self._result(probe, rows, step) for probe, rows in measured]
+                self._record(results)
+        self.spent_s += time.monotonic() - began
+        return results
+
+    def close(self) -> None:
+        """Give the group back; before the job's own process group is destroyed."""
+        if self.active:
+            self.active = False
+            dist.destroy_process_group(self.group)
+
+    # ------------------------------------------------------------------ inside
+
+    def _multiple(self, step: int) -> int:
+        """The first multiple of `every` that is not before `step`."""
+        return -(-step // self.every) * self.every
+
+    def _decide(self, step: int, now_s: float) -> tuple[bool, int]:
+        """Rank 0's word on every rank: measure now? and the step to ask again."""
+        decision = torch.zeros(2, dtype=torch.int64, device=self.device)
+        if self.rank == 0:
+            elapsed_s = now_s - self._created_s
+            allowed_s = self.share * elapsed_s - self.spent_s
+            run = self._cost_s <= allowed_s
+            last_step, last_s = self._last or (0, self._created_s)
+            step_s = (now_s - last_s) / max(1, step - last_step)
+            self._last = (step, now_s)
+            missing_s = self._cost_s - (allowed_s - self._cost_s if run else allowed_s)
+            wait = math.ceil(max(0.0, missing_s) / self.share / max(step_s, 1e-6))
+            decision[0], decision[1] = int(run), self._multiple(step + max(self.every, wait))
+        dist.broadcast(decision, 0, group=self.group)
+        return bool(decision[0]), int(decision[1])
+
+    def _measure_all(self) -> list[tuple[Collective, list[Row]]]:
+        """Rows of every probe, on rank 0; empty rows elsewhere."""
+        found: list[tuple[Collective, list[Row]]] = []
+        for probe in self._probes:
+            sizes = SIZES_BYTES if probe.op in FACTORS else (0,)
+            rows = [row for size in sizes if (row := self._measure(probe, size)) is not None]
+            found.append((probe, rows))
+        return found
+
+    def _measure(self, probe: Collective, size: int) -> Row | None:
+        elements = size // self.dtype.itemsize // self.world_size * self.world_size
+        b = probe.buffers(self, elements)
+        stamps = torch.zeros(2, _ITERATIONS, dtype=torch.int64)
+        probe.call(self, b)
+        self.synchronize()
+        for i in range(_ITERATIONS):
+            stamps[0, i] = clock_ns()
+            probe.call(self, b)
+            self.synchronize()
+            stamps[1, i] = clock_ns()
+        everyone = torch.empty(self.world_size * stamps.numel(), dtype=torch.int64, device=self.device)
+        all_gather_single(everyone, stamps.view(-1).to(self.device), group=self.group)
+        if self.rank != 0:
+            return None
+        us = everyone.view(self.world_size, 2, _ITERATIONS).cpu().numpy() / 1e3
+        return self._row(probe, elements, us, self._wrong.get(probe.name, []))
+
+    def _row(self, probe: Collective, elements: int, us: np.ndarray, wrong: list[WrongValues]) -> Row:
+        size = elements * self.dtype.itemsize
+        durations = us[:, 1] - us[:, 0]
+        times = durations[int(np.argmax(np.median(durations, axis=1)))]
+        interval = interval_of_median(times)
+        p50 = float(np.median(times))
+        moves = probe.op in FACTORS
+        last_arrival = us[:, 0].max(axis=0)
+        skew_us = float(np.median(last_arrival - us[:, 0].min(axis=0))) if self._same_clock else math.nan
+        last = np.bincount(us[:, 0].argmax(axis=0), minlength=self.world_size) / _ITERATIONS
+        late = self._same_clock and last.max() >= LATE_SHARE and skew_us >= LATE_US
+        return Row(
+            bytes=size,
+            elements=elements,
+            iterations=_ITERATIONS,
+            time_us=TimeUs(
+                float(times.min()),
+                p50,
+                float(np.percentile(times, 95)),
+                float(times.max()),
+                (interval.low, interval.high),
+            ),
+            wire_us=float(np.median(us[:, 1].max(axis=0) - last_arrival)) if self._same_clock else math.nan,
+            algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves else None,
+            busbw_gbps=bus_bandwidth(probe.op, size, p50 / 1e6, self.world_size) if moves else None,
+            busbw_ci95_gbps=None,
+            skew_us=skew_us,
+            late_rank=int(last.argmax()) if late else None,
+            late_share=float(last.max()),
+            correct=not wrong,
+            wrong=wrong,
+        )
+
+    def _check(self) -> None:
+        """Once, at creation: are the values right?"""
+        pattern = Pattern(self.dtype, self.world_size)
+        for probe in self._probes:
+            if probe.op not in FACTORS:
+                continue
+            elements = 1000 * self.world_size
+            b = probe.buffers(self, elements)
+            probe.fill(self, pattern, b)
+            probe.call(self, b)
+            self.synchronize()
+            mine: list[WrongValues] = []
+            offset = 0
+            for segment in probe.expected(self, pattern, elements):
+                found = wrong_elements(b.received, segment, offset)
+                offset += segment.count
+                if found:
+                    mine.append(WrongValues(self.rank, *found, "at creation", segment.source_rank))
+            everyone: list[Any] = [None] * self.world_size
+            dist.all_gather_object(everyone, mine, group=self.group)
+            self._wrong[probe.name] = [w for of_rank in everyone for w in of_rank]
+
+    def _all_on_one_clock(self) -> bool:
+        identities: list[Any] = [None] * self.world_size
+        dist.all_gather_object(identities, clock_identity(), group=self.group)
+        return len(set(identities)) == 1
+
+    def _result(self, probe: Collective, rows: list[Row], step: int) -> Result:
+        result = Result(probe.name, self.world_size, self.backend, self.device.type, "float32", rows=rows)
+        result.versions = {"torch": str(torch.__version__)}
+        result.details = {"inside": True, "step": step, "every": self.every, "spent_s": self.spent_s}
+        wrong = self._wrong.get(probe.name)
+        if wrong:
+            result.judge(Verdict.FAIL, f"wrong values on rank {wrong[0].rank}")
+        else:
+            last = rows[-1]
+            rate = f"{last.busbw_gbps:.2f} GB/s" if last.busbw_gbps is not None else f"{last.time_us.p50:.0f} us"
+            result.reasons.append(f"{rate} between steps {step} and {step + 1}")
+        return result
+
+    def _record(self, results: list[Result]) -> None:
+        """Into table `probe`, with what the job's own calls reach beside it; a result that cannot be written is counted."""
+        database = self._find_database()
+        if database is None:
+            self.not_recorded += len(results)
+            return
+        try:
+            con = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_LOCKED_S)
+            try:
+                for result in results:
+                    result.details["job"] = beside_run.job_collectives(con, result.probe)
+                t_s = time.time() - self._started_unix_s
+                rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
+                with con:
+                    con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
+            finally:
+                con.close()
+        except sqlite3.Error:
+            self.not_recorded += len(results)
+
+    def _find_database(self) -> Path | None:
+        """run.db of the run, once the monitor has made it."""
+        if self._database is not None or self._run_dir is None:
+            return self._database
+        try:
+            from distdiag.store import reader
+
+            with reader.open_run(self._run_dir) as run:
+                self._started_unix_s = reader.number(run.meta.get("started_unix_s")) or time.time()
+                self._database = run.database
+        except (DistdiagError, ImportError) as e:
+            if self.runs == 1:
+                print(f"distdiag: probe results are not recorded yet: {e}", file=sys.stderr)
+        return self._database

@@ -1,0 +1,161 @@
+"""What this machine could do at best, measured in the same run: so that "is this normal?" needs no vendor's table.
+
+GB/s = 10^9 bytes per second. memcpy counts the bytes copied once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from distdiag.probekit.ranks import interface
+
+if TYPE_CHECKING:
+    from distdiag.probekit.ranks.job import Job
+
+_MEMCPY_BYTES = 64 * 2**20
+_TCP_BYTES = 16 * 2**20
+_CHUNK = 2**20
+_MOST_S = 0.12  # for each of the three, and at most a thirtieth of the time there is
+
+
+def measure_ceilings(job: Job) -> dict[str, float | None]:
+    """Ceilings by name, on rank 0 ({} elsewhere); measured once per command, about a third of a second.
+
+    `memcpy_gbps`: one rank copies 64 MiB in its own memory while the others do nothing.
+    `tcp_one_way_gbps`, `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over the interface that gloo
+    uses; both ways at once is what a ring does, per direction.
+    `nic_line_rate_gbps`: of the interface, where it is a card and there are several hosts.
+    `pcie_gbps`, `nvlink_gbps`: of rank 0's GPU, from NVML.
+    """
+    if job.ceilings is None:
+        job.barrier("meeting before the ceilings are measured")
+        seconds = min(_MOST_S, max(0.0, job.left_s()) / 30)
+        found: dict[str, float | None] = {"memcpy_gbps": memcpy_gbps(seconds=seconds)} if job.rank == 0 else {}
+        if job.world_size > 1:
+            found |= tcp_gbps(job, seconds)
+            if job.rank == 0 and len(set(job.host_keys)) > 1:
+                found["nic_line_rate_gbps"] = interface.line_rate_gbps(interface.tried_by("gloo").name)
+        if job.device.type == "cuda" and job.rank == 0:
+            from distdiag.probekit.measure.gpus import link_ceilings
+
+            found |= link_ceilings(job.device.index or 0)
+        job.ceilings = found
+        job.barrier("meeting after the ceilings were measured")
+    return job.ceilings
+
+
+def memcpy_gbps(size_bytes: int = _MEMCPY_BYTES, seconds: float = _MOST_S) -> float:
+    """Fastest of the copies that fit into `seconds`, GB/s, by one thread."""
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)  # touch the pages
+    best = float("inf")
+    end = time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - start)
+    return size_bytes / best / 1e9
+
+
+def tcp_gbps(job: Job, seconds: float) -> dict[str, float | None]:
+    """Plain TCP between ranks 0 and 1 (see `measure_ceilings`); each the best of a few."""
+    one_way = both_ways = None
+    label = "TCP ceiling between ranks 0 and 1"
+    with job.step(label), contextlib.suppress(OSError, dist.DistError):
+        # A blocked connection is not measured; it must not end a probe whose own traffic may go elsewhere.
+        if job.rank < 2:
+            with _connection(job) as peer:
+                peer.settimeout(job.options.timeout_s / 2)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                one_way = _best(peer, job.rank, seconds, _one_way)
+                both_ways = _best(peer, job.rank, seconds, _both_ways)
+    return {"tcp_one_way_gbps": one_way, "tcp_both_ways_gbps": both_ways} if job.rank == 0 else {}
+
+
+def _best(peer: socket.socket, rank: int, seconds: float, transfer: Callable[[socket.socket, int], float]) -> float:
+    """Highest rate of as many transfers as rank 0 has time for; it says before each whether there is one more."""
+    best = 0.0
+    end = time.perf_counter() + seconds
+    while True:
+        if rank == 0:
+            go_on = not best or time.perf_counter() < end
+            peer.sendall(b"+" if go_on else b".")
+        else:
+            go_on = peer.recv(1) == b"+"
+        if not go_on:
+            return best
+        best = max(best, transfer(peer, rank))
+
+
+def _connection(job: Job) -> socket.socket:
+    store = job.open_store()
+    limit_s = job.options.timeout_s / 2
+    if job.rank == 0:
+        with socket.socket() as listener:
+            address = interface.tried_by("gloo").address
+            listener.bind((address, 0))
+            listener.listen(1)
+            listener.settimeout(limit_s)
+            store.set("ceiling/address", f"{address}:{listener.getsockname()[1]}")
+            return listener.accept()[0]
+    store.wait(["ceiling/address"], datetime.timedelta(seconds=limit_s))
+    host, port = store.get("ceiling/address").decode().rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=limit_s)
+
+
+def _one_way(peer: socket.socket, rank: int) -> float:
+    """Rank 0 sends, rank 1 receives; GB/s until the last byte is there."""
+    start = time.perf_counter()
+    if rank == 0:
+        chunk = memoryview(bytearray(_CHUNK))
+        for _ in range(_TCP_BYTES // _CHUNK):
+            peer.sendall(chunk)
+        peer.recv(1)  # the receiver has it all
+    else:
+        _receive(peer, _TCP_BYTES)
+        peer.sendall(b"!")
+    return _TCP_BYTES / (time.perf_counter() - start) / 1e9
+
+
+def _receive(peer: socket.socket, size_bytes: int) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
+    while size_bytes:
+        got = peer.recv_into(buffer[: min(_CHUNK, size_bytes)])
+        if not got:
+            raise ConnectionError("closed")
+        size_bytes -= got
+
+
+def _both_ways(peer: socket.socket, rank: int) -> float:
+    """Send and receive at once; GB/s of one direction."""
+    timeout = peer.gettimeout()
+    peer.setblocking(False)
+    out = memoryview(bytearray(_CHUNK))
+    into = memoryview(bytearray(_CHUNK))
+    to_send = to_receive = _TCP_BYTES
+    start = time.perf_counter()
+    try:
+        while to_send or to_receive:
+            readable, writable, _ = select.select([peer] if to_receive else [], [peer] if to_send else [], [], timeout)
+            if not readable and not writable:
+                raise TimeoutError("no progress")
+            if writable:
+                to_send -= peer.send(out[: min(_CHUNK, to_send)])
+            if readable:
+                got = peer.recv_into(into[: min(_CHUNK, to_receive)])
+                if not got:
+                    raise ConnectionError("closed")
+                to_receive -= got
+    finally:
+        peer.settimeout(timeout)
+    return _TCP_BYTES / (time.perf_counter() - start) / 1e9

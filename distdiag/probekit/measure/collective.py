@@ -1,0 +1,231 @@
+"""One collective: how its buffers look, how it is called, what must come out. Each probe script says just that."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.measure.ceilings import measure_ceilings
+from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
+from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.sampling import Stamped, sample
+from distdiag.probekit.verdict import collective_result
+from distdiag.probekit.verdict.result import Result, WrongValues
+from distdiag.terms.units import size_text
+
+if TYPE_CHECKING:
+    from distdiag.probekit.ranks.job import Job
+
+_LEAST_SECONDS_A_SIZE = 0.05
+_MOST_SECONDS_A_SIZE = 3.0  # more makes an interval narrower than the next run of the same command agrees with
+_AS_MUCH_AGAIN_BYTES = 8 * 2**20
+
+
+@dataclass(slots=True)
+class Buffers:
+    """What one call reads and writes on this rank; in place, both are the same memory."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    sent_parts: list[torch.Tensor] = field(default_factory=list)  # views, for calls that take lists
+    received_parts: list[torch.Tensor] = field(default_factory=list)
+
+
+class Ranks(Protocol):
+    """What an operation needs to know of the ranks: a `Job`, or a probe inside a training."""
+
+    rank: int
+    world_size: int
+    group: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, elements: int) -> torch.Tensor: ...
+
+
+class Collective(Probe):
+    """A probe of one operation over a sweep of message sizes."""
+
+    op: ClassVar[str]  # key of bandwidth.FACTORS
+    in_parts: ClassVar[bool] = False  # each rank sends or receives 1/world_size of S
+    rooted: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False  # a second form of the call, whose result overwrites what was sent
+
+    @abc.abstractmethod
+    def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
+        """Buffers for S of `elements` elements."""
+
+    @abc.abstractmethod
+    def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
+        """Issue one operation on `job.group`."""
+
+    @abc.abstractmethod
+    def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
+        """What `received` holds afterwards on this rank, in order; [] where this rank gets nothing."""
+
+    def fill(self, job: Ranks, pattern: Pattern, b: Buffers, root: int = 0) -> None:
+        """Put this rank's integers where the operation reads them; wipe what it must write."""
+        if b.received.data_ptr() != b.sent.data_ptr():
+            b.received.zero_()
+        pattern.write(b.sent, job.rank)
+
+    def run(self, job: Job) -> Result | None:
+        """Ceilings, then every size: correctness first, then time; the verdict at the end, on rank 0."""
+        began_s = time.monotonic()
+        ceilings = measure_ceilings(job)
+        pattern = Pattern(job.dtype, job.world_size)
+        strided = self.strided_buffer_text(job, pattern)
+        sizes = self.sizes(job)
+        measured: list[tuple[int, Stamped, list[WrongValues]]] = []
+        skipped: list[int] = []
+        for i, size in enumerate(sizes):
+            elements = size // torch.empty(0, dtype=job.dtype).element_size()
+            left = job.agree([job.left_s()], f"{self.name}: is there time")[0]
+            if left <= 0 and measured:
+                skipped = sizes[i:]
+                break
+            # What earlier sizes left over goes to the later ones; 0.8: a size also has its checks and its control traffic.
+            share = left * 0.8 * _weight(size) / sum(map(_weight, sizes[i:]))
+            seconds = min(max(share, _LEAST_SECONDS_A_SIZE), _MOST_SECONDS_A_SIZE)
+            checked_s = time.monotonic()
+            wrong = self.wrong_values(job, pattern, elements)
+            seconds = max(_LEAST_SECONDS_A_SIZE, seconds - (time.monotonic() - checked_s))
+            b = self.buffers(job, elements)
+            label = f"{self.name} {size_text(size)}" if size else self.name
+            stamped = sample(job, self.timed_call(job, b), label, seconds, job.options.precision)
+            if stamped is not None:
+                measured.append((size, stamped, wrong))
+            elif job.rank:
+                measured.append((size, None, wrong))  # type: ignore[arg-type]  # only its length counts there
+        if job.rank != 0:
+            return None
+        result = collective_result.build(self, job, measured, ceilings, skipped)
+        if strided:
+            result.notes.append(strided)
+        result.elapsed_s = time.monotonic() - began_s
+        return result
+
+    def sizes(self, job: Job) -> list[int]:
+        """Message sizes in bytes, ascending."""
+        return job.options.sizes(job.world_size, self.in_parts)
+
+    def timed_call(self, job: Job, b: Buffers) -> Callable[[], None]:
+        """One operation that is complete when the call returns, with nothing else in it."""
+        require_contiguous(b.sent)
+        require_contiguous(b.received)
+        if job.device.type == "cpu":
+            return lambda: self.call(job, b)
+
+        def call_and_wait() -> None:
+            self.call(job, b)
+            job.synchronize()
+
+        return call_and_wait
+
+    # ------------------------------------------------------------------ correctness
+
+    def cases(self, job: Job, elements: int) -> list[tuple[str, int, bool, int]]:
+        """(name, elements, in place, root) of the calls whose results are checked at one size."""
+        parts = job.world_size if self.in_parts else 1
+        odd = elements - parts if elements // parts > 1 else elements + parts
+        roots = [0]
+        if self.rooted:
+            injected = [i.rank for i in job.options.inject if i.kind == "corrupt"]
+            roots = sorted({0, job.world_size - 1, *injected})
+        cases: list[tuple[str, int, bool, int]] = []
+        for root in roots:
+            at = f", root {root}" if self.rooted else ""
+            cases.append((f"exact size{at}", elements, False, root))
+            cases.append((f"odd size{at}", odd, False, root))
+        if self.in_place:
+            cases.append(("in place", elements, True, 0))
+            cases.append(("odd size in place", odd, True, 0))
+        return cases
+
+    def wrong_values(self, job: Job, pattern: Pattern, elements: int) -> list[WrongValues]:
+        """Call the operation on known integers and compare every element, on every rank; known on rank 0."""
+        mine: list[WrongValues] = []
+        corrupt = job.injected("corrupt")
+        for case, count, in_place, root in self.cases(job, elements):
+            b = self.buffers(job, count, in_place, root)
+            self.fill(job, pattern, b, root)
+            with job.step(f"{self.name} {size_text(count * b.sent.element_size())}: checking {case}"):
+                self.call(job, b, root)
+                job.synchronize()
+            offset = 0
+            segments = self.expected(job, pattern, count, root)
+            if corrupt and segments:
+                b.received[len(b.received) // 2] += 1
+            for segment in segments:
+                found = wrong_elements(b.received, segment, offset)
+                offset += segment.count
+                if found:
+                    mine.append(WrongValues(job.rank, found[0], found[1], case, segment.source_rank))
+        everyone = job.gather_all(mine, f"{self.name}: collecting what was wrong")
+        return [w for of_rank in everyone for w in of_rank]
+
+    def strided_buffer_text(self, job: Job, pattern: Pattern) -> str | None:
+        """A note where the backend takes a strided tensor without an error and writes beside it.
+
+        torch documents contiguous tensors only. NCCL refuses others; gloo takes several of them as if they were
+        contiguous and puts the result into the neighbours' memory.
+        """
+        if self.in_parts or self.op in ("barrier", "sendrecv"):
+            return None
+        wide = torch.zeros(64, 2, dtype=job.dtype, device=job.device)
+        strided = wide[:, 0]
+        values = torch.empty(64, dtype=job.dtype, device=job.device)
+        pattern.write(values, job.rank)
+        strided.copy_(values)
+        b = Buffers(strided, strided)
+        state = "right"
+        with job.step(f"{self.name}: a strided buffer"):
+            try:
+                self.call(job, b)
+                job.synchronize()
+            except (ValueError, RuntimeError):
+                state = "refused"  # before anything is sent, on every rank alike
+        if state == "right":
+            segments = self.expected(job, pattern, 64)
+            wrong = any(wrong_elements(strided.contiguous(), s, 0) for s in segments)
+            state = "wrong" if wrong or bool(wide[:, 1].any()) else "right"
+        states = job.gather_all(state, f"{self.name}: collecting what became of a strided buffer")
+        if "wrong" not in states:
+            return None
+        return f"{job.backend} takes a strided tensor in {self.op} without an error and gives wrong values: call .contiguous() first"
+
+    # ------------------------------------------------------------------ for people
+
+    def table(self, result: Result, ascii_only: bool = False) -> Table:
+        return collective_result.table(result, ascii_only)
+
+    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
+        return collective_result.explanation(self.op, result)
+
+    def headline(self, result: Result) -> str:
+        return collective_result.headline(result)
+
+
+def _weight(size_bytes: int) -> float:
+    """Share of the time that a size gets, relative to a small one: large ones need it for the same number of samples."""
+    return 1 + size_bytes / _AS_MUCH_AGAIN_BYTES
+
+
+def require_contiguous(tensor: torch.Tensor) -> None:
+    """Refuse what a backend may take silently and get wrong.
+
+    Raises:
+        DistdiagError: `tensor` is not contiguous.
+    """
+    if not tensor.is_contiguous():
+        raise DistdiagError(
+            f"the tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous",
+            "call .contiguous() first: collectives read and write memory in one piece",
+            ExitCode.USAGE,
+        )

@@ -1,0 +1,59 @@
+"""What every probe is: a name, a measurement on all ranks, and a table for people."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distdiag.probekit.command.options import Options
+    from distdiag.probekit.ranks.job import Job
+    from distdiag.probekit.verdict.result import Result
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of cells as text; `headers` carry the unit."""
+
+    headers: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)  # columns of words, set flush left
+
+
+class Probe(abc.ABC):
+    """One measurement. `run` is called on every rank; the result is rank 0's."""
+
+    name: str
+    summary: str
+    min_ranks: int = 2
+    default_ranks: int = 2
+    share_in_all: float = 1.0  # of the budget of `all`, relative to one collective
+
+    def check(self, options: Options) -> None:
+        """Refuse, before any rank is started, what cannot work.
+
+        Raises:
+            DistdiagError: with the remedy.
+        """
+        return None
+
+    def preload(self) -> None:
+        """Import what is heavy: once in the process that ranks are forked from, instead of in every rank."""
+        return None
+
+    @abc.abstractmethod
+    def run(self, job: Job) -> Result | None:
+        """Measure within `job.left_s()`; the result on rank 0, None elsewhere."""
+
+    @abc.abstractmethod
+    def table(self, result: Result, ascii_only: bool = False) -> Table:
+        """The figures for a person."""
+
+    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
+        """Lines under the table: bars, a heat map, what it means."""
+        return []
+
+    def headline(self, result: Result) -> str:
+        """One line for `all`, without the verdict."""
+        return self.summary

@@ -1,0 +1,70 @@
+"""One clock for all ranks: the offset of each rank's monotonic clock against rank 0's.
+
+On one host the kernel's monotonic clock is the same for all processes, and the offset is exactly 0. Between hosts
+it is estimated as NTP does, from the exchange with the shortest round trip; its error is at most half of that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distdiag.probekit.ranks.job import Job
+
+clock_ns = time.perf_counter_ns  # CLOCK_MONOTONIC on Linux
+_ROUNDS = 12
+
+
+def clock_identity() -> str:
+    """Equal on two processes exactly when their monotonic clocks are the same clock."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        return boot + os.readlink("/proc/self/ns/time")
+    except OSError:
+        return f"{os.uname().nodename}"
+
+
+def offset_from_exchanges(exchanges: list[tuple[int, int, int]]) -> tuple[int, int]:
+    """(offset, error) in ns of the other clock against ours: theirs = ours + offset.
+
+    Args:
+        exchanges: (we sent, they stamped, we received), ns of the respective clocks.
+    """
+    sent, theirs, received = min(exchanges, key=lambda e: e[2] - e[0])
+    return theirs - (sent + received) // 2, (received - sent) // 2
+
+
+def align(job: Job, identities: list[str]) -> tuple[list[int], int]:
+    """Offsets of all ranks' clocks against rank 0's in ns, and the largest error; known on rank 0 only.
+
+    Every rank calls it. Costs nothing where all identities are equal, else a few round trips per rank.
+    """
+    if len(set(identities)) == 1:
+        return [0] * job.world_size, 0
+    import torch
+    import torch.distributed as dist
+
+    stamp = torch.zeros(1, dtype=torch.int64)
+    offsets, error = [0] * job.world_size, 0
+    for rank in range(1, job.world_size):
+        if identities[rank] == identities[0]:
+            continue
+        exchanges: list[tuple[int, int, int]] = []
+        with job.step(f"clock alignment with rank {rank}"):
+            for _ in range(_ROUNDS):
+                if job.rank == 0:
+                    sent = clock_ns()
+                    dist.send(stamp, rank, group=job.control)
+                    dist.recv(stamp, rank, group=job.control)
+                    exchanges.append((sent, int(stamp[0]), clock_ns()))
+                elif job.rank == rank:
+                    dist.recv(stamp, 0, group=job.control)
+                    stamp[0] = clock_ns()
+                    dist.send(stamp, 0, group=job.control)
+        if job.rank == 0:
+            offsets[rank], of_this = offset_from_exchanges(exchanges)
+            error = max(error, of_this)
+    return offsets, error

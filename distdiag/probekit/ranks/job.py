@@ -1,0 +1,380 @@
+"""The ranks of one probe command, as one of them sees it: process groups, device, control traffic, clocks.
+
+Control traffic (how many iterations next, stamps to rank 0) goes over gloo on the CPU, also when NCCL is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.ranks import clock, interface
+from distdiag.probekit.ranks.environment import RankPlace
+from distdiag.probekit.ranks.injection import Injection
+from distdiag.probekit.ranks.interface import Interface
+from distdiag.probekit.ranks.watchdog import Progress, Watchdog
+
+T = TypeVar("T")
+
+
+class Job:
+    """One rank's handle on the probe's ranks; use `joined(...)`, which always destroys the process group."""
+
+    def __init__(self, place: RankPlace, options: Options, store: dist.Store | None, device: torch.device) -> None:
+        self.place = place
+        self.options = options
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.device = device
+        self.backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.store = store
+        self.progress = Progress(limit_s=options.timeout_s)
+        self.control: Any = None  # gloo group for control traffic
+        self.group: Any = None  # the group that is measured
+        self.deadline_s = time.monotonic() + 3600  # of the measuring; rank 0's counts
+        self.hosts: list[str] = [socket.gethostname()] * place.world_size
+        self.host_keys: list[str] = [""] * place.world_size  # hosts by identity: names can repeat
+        self.clock_identities = [clock.clock_identity()] * place.world_size
+        self.clock_offsets_ns: list[int] = [0] * place.world_size
+        self.clock_error_ns = 0
+        self.ceilings: dict[str, float | None] | None = None  # measured once per command
+        self.watchdog: Watchdog | None = None
+        self.injections = [i for i in options.inject if i.rank == self.rank]
+
+    def injected(self, kind: str) -> Injection | None:
+        return next((i for i in self.injections if i.kind == kind), None)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Most ranks on one host."""
+        return max(self.host_keys.count(k) for k in set(self.host_keys))
+
+    @contextlib.contextmanager
+    def step(self, label: str, counter: list[int] | None = None) -> Iterator[None]:
+        """A part of the probe in which ranks wait for each other; the watchdog's unit."""
+        if self.injected("drop"):
+            self._drop_out()
+        with self.progress.step(label, counter):
+            yield
+
+    def empty(self, elements: int) -> torch.Tensor:
+        """Zeros of the probed type on the probed device: adding them up for ever stays exact and finite."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was enqueued; nothing on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def left_s(self) -> float:
+        """Seconds of measuring left in the budget."""
+        return self.deadline_s - time.monotonic()
+
+    def barrier(self, label: str = "barrier between measurements") -> None:
+        if self.world_size > 1:
+            with self.step(label):
+                dist.barrier(group=self.control)
+
+    def agree(self, values: list[float], label: str = "agreeing on the next block") -> list[float]:
+        """Rank 0's values on every rank."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with self.step(label):
+            dist.broadcast(tensor, 0, group=self.control)
+        return tensor.tolist()
+
+    def gather_array(self, array: np.ndarray, label: str = "collecting stamps") -> np.ndarray | None:
+        """Equal-shaped arrays of all ranks, stacked, on rank 0; None elsewhere."""
+        if self.world_size == 1:
+            return array[None]
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
+        with self.step(label):
+            dist.gather(tensor, parts, dst=0, group=self.control)
+        return torch.stack(parts).numpy() if parts is not None else None
+
+    def gather_all(self, value: T, label: str = "collecting") -> list[T]:
+        """Every rank's value on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self.step(label):
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def while_others_wait(self, work: Callable[[], T], limit_s: float, label: str) -> T | None:
+        """Run `work` on rank 0 while the others wait without using the CPU; its value on rank 0, None elsewhere."""
+        if self.world_size == 1:
+            return work()
+        key = f"alone/{label}"
+        if self.rank == 0:
+            try:
+                return work()
+            finally:
+                self.open_store().set(key, "done")
+        self.progress.limit_s += limit_s
+        try:
+            with self.step(label):
+                self.open_store().wait([key], datetime.timedelta(seconds=limit_s + self.options.timeout_s))
+        finally:
+            self.progress.limit_s -= limit_s
+        return None
+
+    def open_store(self) -> dist.Store:
+        """The store where the ranks met; there is one wherever there are two ranks."""
+        assert self.store is not None
+        return self.store
+
+    def _drop_out(self) -> None:
+        """Take no part any more, as a rank does that hangs elsewhere; until the others have given up."""
+        self.progress.note.label = "drop injected: this rank takes no part"
+        time.sleep(self.options.timeout_s + 5)
+        raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
+
+
+@contextlib.contextmanager
+def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterator[Job]:
+    """Meet the other ranks, hand out the `Job`, and destroy the process group whatever happens.
+
+    Raises:
+        DistdiagError: TIMEOUT with the ranks that never arrived and the interface tried; whatever the body raises.
+    """
+    device = choose_device(place, options)
+    if place.world_size == 1:
+        job = Job(place, options, None, device)
+        _align(job)
+        yield job
+        return
+    job = Job(place, options, None, device)
+    mine = interface.tried_by("gloo")  # control traffic is gloo's, also where NCCL is measured
+    where = mine.text if job.backend == "gloo" else f"{mine.text}; NCCL's would be {interface.tried_by('nccl').text}"
+    try:
+        job.store = _open_store(place, arrival_limit_s, mine)
+        arrivals = _wait_for_all(job, arrival_limit_s, mine)
+        _refuse_unreachable(arrivals)
+        job.watchdog = Watchdog(
+            job.progress,
+            job.rank,
+            job.world_size,
+            where,
+            lambda: _connect(place, options.timeout_s),
+            partial(_leave_report, place, options),
+        )
+        job.watchdog.start()
+        with job.progress.step("connecting to each other"):
+            _init_groups(job, arrivals)
+        _align(job)
+        yield job
+    except RuntimeError as e:  # gloo and NCCL errors are RuntimeErrors
+        if not job.progress.note.inside:  # nothing to do with the others: a dataset, a model, a defect of ours
+            raise
+        raise _explain(e, job) from e
+    finally:
+        if job.watchdog is not None:
+            job.watchdog.stop()
+        if dist.is_initialized():
+            # After an error the other side may be gone; what is left to do is free our own end.
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def choose_device(place: RankPlace, options: Options) -> torch.device:
+    """The device of this rank: its own GPU, or the CPU.
+
+    Raises:
+        DistdiagError: more ranks than GPUs.
+    """
+    if options.device != "cuda":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise DistdiagError("--device cuda, but torch sees no GPU", "leave --device out to measure on the CPU")
+    if place.local_world_size > count and not options.share_gpus:
+        raise DistdiagError(
+            f"{place.local_world_size} ranks on this host, but {count} GPU{'s' if count > 1 else ''}",
+            "use --nproc with at most that many, or --share-gpus where several ranks on one GPU are meant",
+        )
+    device = torch.device("cuda", place.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _namespace() -> str:
+    # torchrun keeps its store when it restarts the ranks; keys of the last attempt must not be found.
+    return f"distdiag-probe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _connect(place: RankPlace, limit_s: float) -> dist.Store:
+    timeout = datetime.timedelta(seconds=limit_s)
+    store = dist.TCPStore(place.master_addr, place.master_port, None, False, timeout, wait_for_workers=False)
+    return dist.PrefixStore(_namespace(), store)
+
+
+def _open_store(place: RankPlace, limit_s: float, mine: Interface) -> dist.Store:
+    hosts_it = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = datetime.timedelta(seconds=limit_s)
+    where = f"{place.master_addr}:{place.master_port}"
+    try:
+        store = dist.TCPStore(
+            place.master_addr, place.master_port, place.world_size, hosts_it, timeout, wait_for_workers=False
+        )
+    except RuntimeError as e:
+        if hosts_it:
+            raise DistdiagError(
+                f"rank 0 cannot listen on {where}: {_first_line(e)}",
+                "set MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0's host",
+            ) from None
+        raise DistdiagError(
+            f"rank 0 never arrived: nobody listens on {where} (tried for {limit_s:g} s by rank {place.rank})",
+            f"start rank 0, or check MASTER_ADDR; this rank would use interface {mine.text}",
+            ExitCode.TIMEOUT,
+            "timeout",
+        ) from None
+    return dist.PrefixStore(_namespace(), store)
+
+
+def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, Any]]:
+    """Announce this rank and wait for all others, before any of torch's own rendezvous can hang without a name."""
+    assert job.store is not None
+    me = {
+        "host": socket.gethostname(),
+        # Containers and namespaces of one machine are several nodes under one name.
+        "node": os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname(),
+        "pid": os.getpid(),
+        "interface": [mine.name, mine.address, mine.reason],
+        "clock": clock.clock_identity(),
+        "network": interface.network_identity(),
+        "host_key": clock.clock_identity() + socket.gethostname(),
+    }
+    job.store.set(f"arrived/{job.rank}", json.dumps(me))
+    keys = [f"arrived/{rank}" for rank in range(job.world_size)]
+    try:
+        job.store.wait(keys, datetime.timedelta(seconds=limit_s))
+    except RuntimeError:
+        here = [r for r, key in enumerate(keys) if job.store.check([key])]
+        missing = [r for r in range(job.world_size) if r not in here]
+        seen = {r: json.loads(job.store.get(keys[r])) for r in here}
+        offered = {r: Interface(*seen[r]["interface"]) for r in here}
+        words = ", ".join(map(str, missing))
+        where = f"{job.place.master_addr}:{job.place.master_port}"
+        raise DistdiagError(
+            f"rank{'s' if len(missing) > 1 else ''} {words} of {job.world_size} never arrived at {where} within "
+            f"{limit_s:g} s; interface tried: {mine.text}",
+            interface.advice(offered, {r: seen[r]["node"] for r in here}),
+            ExitCode.TIMEOUT,
+            "timeout",
+        ) from None
+    return [json.loads(job.store.get(key)) for key in keys]
+
+
+def _refuse_unreachable(arrivals: list[dict[str, Any]]) -> None:
+    """Say at once what gloo would try for half a minute: an address of one network offered to another.
+
+    Raises:
+        DistdiagError: ranks of several networks, one of which offers a loopback address; an interface without address.
+    """
+    offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
+    nodes = {r: a["node"] for r, a in enumerate(arrivals)}
+    several = len({a["network"] for a in arrivals}) > 1
+    lost = [
+        r for r, i in offered.items() if i.address == interface.NO_ADDRESS or (several and i.address.startswith("127."))
+    ]
+    if lost:
+        tried = "; ".join(f"rank {r}: {offered[r].text}" for r in lost[:4])
+        raise DistdiagError(
+            f"all {len(arrivals)} ranks arrived, but cannot connect to each other; interfaces tried: {tried}",
+            interface.advice(offered, nodes),
+            ExitCode.TIMEOUT,
+            "timeout",
+        )
+
+
+def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
+    limit = datetime.timedelta(seconds=job.options.timeout_s)
+    try:
+        # gloo raises in the caller at this limit, which frees the main thread; the watchdog has the names by then.
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("c10d", job.open_store()),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=limit,
+        )
+    except RuntimeError as e:
+        offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
+        nodes = {r: a["node"] for r, a in enumerate(arrivals)}
+        tried = "; ".join(f"rank {r}: {i.text}" for r, i in list(offered.items())[:4])
+        raise DistdiagError(
+            f"all {job.world_size} ranks arrived, but could not connect to each other: {_first_line(e)}",
+            f"{interface.advice(offered, nodes)}; interfaces tried: {tried}",
+            ExitCode.TIMEOUT,
+            "timeout",
+        ) from None
+    job.control = dist.group.WORLD
+    job.group = dist.group.WORLD
+    if job.backend == "nccl":
+        # Its own watchdog would end the process without names; ours comes first.
+        longer = datetime.timedelta(seconds=job.options.timeout_s + 60)
+        job.group = dist.new_group(backend="nccl", timeout=longer)
+    job.hosts = [a["host"] for a in arrivals]
+    job.host_keys = [a["host_key"] for a in arrivals]
+    job.clock_identities = [a["clock"] for a in arrivals]
+
+
+def _align(job: Job) -> None:
+    job.clock_offsets_ns, job.clock_error_ns = clock.align(job, job.clock_identities)
+
+
+def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:
+    """The last words of a process that is ended: our own launcher finds them in the store, another's user on the screen."""
+    if place.launcher == "distdiag":
+        store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
+        return
+    if place.rank == 0 and options.output_format == "json":
+        from distdiag.probekit.command.rendering import error_json
+
+        print(error_json(error), flush=True)
+    print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+
+
+def _explain(e: RuntimeError, job: Job) -> DistdiagError:
+    """A backend's error in our words: a timeout with names, or a rank that went away."""
+    text = _first_line(e)
+    # gloo closes the connections of an operation that timed out, so the second rank to give up sees a closed pair.
+    waited = time.monotonic() - job.progress.since_s
+    if job.watchdog is not None and (
+        "timed out" in text.lower() or "timeout" in text.lower() or waited > job.progress.limit_s / 2
+    ):
+        return job.watchdog.report()
+    if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+        return DistdiagError(
+            f"{job.progress.note.label}: another rank went away ({text})",
+            "look at the other ranks' output; a rank that was killed leaves none",
+            ExitCode.FAILED,
+            "rank_lost",
+        )
+    return DistdiagError(
+        f"{job.progress.note.label}: {text}", "this backend, device and type do not do it", ExitCode.FAILED, "backend"
+    )
+
+
+def _first_line(e: Exception) -> str:
+    line = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+    return line if len(line) <= 200 else line[:197] + "…"

@@ -1,0 +1,92 @@
+"""What every rank of a probe command does: meet the others, run the probe or all of them, come back with results."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.command import catalog
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.probe import Probe
+from distdiag.probekit.ranks.environment import RankPlace
+from distdiag.probekit.ranks.job import Job, joined
+from distdiag.probekit.verdict.result import Result, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """A DistdiagError on its way between processes."""
+
+    message: str
+    hint: str
+    code: int
+    kind: str
+
+    def as_error(self) -> DistdiagError:
+        return DistdiagError(self.message, self.hint, ExitCode(self.code), self.kind)
+
+
+def run_rank(
+    place: RankPlace, options: Options, deadline_s: float, arrival_limit_s: float
+) -> tuple[list[Result] | None, RankError | None]:
+    """Results (on rank 0; an empty list elsewhere) or the error of this rank; raises nothing but KeyboardInterrupt.
+
+    Args:
+        deadline_s: time.monotonic() at which measuring should be over; rank 0's counts.
+        arrival_limit_s: How long ranks may take to meet.
+    """
+    try:
+        probes = [catalog.load(n) for n in (catalog.PROBES if options.name == catalog.ALL else [options.name])]
+        for probe in probes:
+            probe.preload()
+        with joined(place, options, arrival_limit_s) as job:
+            job.deadline_s = deadline_s
+            if options.name == catalog.ALL:
+                return run_all(job, probes), None
+            result = probes[0].run(job)
+            return ([result] if result is not None else []), None
+    except DistdiagError as e:
+        return None, RankError(e.message, e.hint, int(e.code), e.kind)
+    except Exception as e:
+        # Not foreseen: the traceback is worth more than two tidy lines.
+        traceback.print_exc()
+        text = f"rank {place.rank}: {type(e).__name__}: {e}".splitlines()[0]
+        return None, RankError(text, "the traceback is above", int(ExitCode.FAILED), "crashed")
+
+
+def run_all(job: Job, probes: list[Probe]) -> list[Result]:
+    """Every probe in its share of what is left of the budget; what is not possible here is said, not failed."""
+    end_s = job.deadline_s
+    results: list[Result] = []
+    for i, probe in enumerate(probes):
+        left = job.agree([end_s - time.monotonic()], "sharing out the budget")[0]
+        share = left * probe.share_in_all / sum(p.share_in_all for p in probes[i:])
+        job.deadline_s = time.monotonic() + share
+        began = time.monotonic()
+        try:
+            if job.world_size < probe.min_ranks:
+                raise DistdiagError(f"needs {probe.min_ranks} ranks", "--nproc 2")
+            probe.check(job.options)
+            result = probe.run(job)
+        except DistdiagError as e:
+            if e.code in (ExitCode.TIMEOUT, ExitCode.FAILED):  # nothing after it can be trusted
+                raise
+            result = not_possible(job, probe, e.message)
+        if job.rank == 0 and result is not None:
+            result.elapsed_s = time.monotonic() - began
+            results.append(result)
+    return results
+
+
+def not_possible(job: Job, probe: Probe, why: str) -> Result:
+    """A result that judges nothing: this machine has not what the probe measures."""
+    return Result(
+        probe.name,
+        job.world_size,
+        job.backend,
+        job.device.type,
+        verdict=Verdict.PASS,
+        reasons=[f"not possible here: {why}"],
+    )

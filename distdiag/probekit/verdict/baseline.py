@@ -1,0 +1,167 @@
+"""Keep a result, and hold a later one against it: a test and an effect size, keyed by what makes hosts comparable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.verdict.result import Measure, Result, Verdict
+from distdiag.terms import statistics
+
+SCHEMA = "distdiag.probe-baseline/1"
+_ALPHA = 0.01  # over all sizes of a probe together (Holm)
+_LARGE_DELTA = 0.474  # Cliff's delta above this is called large (Romano 2006)
+_LEAST_VALUES = 4  # on either side; below, no test can tell
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One probe of a baseline."""
+
+    key: dict[str, Any]
+    noisy: bool
+    measures: list[Measure]
+
+
+def key_of(result: Result) -> dict[str, Any]:
+    """What must be equal for two results to be comparable."""
+    return {
+        "probe": result.probe,
+        "host_class": result.details.get("host_class"),
+        "hosts": len(result.hosts),
+        "device": result.device,
+        "backend": result.backend,
+        "world_size": result.world_size,
+        "dtype": result.dtype,
+        "torch": result.versions.get("torch"),
+    }
+
+
+def save(path: str, results: list[Result]) -> None:
+    """Write the measures of all results, atomically.
+
+    Raises:
+        DistdiagError: the file cannot be written.
+    """
+    data = {
+        "schema": SCHEMA,
+        "created_unix_s": int(time.time()),
+        "entries": [
+            {
+                "key": key_of(r),
+                "noisy": bool(r.host_noise and r.host_noise.noisy),
+                "verdict": r.verdict,
+                "measures": [dataclasses.asdict(m) for m in r.measures],
+            }
+            for r in results
+            if r.measures
+        ],
+    }
+    part = Path(f"{path}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(data) + "\n")
+        part.replace(path)
+    except OSError as e:
+        raise DistdiagError(f"cannot write {path}: {e.strerror}", "choose another file with --save") from e
+
+
+def load(path: str) -> list[Entry]:
+    """The entries of a baseline file.
+
+    Raises:
+        DistdiagError: missing, unreadable, or not a baseline of distdiag.
+    """
+    hint = "`distdiag probe NAME --save FILE` writes one"
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise DistdiagError(f"no baseline {path}", hint) from None
+    except OSError as e:
+        raise DistdiagError(f"cannot read {path}: {e.strerror}", hint) from None
+    except (ValueError, UnicodeDecodeError):
+        raise DistdiagError(f"{path} is not a baseline: not JSON", hint) from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise DistdiagError(f"{path} is not a baseline: schema {found!r}, not {SCHEMA!r}", hint)
+    try:
+        return [
+            Entry(
+                dict(e["key"]),
+                bool(e["noisy"]),
+                [Measure(str(m["key"]), str(m["unit"]), [float(v) for v in m["values"]]) for m in e["measures"]],
+            )
+            for e in data["entries"]
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise DistdiagError(f"{path} is a damaged baseline", hint) from None
+
+
+def compare(result: Result, entries: list[Entry], tolerance: float) -> None:
+    """Hold `result` against its entry; adds `comparison` and judges.
+
+    Slower counts where the difference is significant (Mann-Whitney on block medians, Holm over the sizes), larger
+    than `tolerance`, and large as an effect (Cliff's delta). On a noisy host it is inconclusive.
+
+    Args:
+        tolerance: Share, 0.1 = 10 %.
+
+    Raises:
+        DistdiagError: the baseline is of another probe, host class, backend, world size, type or torch.
+    """
+    mine = key_of(result)
+    of_probe = [e for e in entries if e.key.get("probe") == result.probe]
+    if not of_probe:
+        if not result.measures:
+            return  # not possible here, and not in the baseline either
+        had = ", ".join(sorted({str(e.key.get("probe")) for e in entries})) or "nothing"
+        raise DistdiagError(f"the baseline has no {result.probe} (it has {had})", "save one with --save")
+    entry = next((e for e in of_probe if e.key == mine), None)
+    if entry is None:
+        theirs = of_probe[0].key
+        differs = "; ".join(f"{k}: {theirs.get(k)} there, {v} here" for k, v in mine.items() if theirs.get(k) != v)
+        raise DistdiagError(f"the baseline was made under other conditions ({differs})", "save one here with --save")
+    rows = _compare_measures(result.measures, entry.measures, tolerance)
+    result.comparison = rows
+    noisy = entry.noisy or bool(result.host_noise and result.host_noise.noisy)
+    tested = [r for r in rows if r["p_value"] is not None]
+    slower = [r for r in tested if r["slower"]]
+    if slower:
+        worst = max(slower, key=lambda r: r["ratio"])
+        noise = " (but a host was busy: measure both when quiet)" if noisy else ""
+        result.judge(
+            Verdict.INCONCLUSIVE if noisy else Verdict.FAIL,
+            f"slower than the baseline at {len(slower)} of {len(tested)}: {worst['key']} by {worst['ratio'] - 1:.0%} "
+            f"(p {worst['p_value']:.1g}, Cliff's delta {worst['cliffs_delta']:+.2f}){noise}",
+        )
+    elif not tested:
+        result.judge(Verdict.INCONCLUSIVE, "too few repeats to compare with the baseline: give more with --budget")
+    else:
+        ratio = float(np.median([r["ratio"] for r in tested]))
+        result.reasons.append(f"no slower than the baseline (median ratio {ratio:.2f} over {len(tested)})")
+
+
+def _compare_measures(mine: list[Measure], theirs: list[Measure], tolerance: float) -> list[dict[str, Any]]:
+    before = {m.key: m for m in theirs}
+    rows: list[dict[str, Any]] = []
+    for m in mine:
+        other = before.get(m.key)
+        if other is None:
+            continue
+        row: dict[str, Any] = {"key": m.key, "ratio": None, "p_value": None, "cliffs_delta": None, "slower": False}
+        if min(len(m.values), len(other.values)) >= _LEAST_VALUES:
+            c = statistics.compare(np.array(other.values), np.array(m.values))
+            row |= {"ratio": c.ratio, "p_value": c.p_value, "cliffs_delta": c.cliffs_delta}
+        rows.append(row)
+    tested = sorted((r for r in rows if r["p_value"] is not None), key=lambda r: r["p_value"])
+    for i, row in enumerate(tested):
+        if row["p_value"] * (len(tested) - i) > _ALPHA:
+            break  # Holm: nothing after the first that fails
+        row["slower"] = row["ratio"] > 1 + tolerance and row["cliffs_delta"] > _LARGE_DELTA
+    return rows

@@ -1,0 +1,258 @@
+"""From stamps to rows: times, skew, bandwidth, modes, the fit; and the words that explain them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distdiag.probekit.measure.noise import kernel_hz
+from distdiag.probekit.measure.probe import Table
+from distdiag.probekit.measure.sampling import Stamped
+from distdiag.probekit.verdict import decide
+from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Row, TimeUs, Verdict, WrongValues, host_class
+from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.terms.statistics import (
+    Samples,
+    bootstrap_medians,
+    find_modes,
+    fit_latency_bandwidth,
+)
+from distdiag.terms.units import size_text, time_text
+
+if TYPE_CHECKING:
+    from distdiag.probekit.measure.collective import Collective
+    from distdiag.probekit.ranks.job import Job
+
+LATE_SHARE = 0.8  # of the iterations the same rank must be last to be called late
+LATE_US = 100.0  # and by this much; below it is the order in which ranks leave the operation before
+_CLEAN_ENOUGH = 11
+_FEW = 8  # iterations; with fewer the range is given as the interval, and nobody is called late
+_TELLING_BYTES = 4 * 2**20  # largest size from which something about buckets can be said
+DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
+
+
+def build(
+    probe: Collective,
+    job: Job,
+    measured: list[tuple[int, Stamped, list[WrongValues]]],
+    ceilings: dict[str, float | None],
+    skipped: list[int],
+) -> Result:
+    """The result on rank 0, judged."""
+    result = new_result(job, probe.name)
+    result.ceilings = dict(ceilings)
+    medians: list[Samples] = []
+    for size, stamped, wrong in measured:
+        row, replicates, block_medians = make_row(probe.op, size, stamped, wrong, job)
+        result.rows.append(row)
+        medians.append(replicates)
+        result.measures.append(Measure(str(size), "us", block_medians))
+    if probe.op in FACTORS:
+        fit = fit_latency_bandwidth([r.bytes for r in result.rows], medians)
+        result.fit = asdict(fit) if fit else None
+    result.host_noise = total_noise([s for _, s, _ in measured], result.rows)
+    for row in result.rows:
+        if text := tail_signature(row):
+            result.notes.append(f"{size_text(row.bytes)}: {text}")
+    decide.judge_collective(result, job.options.floor_gbps, skipped)
+    return result
+
+
+def new_result(job: Job, name: str) -> Result:
+    """A result with what is the same for every probe of this command."""
+    import torch
+
+    versions: dict[str, str] = {"torch": str(torch.__version__)}
+    if job.backend == "nccl":
+        from torch.cuda import nccl
+
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
+    result = Result(name, job.world_size, job.backend, device, job.options.dtype)
+    result.hosts = list(dict.fromkeys(job.hosts))
+    result.versions = versions
+    result.details = {"host_class": host_class(), "torch_threads": torch.get_num_threads()}
+    result.clock_error_us = job.clock_error_ns / 1e3
+    return result
+
+
+def make_row(
+    op: str, size: int, stamped: Stamped, wrong: list[WrongValues], job: Job
+) -> tuple[Row, Samples, list[float]]:
+    """(row, bootstrap replicates of its p50, medians of its blocks), all of the slowest rank."""
+    clean = stamped.clean
+    count = len(clean)
+    enough = bool(clean.all()) or int(clean.sum()) >= min(_CLEAN_ENOUGH, count)
+    keep = clean if enough else np.ones(count, dtype=bool)
+    entered, left = stamped.entered_us[:, keep], stamped.left_us[:, keep]
+    durations = left - entered
+    slowest = int(np.argmax(np.median(durations, axis=1)))
+    times = durations[slowest]
+    last_arrival = entered.max(axis=0)
+    skew = last_arrival - entered.min(axis=0)
+    last = np.bincount(entered.argmax(axis=0), minlength=job.world_size) / times.size
+    skew_us = float(np.median(skew))
+    often = times.size >= _FEW and last.max() >= LATE_SHARE
+    late = int(last.argmax()) if often and skew_us >= LATE_US else None
+    replicates = bootstrap_medians(times)
+    p50 = float(np.median(times))
+    low, high = (float(v) for v in np.percentile(replicates, [2.5, 97.5]))
+    if times.size < _FEW:
+        low, high = float(times.min()), float(times.max())  # no resampling makes an interval of so few
+    moves_bytes = op in FACTORS and job.world_size > 1
+    foreign = [n.foreign_cpus for n in stamped.noise if n.foreign_cpus is not None]
+    blocks = stamped.block[keep]
+    row = Row(
+        bytes=size,
+        elements=size // max(1, _item_bytes(job)),
+        iterations=int(times.size),
+        time_us=TimeUs(float(times.min()), p50, float(np.percentile(times, 95)), float(times.max()), (low, high)),
+        wire_us=float(np.median(left.max(axis=0) - last_arrival)),
+        algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves_bytes else None,
+        busbw_gbps=bus_bandwidth(op, size, p50 / 1e6, job.world_size) if moves_bytes else None,
+        busbw_ci95_gbps=(
+            (bus_bandwidth(op, size, high / 1e6, job.world_size), bus_bandwidth(op, size, low / 1e6, job.world_size))
+            if moves_bytes
+            else None
+        ),
+        skew_us=skew_us,
+        late_rank=late,
+        late_share=float(last.max()),
+        correct=not wrong,
+        wrong=wrong[:20],
+        modes=[asdict(m) for m in find_modes(times)],
+        foreign_cpus=float(np.mean(foreign)) if foreign else None,
+        noisy=not enough,
+        dropped_iterations=count - int(times.size),
+    )
+    # A few iterations make one value: neighbours are alike, and a test needs values that are not.
+    pieces = [p for b in np.unique(blocks) for p in np.array_split(times[blocks == b], max(1, min(4, int((blocks == b).sum()) // 5)))]  # fmt: skip
+    return row, replicates, [float(np.median(p)) for p in pieces]
+
+
+def _item_bytes(job: Job) -> int:
+    return job.dtype.itemsize
+
+
+def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
+    """Foreign CPU over all blocks of a probe; noisy where at least a quarter of the sizes had too few clean blocks."""
+    blocks = [n for s in samples for n in s.noise]
+    foreign = [n.foreign_cpus for n in blocks if n.foreign_cpus is not None]
+    noisy_rows = sum(r.noisy for r in rows)
+    return HostNoise(
+        foreign_cpus=float(np.mean(foreign)) if foreign else None,
+        cpus=blocks[0].cpus if blocks else 0,
+        blocks=len(blocks),
+        noisy_blocks=sum(n.noisy for n in blocks),
+        noisy=noisy_rows > 0 and noisy_rows * 4 >= len(rows),
+    )
+
+
+def tail_signature(row: Row) -> str | None:
+    """A name for the slower hump of a bimodal size, where its distance is that of a known mechanism."""
+    if len(row.modes) != 2:
+        return None
+    fast, slow = row.modes[0]["time_us"], row.modes[1]["time_us"]
+    text = f"two modes, {time_text(fast)} and {time_text(slow)} ({row.modes[1]['share']:.0%})"
+    cause = tail_cause((slow - fast) / 1e3, kernel_hz())
+    return f"{text}: {cause}" if cause else text
+
+
+def tail_cause(extra_ms: float, hz: int | None) -> str | None:
+    """What makes some operations `extra_ms` longer than the others, where the number is a known one."""
+    tick_ms = 1e3 / hz if hz else 4.0
+    if 0.75 * tick_ms <= extra_ms <= 1.25 * tick_ms:
+        return f"{tick_ms:g} ms is one scheduler tick: the rank waited for a CPU; give every rank its own (fewer ranks, pinning)"
+    if 35 <= extra_ms <= 50:
+        return "40 ms is TCP's delayed acknowledgement: enable TCP_NODELAY, or tcp quickack on the route"
+    if 180 <= extra_ms <= 260:
+        return "200 ms is TCP's least retransmission timeout: packets are lost; look at `nstat -az TcpRetransSegs`"
+    return None
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def table(result: Result, ascii_only: bool = False) -> Table:
+    us = "us" if ascii_only else "µs"
+    headers = ["size", "n", f"p50 {us}", "95 % interval", f"p95 {us}", f"wire {us}", f"skew {us}", "late", "algbw GB/s", "busbw GB/s", "correct"]  # fmt: skip
+    lines = Table(headers)
+    none = "-" if ascii_only else "–"
+    for r in result.rows:
+        lines.rows.append(
+            [
+                size_text(r.bytes) if r.bytes else none,
+                f"{r.iterations:,}" + ("*" if r.noisy else ""),
+                f"{r.time_us.p50:,.1f}",
+                f"{r.time_us.ci95[0]:,.1f} … {r.time_us.ci95[1]:,.1f}".replace("…", ".." if ascii_only else "…"),
+                f"{r.time_us.p95:,.1f}",
+                f"{r.wire_us:,.1f}",
+                f"{r.skew_us:,.1f}",
+                f"rank {r.late_rank}" if r.late_rank is not None else none,
+                f"{r.algbw_gbps:.3f}" if r.algbw_gbps is not None else none,
+                f"{r.busbw_gbps:.3f}" if r.busbw_gbps is not None else none,
+                "yes" if r.correct else "NO",
+            ]
+        )
+    return lines
+
+
+def explanation(op: str, result: Result) -> list[str]:
+    """What the numbers mean: ceilings, fit, buckets, noise."""
+    lines: list[str] = []
+    named = {
+        "memcpy_gbps": "memcpy",
+        "tcp_one_way_gbps": "TCP one way",
+        "tcp_both_ways_gbps": "TCP both ways at once, each",
+        "nic_line_rate_gbps": "line rate of the card",
+        "pcie_gbps": "PCIe",
+        "nvlink_gbps": "NVLink",
+    }
+    ceilings = [f"{text} {v:.2f}" for key, text in named.items() if (v := result.ceilings.get(key)) is not None]
+    if ceilings:
+        lines.append("ceilings here, GB/s: " + ", ".join(ceilings))
+    if f := result.fit:
+        low, high = f["latency_ci95"]
+        slow, fast = f["bandwidth_ci95"]
+        lines.append(
+            f"fit: {time_text(f['latency_us'])} [{time_text(low)}, {time_text(high)}] + size / "
+            f"{f['bandwidth_gbps']:.3g} GB/s [{slow:.3g}, {fast:.3g}]; half of it at {size_text(f['half_bandwidth_bytes'])}"
+            f"; the fit is off by up to {f['worst_error']:.0%}"
+        )
+        largest = max(r.bytes for r in result.rows)
+        # Not from sizes that all lie on the latency's side, and not from times that a late rank made.
+        telling = largest >= _TELLING_BYTES and largest >= 2 * f["half_bandwidth_bytes"]
+        if op == "all_reduce" and telling and not any(r.late_rank is not None for r in result.rows):
+            lines.append(bucket_advice(f["half_bandwidth_bytes"]))
+    if few := [size_text(r.bytes) for r in result.rows if r.iterations < _FEW]:
+        lines.append(
+            f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; more --budget, more of them"
+        )
+    if any(r.noisy for r in result.rows):
+        lines.append("* measured beside other work on this host, for want of quiet blocks")
+    return lines
+
+
+def bucket_advice(half_bandwidth_bytes: float) -> str:
+    """What the fit means for DDP's `bucket_cap_mb` (default 25): share of the bandwidth that a bucket reaches."""
+    share = 1 / (1 + half_bandwidth_bytes / DDP_BUCKET_BYTES)
+    ninety = 9 * half_bandwidth_bytes
+    mb = max(1, -(-int(ninety) // 2**20))
+    text = f"DDP: a bucket of bucket_cap_mb=25 reaches {share:.0%} of the bandwidth; 90 % needs {size_text(ninety)}"
+    if mb > 25:
+        return f"{text}: raise bucket_cap_mb to {mb}"
+    return f"{text}: bucket_cap_mb={mb} or more is enough, and smaller buckets overlap earlier"
+
+
+def headline(result: Result) -> str:
+    """One line for `all`."""
+    if not result.rows:
+        return "nothing measured"
+    first, last = result.rows[0], result.rows[-1]
+    text = f"{time_text(first.time_us.p50)}" + (f" at {size_text(first.bytes)}" if first.bytes else "")
+    if last.busbw_gbps is not None and last is not first:
+        text += f", {last.busbw_gbps:.2f} GB/s at {size_text(last.bytes)}"
+    ok = result.verdict != Verdict.FAIL or all(r.correct for r in result.rows)
+    return text + (", correct" if ok else ", WRONG VALUES")

@@ -1,0 +1,189 @@
+"""What the hooks of every step share, and whether their usual case is done in C.
+
+Between two hooks a step's computation empties the caches, and then a Python function costs ten times what it costs in a loop.
+So each hook is a `usual` callable around a Python function that can do all of it: the code in `c/` does the usual case (nothing new,
+nothing on a device, nothing amiss) and calls that function for everything else. Where it was not compiled, for want of a C
+compiler at the install, the Python function is called for all, and the classes here stand in for those in C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distdiag.page.layout import STEPS, LifeWord, Page, Phase, word
+from distdiag.recorder import state
+from distdiag.recorder.frames import user_frame
+from distdiag.recorder.state import now_ns
+
+if TYPE_CHECKING:
+    from distdiag.page.writer import PageWriter
+
+LAYOUT = 5  # what this file and c/hot.h agree upon: the page's, and the attributes here
+_LIFE, _STARTING, _RUNNING = word("life"), int(LifeWord.STARTING), int(LifeWord.RUNNING)
+_STEP, _EPOCH, _DEVICE_BYTES = word("step"), word("epoch"), word("device_bytes")
+_IN_ORDER = ["phase", "phase_since_ns", "blocked", "blocked_at", "blocked_site", "blocked_since_ns", "step", "micro_steps", "n_steps", "n_calls", "epoch", "device_bytes", "life"]  # fmt: skip
+assert [word(f) - word("phase") for f in _IN_ORDER] == list(range(len(_IN_ORDER)))
+
+
+class Ledger:
+    """The accounts of the step that runs, and what else the hooks share. Times in nanoseconds."""
+
+    def __init__(self, page: PageWriter) -> None:
+        self._page = page
+        self.main_thread = 0
+        self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
+        self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
+        self.wait_ns = 0  # of the main thread, for other ranks
+        self.ready_ns = 0  # when the gradient that is usually the last was there
+        self.last_ready_ns = 0  # when a wait for a collective began last
+        self.step_start_ns = now_ns()
+        self.optimizer_start_ns = 0
+        self.samples = self.batch = 0
+        self.loss: float | None = None
+        self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
+        self.next_look, self.always = (
+            0,
+            True,
+        )  # the first step with something to look at before the optimizer, unless always
+        self.bad_losses = 0  # one after the other
+        # the iterator whose batch came last, by its id, and where its batches and its last time lie; 0: to be looked up
+        self.loader = self.batches_at = self.active_at = 0
+        self.trained = False  # a backward pass has followed a batch of the loader that gave the last one
+        # where the last backward that averaged gradients was called, and where that is counted; -1: nowhere
+        self.counted_site, self.count_at = 0, -1
+        self.cuda = False  # every forward may be the first that lies on a device
+        self.on_device = False  # phases are timed on a device
+        self.newest: Callable[[], torch.Tensor | None] | None = (
+            None  # the first tensor of the last batch, while it lives
+        )
+        self.lead: Callable[[], Any] | None = None  # the optimizer whose steps are the job's
+        self.lead_misses = 0
+        self.averaged_by: Any = None  # the model whose gradients were averaged last
+        self.models: dict[int, Any] = {}  # by id of the DDP module
+        self.pending: list[Any] = []  # forward has run with gradients wanted, and no backward that averages them
+        self.later: list[Any] = []  # values on their way from a device
+
+    def close_step(self, t: int) -> None:
+        """Write the record of the step that ends at `t`, and begin the next."""
+        words = self._page.words
+        ready = self.ready_ns or self.last_ready_ns
+        step = words[_STEP] + 1
+        self._page.write_step(
+            step, words[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns, self.optimizer_ns,
+            self.wait_ns, ready if ready > self.step_start_ns else 0, self.samples, self.batch, self.loss,
+            words[_DEVICE_BYTES],
+        )  # fmt: skip
+        words[_STEP] = step
+        self.begin_step(t)
+
+    def begin_step(self, t: int) -> None:
+        """Begin a step at `t`, with nothing in its accounts."""
+        self.step_start_ns = t
+        self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = self.wait_ns = self.ready_ns = 0
+        self.samples = self.batch = 0
+        self.loss = None
+        words = self._page.words
+        if words[_LIFE] == _STARTING:
+            words[_LIFE] = _RUNNING
+
+
+class Place:
+    """A frame of the user's, so many above the hook that looks for it."""
+
+    def __init__(self) -> None:
+        self.code: CodeType | None = None
+        self.depth, self.instruction, self.site = 0, -1, 0
+
+
+class ModelWords:
+    """What a hook needs of a DDP module: weak reference, place of its forward, and where its counts lie in the page."""
+
+    def __init__(self) -> None:
+        self.ref: Any = None
+        self.forward: Any = None
+        self.group_at, self.forward_count = -1, -1
+        self.forwards_at = self.synced_at = self.forward_site = 0
+
+
+class GradientWords:
+    """Elements of a gradient that are looked at: every `stride`-th of `n`.
+
+    `plain`: the parameter is a float32 tensor on the CPU without a gap in its memory.
+    """
+
+    def __init__(self) -> None:
+        self.n, self.stride, self.plain = 0, 1, False
+
+
+def _compiled() -> Any:
+    """The module in C; None where there is none that fits."""
+    if os.environ.get("DISTDIAG_PURE") == "1" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    try:
+        found = importlib.import_module("distdiag.recorder.fast._hot")
+    except ImportError:  # not compiled, or for another Python
+        return None
+    return found if found.LAYOUT == LAYOUT else None
+
+
+_c = _compiled()
+COMPILED = _c is not None
+if not TYPE_CHECKING and _c is not None:
+    Ledger, Place, ModelWords, GradientWords = _c.Ledger, _c.Place, _c.ModelWords, _c.GradientWords
+
+
+def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
+    """The ledger of a page; its hooks run in the main thread alone."""
+    if _c is None:
+        made = Ledger(page)
+    else:
+        made = _c.Ledger(
+            page.words, word("phase"), Page.steps.offset // 8, STEPS, state.failed, torch.Tensor, torch.float32, torch.strided,
+            torch.is_grad_enabled,
+        )  # fmt: skip
+    made.main_thread = main_thread or 0
+    return made
+
+
+def usual(shared: Ledger, name: str, general: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
+    """`general` as a hook: its usual case, by its name in `c/hooks.c`, is done in C. `of` is what the hook looks at."""
+    return general if _c is None else _c.usual(shared, name, general, of)
+
+
+class LastPlace(Place):
+    """Where the user's code last called for one thing of torch's: mostly it calls again from there, through as many frames.
+
+    With cold caches the walk up the stack, with a look-up for each frame, takes longer than the rest of a hook.
+    """
+
+    def __init__(self, r: state.Recorder) -> None:
+        super().__init__()
+        self._r = r
+
+    def look(self) -> int:
+        """Heap offset of the innermost place of the user's own, from the general function of a hook: of torch's method, in
+        whose place the hook stands, the frame is the second above this one."""
+        try:
+            f = sys._getframe(self.depth + 2)
+            if f.f_code is self.code and f.f_lasti == self.instruction:
+                return self.site
+        except ValueError:  # fewer frames than before
+            pass
+        f = start = sys._getframe(2)
+        user = user_frame(start)
+        self.site = self._r.site(user)
+        self.code, self.depth = None, 0
+        if user is not None:
+            self.code, self.instruction = user.f_code, user.f_lasti
+            while f is not user and f is not None:
+                self.depth += 1
+                f = f.f_back
+        return self.site

@@ -1,0 +1,287 @@
+/* The types that Python sees: usual, Ledger, and the bases of LastPlace, Model and Gradients; see hot.h. */
+
+#include "hot.h"
+
+/* -- Usual ------------------------------------------------------------------------------------------------------------- */
+
+static PyObject *count_failure(Usual *u) {
+  PyObject *kind, *error, *tb;
+  PyErr_Fetch(&kind, &error, &tb);
+  PyErr_NormalizeException(&kind, &error, &tb);
+  PyObject *r = error == NULL ? NULL : PyObject_CallOneArg(u->ledger->failed, error); /* raises under pytest only */
+  Py_XDECREF(kind);
+  Py_XDECREF(error);
+  Py_XDECREF(tb);
+  if (r == NULL) return NULL;
+  Py_DECREF(r);
+  Py_RETURN_NONE;
+}
+
+static PyObject *usual_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
+  Usual *u = (Usual *)self;
+  if (names == NULL && PyVectorcall_NARGS(nargsf) == u->arguments) {
+    PyObject *result = NULL;
+    int r = u->hook(u->ledger, u, args, &result);
+    if (r > 0) return result;
+    if (r < 0) return count_failure(u);
+  }
+  return PyObject_Vectorcall(u->general, args, nargsf, names);
+}
+
+static PyObject *usual_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"ledger", "name", "general", "of", NULL};
+  PyObject *ledger, *general, *of = Py_None;
+  const char *name;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!sO|O", names, &LedgerType, &ledger, &name, &general, &of)) return NULL;
+  for (size_t i = 0; i < N_HOOKS; i++) {
+    if (strcmp(name, HOOKS[i].name)) continue;
+    if (HOOKS[i].of != NULL && !PyObject_TypeCheck(of, HOOKS[i].of))
+      return PyErr_Format(PyExc_TypeError, "%s: of %s, not %s", name, HOOKS[i].of->tp_name, Py_TYPE(of)->tp_name);
+    Usual *u = PyObject_GC_New(Usual, type);
+    if (u == NULL) return NULL;
+    u->call = usual_call;
+    u->ledger = (Ledger *)Py_NewRef(ledger);
+    u->general = Py_NewRef(general);
+    u->of = Py_NewRef(of);
+    u->hook = HOOKS[i].hook;
+    u->arguments = HOOKS[i].arguments;
+    PyObject_GC_Track(u);
+    return (PyObject *)u;
+  }
+  return PyErr_Format(PyExc_ValueError, "no hook '%s'", name);
+}
+
+/* There is no clear: what torch has hooked may yet be called, and `general` answers then. */
+static int usual_traverse(Usual *u, visitproc visit, void *arg) {
+  Py_VISIT(u->ledger);
+  Py_VISIT(u->general);
+  Py_VISIT(u->of);
+  return 0;
+}
+
+static void usual_dealloc(Usual *u) {
+  PyObject_GC_UnTrack(u);
+  Py_CLEAR(u->ledger);
+  Py_CLEAR(u->general);
+  Py_CLEAR(u->of);
+  PyObject_GC_Del(u);
+}
+
+PyTypeObject UsualType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot.usual",
+  .tp_doc = "usual(ledger, name, general, of=None): `general` as a callable, whose usual case is done here.",
+  .tp_basicsize = sizeof(Usual),
+  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC,
+  .tp_vectorcall_offset = offsetof(Usual, call),
+  .tp_call = PyVectorcall_Call,
+  .tp_new = usual_new,
+  .tp_traverse = (traverseproc)usual_traverse,
+  .tp_dealloc = (destructor)usual_dealloc,
+};
+
+/* -- Ledger ------------------------------------------------------------------------------------------------------------ */
+
+static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"words", "head", "ring", "records", "failed", "tensor", "float32", "strided", "grad_enabled",
+                          NULL};
+  PyObject *words, *failed, *tensor, *float32, *strided, *enabled;
+  Py_ssize_t head, ring, records;
+  if (s->view.obj != NULL) {
+    PyErr_SetString(PyExc_TypeError, "a ledger is made once");
+    return -1;
+  }
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnOOOOO", names, &words, &head, &ring, &records, &failed, &tensor,
+                                   &float32, &strided, &enabled))
+    return -1;
+  if (PyObject_GetBuffer(words, &s->view, PyBUF_WRITABLE) < 0) return -1;
+  if (head < 0 || ring < 0 || records < 1 || head > s->view.len / 8 - LIFE - 1 ||
+      ring > s->view.len / 8 - records * RECORD_WORDS) {
+    PyErr_SetString(PyExc_ValueError, "the words do not lie in the page");
+    return -1;
+  }
+  s->words = s->view.buf;
+  s->head = s->words + head;
+  s->ring = s->words + ring;
+  s->records = (uint64_t)records;
+  s->failed = Py_NewRef(failed);
+  s->tensor = Py_NewRef(tensor);
+  s->float32 = Py_NewRef(float32);
+  s->strided = Py_NewRef(strided);
+  s->grad_enabled = Py_NewRef(enabled);
+  s->idle = 6; /* OTHER */
+  s->always = 1;
+  s->count_at = -1;
+  s->step_start_ns = now_ns();
+  s->models = PyDict_New();
+  s->pending = PyList_New(0);
+  s->later = PyList_New(0);
+  return s->models == NULL || s->pending == NULL || s->later == NULL ? -1 : 0;
+}
+
+static int ledger_traverse(Ledger *s, visitproc visit, void *arg) {
+  Py_VISIT(s->newest);
+  Py_VISIT(s->lead);
+  Py_VISIT(s->averaged_by);
+  Py_VISIT(s->models);
+  Py_VISIT(s->pending);
+  Py_VISIT(s->later);
+  Py_VISIT(s->failed);
+  Py_VISIT(s->tensor);
+  Py_VISIT(s->float32);
+  Py_VISIT(s->strided);
+  Py_VISIT(s->grad_enabled);
+  return 0;
+}
+
+static int ledger_clear(Ledger *s) { /* what a hook needs to run at all stays */
+  Py_CLEAR(s->newest);
+  Py_CLEAR(s->lead);
+  Py_CLEAR(s->averaged_by);
+  return 0;
+}
+
+static void ledger_dealloc(Ledger *s) {
+  PyObject_GC_UnTrack(s);
+  ledger_clear(s);
+  Py_CLEAR(s->models);
+  Py_CLEAR(s->pending);
+  Py_CLEAR(s->later);
+  Py_CLEAR(s->failed);
+  Py_CLEAR(s->tensor);
+  Py_CLEAR(s->float32);
+  Py_CLEAR(s->strided);
+  Py_CLEAR(s->grad_enabled);
+  if (s->view.obj != NULL) PyBuffer_Release(&s->view);
+  Py_TYPE(s)->tp_free(s);
+}
+
+static PyObject *ledger_get_loss(Ledger *s, void *_) {
+  return s->loss_known ? PyFloat_FromDouble(s->loss) : Py_NewRef(Py_None);
+}
+
+static int ledger_set_loss(Ledger *s, PyObject *value, void *_) {
+  double loss = value == NULL || value == Py_None ? 0.0 : PyFloat_AsDouble(value);
+  if (loss == -1.0 && PyErr_Occurred()) return -1;
+  s->loss = loss;
+  s->loss_known = value != NULL && value != Py_None;
+  return 0;
+}
+
+static PyObject *ledger_close(Ledger *s, PyObject *time) {
+  uint64_t t;
+  if (time_of(time, &t) < 0) return NULL;
+  close_step(s, t);
+  begin_step(s, t);
+  Py_RETURN_NONE;
+}
+
+static PyObject *ledger_begin(Ledger *s, PyObject *time) {
+  uint64_t t;
+  if (time_of(time, &t) < 0) return NULL;
+  begin_step(s, t);
+  Py_RETURN_NONE;
+}
+
+#define NUMBER(name) {#name, T_ULONGLONG, offsetof(Ledger, name), 0, NULL}
+#define SIGNED(name) {#name, T_LONGLONG, offsetof(Ledger, name), 0, NULL}
+#define TRUTH(name) {#name, T_BOOL, offsetof(Ledger, name), 0, NULL}
+#define OBJECT(name) {#name, T_OBJECT, offsetof(Ledger, name), 0, NULL}
+#define KEPT(name) {#name, T_OBJECT, offsetof(Ledger, name), READONLY, NULL}
+static PyMemberDef ledger_members[] = {
+  NUMBER(main_thread), NUMBER(idle), NUMBER(data_ns), NUMBER(forward_ns), NUMBER(backward_ns), NUMBER(optimizer_ns),
+  NUMBER(wait_ns), NUMBER(ready_ns), NUMBER(last_ready_ns), NUMBER(step_start_ns), NUMBER(samples), NUMBER(batch),
+  NUMBER(optimizer_start_ns), NUMBER(reduced_elements), NUMBER(next_look), NUMBER(loader), NUMBER(batches_at),
+  NUMBER(active_at), NUMBER(counted_site), SIGNED(count_at), SIGNED(bad_losses), SIGNED(lead_misses), TRUTH(always),
+  TRUTH(trained), TRUTH(cuda), TRUTH(on_device), OBJECT(newest), OBJECT(lead), OBJECT(averaged_by), KEPT(models),
+  KEPT(pending), KEPT(later), {NULL},
+};
+static PyGetSetDef ledger_getset[] = {
+  {"loss", (getter)ledger_get_loss, (setter)ledger_set_loss, NULL, NULL}, {NULL},
+};
+static PyMethodDef ledger_methods[] = {
+  {"close_step", (PyCFunction)ledger_close, METH_O, "Write the record of the step that ends at this time, and begin the next."},
+  {"begin_step", (PyCFunction)ledger_begin, METH_O, "Begin a step at this time."},
+  {NULL},
+};
+PyTypeObject LedgerType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot.Ledger",
+  .tp_doc = "What the hooks of a step share; see hot.Ledger.",
+  .tp_basicsize = sizeof(Ledger),
+  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+  .tp_new = PyType_GenericNew,
+  .tp_init = (initproc)ledger_init,
+  .tp_traverse = (traverseproc)ledger_traverse,
+  .tp_clear = (inquiry)ledger_clear,
+  .tp_dealloc = (destructor)ledger_dealloc,
+  .tp_members = ledger_members,
+  .tp_getset = ledger_getset,
+  .tp_methods = ledger_methods,
+};
+
+/* -- Place, ModelWords, GradientWords: bases of classes in Python -------------------------------------------------------- */
+
+#define BASE(type, dealloc, members)                                                                               \
+  {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot." #type, .tp_basicsize = sizeof(type),         \
+   .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, .tp_new = PyType_GenericNew,                              \
+   .tp_dealloc = (destructor)dealloc, .tp_members = members}
+
+static void place_dealloc(Place *p) {
+  Py_CLEAR(p->code);
+  Py_TYPE(p)->tp_free(p);
+}
+
+static PyMemberDef place_members[] = {
+  {"code", T_OBJECT, offsetof(Place, code), 0, NULL},
+  {"depth", T_LONG, offsetof(Place, depth), 0, NULL},
+  {"instruction", T_LONG, offsetof(Place, instruction), 0, NULL},
+  {"site", T_ULONGLONG, offsetof(Place, site), 0, NULL},
+  {NULL},
+};
+
+PyTypeObject PlaceType = BASE(Place, place_dealloc, place_members);
+
+static void model_dealloc(ModelWords *m) {
+  Py_CLEAR(m->ref);
+  Py_CLEAR(m->forward);
+  Py_TYPE(m)->tp_free(m);
+}
+
+static PyMemberDef model_members[] = {
+  {"ref", T_OBJECT, offsetof(ModelWords, ref), 0, NULL},
+  {"forward", T_OBJECT, offsetof(ModelWords, forward), 0, NULL},
+  {"group_at", T_LONGLONG, offsetof(ModelWords, group_at), 0, NULL},
+  {"forward_count", T_LONGLONG, offsetof(ModelWords, forward_count), 0, NULL},
+  {"forwards_at", T_ULONGLONG, offsetof(ModelWords, forwards_at), 0, NULL},
+  {"synced_at", T_ULONGLONG, offsetof(ModelWords, synced_at), 0, NULL},
+  {"forward_site", T_ULONGLONG, offsetof(ModelWords, forward_site), 0, NULL},
+  {NULL},
+};
+
+PyTypeObject ModelWordsType = BASE(ModelWords, model_dealloc, model_members);
+
+static PyMemberDef gradient_members[] = {
+  {"n", T_LONGLONG, offsetof(GradientWords, n), 0, NULL},
+  {"stride", T_LONGLONG, offsetof(GradientWords, stride), 0, NULL},
+  {"plain", T_BOOL, offsetof(GradientWords, plain), 0, NULL},
+  {NULL},
+};
+
+PyTypeObject GradientWordsType = BASE(GradientWords, NULL, gradient_members);
+
+static struct PyModuleDef module = {
+  PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder.fast._hot", .m_doc = "The usual way of the hooks, in C; see hot.py.", .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit__hot(void) {
+  static const struct { PyTypeObject *type; const char *name; } types[] = {
+    {&LedgerType, "Ledger"}, {&PlaceType, "Place"}, {&ModelWordsType, "ModelWords"},
+    {&GradientWordsType, "GradientWords"}, {&UsualType, "usual"},
+  };
+  if (intern_names() < 0) return NULL;
+  PyObject *m = PyModule_Create(&module);
+  if (m == NULL) return NULL;
+  for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+    if (PyType_Ready(types[i].type) < 0 || PyModule_AddObjectRef(m, types[i].name, (PyObject *)types[i].type) < 0) return NULL;
+  if (PyModule_AddIntMacro(m, LAYOUT) < 0) return NULL;
+  return m;
+}

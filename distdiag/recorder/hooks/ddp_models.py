@@ -1,0 +1,100 @@
+"""DDP-wrapped modules of this process: what was wrapped, and what the hooks keep of each."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distdiag.page.layout import MODELS, ModelSlot
+from distdiag.recorder import state
+from distdiag.recorder.fast.accounts import LastPlace, ModelWords
+from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.recorder.hooks.first_forward import FirstForward
+from distdiag.recorder.hooks.tensor_checks import NAMES_KEPT
+from distdiag.recorder.state import guarded
+
+if TYPE_CHECKING:
+    from distdiag.recorder.hooks.step_accounting import Phases
+
+
+class Model(ModelWords):
+    """One DDP-wrapped module in this process."""
+
+    def __init__(self, ddp: Any, slot: ModelSlot, r: state.Recorder) -> None:
+        super().__init__()
+        page = r.page
+        self.ref = weakref.ref(ddp, self._gone)
+        # its parameters and where its buffers lie, once asked for; not kept beyond its life
+        self.named: list[tuple[str, Any]] | None = None
+        self.buffer_places: list[tuple[Any, str]] | None = None
+        self.slot = slot
+        self.pg = ddp.process_group
+        self.group_at = -1  # slot of its process group; -1: not registered
+        self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
+        self.forward = LastPlace(r)
+        self.forward_site, self.forward_count = 0, -1  # of the last forward, and where it is counted
+        self.next_check = 0  # the step at which to look again at who has a gradient
+        self.hook: Any = None
+        self.first_forward: FirstForward | None = None
+        self.unused_texts: set[str] = set()
+        self.never: set[str] | None = None  # parameters without gradient at every look; None before the first
+
+    def _gone(self, _: object) -> None:
+        self.named = self.buffer_places = None
+
+
+@guarded
+def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
+    """Before DDP's constructor talks to the others: what is about to be wrapped."""
+    site = ph.r.user_site(caller)
+    n = ph.h.n_models
+    if n >= MODELS:
+        ph.h.dropped += 1
+        return None
+    slot = ph.page.page.models[n]
+    slot.name = ph.page.text(type(module).__name__)
+    slot.site = site
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+    slot.parameters = len(shapes)
+    slot.parameter_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
+    slot.frozen = len(frozen)
+    slot.frozen_names = ph.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
+    slot.shape_hash = hash_text(repr([s for _, s in shapes]))
+    slot.group = 0xFFFFFFFF
+    slot.find_unused = -1
+    ph.h.n_models = n + 1
+    pg = kwargs.get("process_group") or torch.distributed.group.WORLD
+    if pg is not None:
+        ph.col.mark_site("DDP", site)
+        ph.col.block_ddp(pg, site)
+    return slot
+
+
+@guarded
+def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
+    m = Model(ddp, slot, ph.r)
+    g = ph.col.group(m.pg)
+    if g is not None:
+        slot.group = m.group_at = g.slot_index
+    by_library = kind_of(caller.f_code) == PACKAGE
+    slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
+    slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
+    slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
+    ph.ledger.models[id(ddp)] = m
+    first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
+    if first is not None:
+        m.hook = ph.watch_last_gradient(first)
+        ph.checks.local_gradients = True
+    ph.ledger.next_look = 0
+
+
+def hash_text(s: str) -> int:
+    import zlib
+
+    raw = s.encode()
+    return zlib.crc32(raw) << 32 | zlib.adler32(raw)

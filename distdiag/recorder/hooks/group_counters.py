@@ -1,0 +1,197 @@
+"""Process groups of this rank: who is in them, and how far their counters have come.
+
+Sequence numbers are those of the collectives of one group, from 1: the same on all its members. gloo's own, which its flight
+recorder shows, count point-to-point calls, too, of which ranks make different numbers; those are learned from the counter's step
+at each of them and taken off again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as dist
+
+from distdiag.page.layout import GROUPS, GroupSlot
+from distdiag.recorder import state
+from distdiag.recorder.state import guarded
+from distdiag.terms.ranks import fold_ranks
+
+OFFSETS_KEPT = 16  # the flight recorder's newest numbers are few collectives old
+
+
+class Group:
+    """What is known of one process group in this process."""
+
+    __slots__ = ("_offsets", "members", "offset", "open_messages", "pg", "slot", "slot_index", "to_global")
+
+    def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
+        self.pg, self.slot, self.slot_index = pg, slot, slot_index
+        self.members = members
+        self.to_global = dict(enumerate(members))
+        self.offset = 0  # of the backend's counter over the number of collectives
+        self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
+        self.open_messages = 0  # point-to-point calls that have begun and not come back: the counter may be ahead
+
+    def shift(self, offset: int) -> None:
+        """From the next collective on the backend counts so much more than collectives."""
+        issued = self.slot.enqueued
+        self.offset = self.slot.offset = offset
+        if self._offsets[-1][0] == issued:
+            self._offsets[-1] = issued, offset
+        else:
+            self._offsets.append((issued, offset))
+
+    def number(self, raw: int) -> int:
+        """How many collectives of the group were issued up to the one with this sequence number of the backend's.
+
+        gloo counts point-to-point calls in the same counter, and its flight recorder numbers collectives by it.
+        """
+        if raw <= 0:
+            return raw
+        offset = 0
+        for issued, offset in reversed(self._offsets):
+            if raw - offset > issued:
+                break
+        return raw - offset
+
+    def message_begins(self) -> None:
+        """A point-to-point call: what the counter shows beyond the collectives issued so far will be the offset."""
+        if not self.open_messages:  # DDP may have issued some since we last looked
+            self.slot.enqueued = self.pg._get_sequence_number_for_group() - self.offset
+        self.open_messages += 1
+
+    def message_ends(self) -> None:
+        self.open_messages -= 1
+        if not self.open_messages:
+            offset = self.pg._get_sequence_number_for_group() - self.slot.enqueued
+            if offset != self.offset:
+                self.shift(offset)
+
+
+class Groups:
+    """The groups registered in the page of one recorder."""
+
+    def __init__(self, recorder: state.Recorder) -> None:
+        self.r = recorder
+        self.h = recorder.h
+        self.page = recorder.page
+        self.groups: dict[int, Group] = {}  # by id of the ProcessGroup object
+        self.generation = 0
+        self._lock = threading.Lock()
+
+    def group(self, pg: Any) -> Group | None:
+        """The slot of a process group, registered when first seen."""
+        g = self.groups.get(id(pg))
+        if g is None or g.pg is not pg:
+            g = self._register(pg)
+        return g
+
+    def _register(self, pg: Any) -> Group | None:
+        with self._lock:
+            n = self.h.n_groups
+            if n >= GROUPS:
+                self.h.dropped += 1
+                return None
+            world = dist._world
+            ranks = world.pg_group_ranks.get(pg)
+            members = sorted(ranks, key=lambda r: ranks[r]) if ranks else list(range(pg.size()))
+            name = world.pg_names.get(pg) or pg.group_name
+            slot = self.page.page.groups[n]
+            slot.name = self.page.text(str(name))
+            slot.description = self.page.text(str(getattr(pg, "group_desc", "") or ""))
+            try:
+                backend = str(dist.get_backend(pg))
+            except (ValueError, RuntimeError, KeyError, AssertionError):
+                backend = ""
+            slot.backend = self.page.text(backend)
+            slot.ranks = self.page.text(fold_ranks(list(members)))
+            slot.generation = max(self.generation, 1)
+            slot.completed = -1
+            slot.flight_recorder_id = -1
+            g = Group(pg, slot, n, list(members))
+            self._calibrate(g)
+            self.groups[id(pg)] = g
+            self.h.n_groups = n + 1
+            return g
+
+    def _calibrate(self, g: Group) -> None:
+        """Where the backend's counter and the flight recorder's differ already (we came late), take the difference."""
+        count = g.pg._get_sequence_number_for_group()
+        if count <= 0:
+            return
+        status = flight_recorder_status()
+        known = [int(s["last_enqueued_collective"]) for s in status.values()]
+        if known and count not in known:
+            below = [k for k in known if 0 <= k < count]
+            if len(known) == 1 and below:
+                g.shift(count - below[0])
+
+    @guarded
+    def refresh_groups(self) -> None:
+        """From the pulse: newest issued and completed collective of every group."""
+        before = {id(g): issued for g in list(self.groups.values()) if (issued := _issued(g)) is not None}
+        status = flight_recorder_status()
+        for g in list(self.groups.values()):
+            issued = _issued(g)
+            if issued is None or id(g) not in before:
+                continue
+            fr = self._recorder_entry(g, status, before[id(g)], issued)
+            if fr is not None:
+                g.slot.enqueued = g.number(int(fr["last_enqueued_collective"]))
+                g.slot.completed = g.number(int(fr["last_completed_collective"]))
+            elif not g.open_messages:
+                g.slot.enqueued = issued
+                g.slot.completed = -1
+
+    def _recorder_entry(self, g: Group, status: dict[str, Any], at_least: int, at_most: int) -> dict[str, Any] | None:
+        """The flight recorder's counters of a group, which it keeps by a number of its own.
+
+        Whose they are shows in the counts: groups that keep step with each other are told apart when one of them is ahead.
+        The main thread goes on meanwhile, so what counts is that they lie between the group's own before and after.
+        """
+
+        def count(counters: dict[str, Any]) -> int:
+            return g.number(int(counters["last_enqueued_collective"]))
+
+        known = status.get(str(g.slot.flight_recorder_id))
+        if g.open_messages or (known is not None and at_least <= count(known) <= at_most):
+            return known
+        if known is not None and count(known) == at_least - 1:
+            return None  # a call has begun that is not in it yet: NCCL's first makes its connections before
+        taken = {str(other.slot.flight_recorder_id) for other in self.groups.values() if other is not g}
+        found = (
+            []
+            if at_most <= 0
+            else [k for k, counters in status.items() if k not in taken and at_least <= count(counters) <= at_most]
+        )
+        g.slot.flight_recorder_id = int(found[0]) if len(found) == 1 else -1
+        return status[found[0]] if len(found) == 1 else None
+
+
+def _issued(g: Group) -> int | None:
+    """Collectives of a group so far; None where it is no more."""
+    if g.slot.destroyed:
+        return None
+    try:
+        return g.pg._get_sequence_number_for_group() - g.offset
+    except RuntimeError:  # it was shut down between two beats
+        return None
+
+
+def flight_recorder_status() -> dict[str, Any]:
+    """Newest enqueued / completed collective by the flight recorder's own group number; {} where there is none."""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            status = json.loads(dump(False, False)).get("pg_status", {})
+        except (RuntimeError, ValueError):
+            continue
+        if status:
+            return status
+    return {}

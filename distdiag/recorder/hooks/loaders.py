@@ -1,0 +1,234 @@
+"""What each DataLoader (or watched iterator) promised and gave: lengths, batches, exhaustion, fingerprints.
+
+A fingerprint is 64 bits of the first batches of an epoch: the upper half from the first integer tensor (labels survive
+random augmentation), the lower half from the first floating tensor that is not the same nearly everywhere. 64 elements of
+each are looked at, scattered over it (evenly spread ones would be the same black corner of every image), of the first six
+batches only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
+from distdiag.page.layout import LOADERS, LoaderSlot
+from distdiag.recorder import state
+from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.state import guarded, now_ns
+
+FINGERPRINTS = 6
+_SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]  # by the golden ratio: no rhythm of a batch's own
+# Elements are read from memory; one operator of torch takes longer than this for all of them. Halves are told by their bits.
+_C_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float, torch.float64: ctypes.c_double, torch.float16: ctypes.c_uint16,
+    torch.bfloat16: ctypes.c_uint16, torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32,
+    torch.int16: ctypes.c_int16, torch.int8: ctypes.c_int8, torch.uint8: ctypes.c_uint8, torch.bool: ctypes.c_uint8,
+}  # fmt: skip
+
+
+class Loaders:
+    """The loader slots of the page, one per place in the code that iterates one."""
+
+    def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.r, self.h, self.page = r, r.h, r.page
+        self._slots: dict[int, LoaderSlot] = {}
+        # by id of the iterator: its slot, and where its batches and its last time lie among the page's words
+        self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
+        self._words = r.page.words
+        self._last: LoaderSlot | None = None  # the one whose batch came last
+        self._trained: LoaderSlot | None = None  # the one marked as training last
+
+    def _slot(self, site: int) -> LoaderSlot | None:
+        slot = self._slots.get(site)
+        if slot is None:
+            n = self.h.n_loaders
+            if n >= LOADERS:
+                self.h.dropped += 1
+                return None
+            slot = self.page.page.loaders[n]
+            slot.site = site
+            slot.length = slot.dataset_length = slot.batch_size = slot.sampler_epoch = -1
+            slot.drop_last = slot.shuffle = -1
+            self._slots[site] = slot
+            self.h.n_loaders = n + 1
+        return slot
+
+    @guarded
+    def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
+        """A DataLoader begins an epoch."""
+        slot = self._begin(iterator, self.r.user_site(frame))
+        if slot is None:
+            return
+        iterable = isinstance(loader.dataset, IterableDataset)
+        slot.dataset = self.page.text(type(loader.dataset).__name__)
+        slot.length = -1 if iterable else _length(loader)
+        slot.dataset_length = -1 if iterable else _length(loader.dataset)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
+        slot.batch_size = size if isinstance(size, int) else -1
+        drop = getattr(batch_sampler, "drop_last", loader.drop_last)
+        slot.drop_last = int(bool(drop))
+        sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
+        slot.distributed_sampler = int(isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"))
+        epoch = getattr(sampler, "epoch", None)
+        slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
+        if isinstance(sampler, RandomSampler):
+            slot.shuffle = 1
+        else:
+            shuffle = getattr(sampler, "shuffle", None)
+            slot.shuffle = int(shuffle) if isinstance(shuffle, bool) else -1
+        slot.workers = loader.num_workers
+
+    @guarded
+    def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
+        slot = self._begin(key, self.r.user_site(frame))
+        if slot is not None:
+            slot.length = length if length is not None else _length(iterable)
+            slot.promised = int(length is not None)
+            slot.dataset = self.page.text(type(iterable).__name__)
+
+    def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:
+        slot = self._slot(site)
+        if slot is None:
+            return None
+        slot.n_previous = slot.n_first
+        for i in range(slot.n_first):
+            slot.previous[i] = slot.first[i]
+        slot.n_first = 0
+        slot.batches = 0
+        slot.exhausted = 0
+        slot.iterations += 1
+        slot.active_ns = now_ns()
+        self.ledger.loader = 0  # an iterator's id may come again
+        if len(self._by_iterator) > 64:
+            self._by_iterator.clear()
+        self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), self.page.word_of(slot, "active_ns")
+        return slot
+
+    def gives(self, iterator: Any, batch: Any, t: int) -> int:
+        """A batch was handed out at `t`; the samples in it: the first dimension of its first tensor, the ledger's
+        `newest` from now on; 0 where there is none."""
+        known = self._by_iterator.get(id(iterator))
+        if known is not None:
+            slot, batches_at, active_at = known
+            words = self._words
+            words[batches_at] = n = words[batches_at] + 1
+            words[active_at] = t
+            led = self.ledger
+            self._last, led.trained = slot, slot is self._trained
+            led.loader, led.batches_at, led.active_at = id(iterator), batches_at, active_at
+            if n <= FINGERPRINTS:
+                slot.first[n - 1] = fingerprint(batch)
+                slot.n_first = n
+        x = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
+        if not isinstance(x, torch.Tensor) or not (shape := x.shape):
+            x = first_tensor(batch, _has_samples)
+            if x is None:
+                return 0
+            shape = x.shape
+        self.ledger.newest = ref(x)
+        return int(shape[0])
+
+    def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> int:
+        """A DDP module was given, in a step without a batch from a loader, what the job's own code has made or read; the
+        samples in it."""
+        if id(ddp) not in self._by_iterator and first_tensor(inputs, _has_samples) is not None:
+            slot = self._begin(ddp, site)
+            if slot is not None:
+                slot.fed = 1
+        return self.gives(ddp, inputs, now_ns())
+
+    @guarded
+    def ends(self, iterator: Any) -> None:
+        self.ledger.loader = 0
+        known = self._by_iterator.pop(id(iterator), None)
+        if known is not None:
+            known[0].exhausted = 1
+            known[0].exhausted_ns = now_ns()
+
+    def trains(self) -> None:
+        """A backward pass followed the last batch."""
+        self._trained, self.ledger.trained = self._last, True
+        if self._last is not None:
+            self._last.in_training = 1
+
+
+def _has_samples(t: torch.Tensor) -> bool:
+    return t.dim() > 0
+
+
+def _length(x: Any) -> int:
+    try:
+        return len(x)
+    except (TypeError, NotImplementedError, AttributeError, ValueError):
+        return -1
+
+
+def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None:
+    """The first tensor in a (nested) batch that `wanted` accepts."""
+    if isinstance(batch, torch.Tensor):
+        return batch if wanted(batch) else None
+    if depth > 3:
+        return None
+    values: Any = ()
+    if isinstance(batch, dict):
+        values = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        values = batch
+    elif (
+        hasattr(batch, "data")
+        and not isinstance(batch, (str, bytes))
+        and isinstance(getattr(batch, "data", None), dict)
+    ):
+        values = batch.data.values()
+    for v in values:
+        t = first_tensor(v, wanted, depth + 1)
+        if t is not None:
+            return t
+    return None
+
+
+def fingerprint(batch: Any) -> int:
+    """64 bits of a batch; a half that could not be taken is 0."""
+    labels = values = looks = 0
+
+    def look(t: torch.Tensor) -> bool:
+        nonlocal labels, values, looks
+        looks += 1
+        if t.device.type == "cpu" and t.layout is torch.strided and t.numel() >= 4:
+            if t.is_floating_point():
+                values = values or _crc(t, 4)
+            else:
+                labels = labels or _crc(t, 8)
+        return bool(labels and values) or looks >= 32  # a batch may be a list of thousands
+
+    first_tensor(batch, look)
+    return labels << 32 | values
+
+
+def _in_turn(values: list[Any]) -> bool:
+    """Whether they repeat themselves: 0, 1, … 9, 0, 1, …"""
+    return any(values[period:] == values[:-period] for period in range(1, len(values) - 2))
+
+
+def _crc(t: torch.Tensor, distinct: int) -> int:
+    if t.dtype not in _C_TYPES or hasattr(type(t), "__tensor_flatten__"):  # that wraps others and has no memory itself
+        return 0
+    t = t.as_subclass(torch.Tensor)
+    flat = t if t.is_contiguous() else t.detach()[:1].reshape(-1).contiguous()
+    n, at = flat.numel(), flat.data_ptr()
+    if not n or not at:
+        return 0
+    memory = (_C_TYPES[t.dtype] * n).from_address(at)
+    part = memory[:] if n <= len(_SCATTERED) else [memory[i % n] for i in _SCATTERED]
+    # a constant, a few classes, or any number of them in turn, say nothing about which data it is
+    if len(set(part)) < distinct or (t.dim() == 1 and _in_turn(memory[: len(_SCATTERED)])):
+        return 0
+    return zlib.crc32(repr((n, part)).encode())

@@ -1,0 +1,82 @@
+"""Entering and leaving process groups, hooked at the functions that every caller reaches by module attribute."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.distributed as public
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as dist
+
+from distdiag.page.layout import LifeWord, Phase
+from distdiag.recorder.hooks.collectives import Collectives, note_caught
+from distdiag.recorder.state import guarded, now_ns
+
+
+def install(col: Collectives) -> None:
+    """Wrap `init_process_group`, `new_group` and `destroy_process_group`; called once per process."""
+
+    def replace(name: str, make: Any) -> None:
+        original = getattr(dist, name)
+        wrapped = functools.wraps(original)(make(original))
+        for module in (dist, public):
+            if getattr(module, name, None) is original:
+                setattr(module, name, wrapped)
+
+    def init(original: Any) -> Any:
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            col.generation += 1
+            col.h.initialised = col.generation
+            col.group_call("init_process_group", col.generation, [])
+            try:
+                out = original(*args, **kwargs)
+            except BaseException as e:
+                note_caught(col.r, e)
+                raise
+            finally:
+                col.group_call_ends()
+            initialised(col)
+            return out
+
+        return init_process_group
+
+    def new(original: Any) -> Any:
+        def _new_group_with_tag(*args: Any, **kwargs: Any) -> Any:
+            col.new_group(args, kwargs)
+            try:
+                out = original(*args, **kwargs)
+            finally:
+                col.group_call_ends()
+            _registered(col, out)
+            return out
+
+        return _new_group_with_tag
+
+    def destroy(original: Any) -> Any:
+        def destroy_process_group(group: Any = None) -> Any:
+            col.group_destroyed(group)
+            return original(group)
+
+        return destroy_process_group
+
+    replace("init_process_group", init)
+    replace("_new_group_with_tag", new)
+    replace("destroy_process_group", destroy)
+
+
+@guarded
+def initialised(col: Collectives) -> None:
+    pg = dist.group.WORLD
+    if pg is not None:
+        col.group(pg)
+        col.h.world_size = pg.size()
+        col.h.life = LifeWord.RUNNING
+        if col.h.phase == Phase.INIT:
+            col.h.phase_since_ns = now_ns()
+
+
+@guarded
+def _registered(col: Collectives, pg: Any) -> None:
+    if isinstance(pg, c10d.ProcessGroup):
+        col.group(pg)

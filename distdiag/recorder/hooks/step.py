@@ -1,0 +1,302 @@
+"""What stands in the place of torch's own methods in every step: the next batch, forward, the broadcast of buffers, backward.
+
+Each is a thin body around the original, with one call before it and one after; `hot.usual` makes these calls of the general
+functions here. What they write in the page they write word by word: the cheapest way there is with cold caches.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import is_grad_enabled
+
+from distdiag.page.layout import Blocked, Phase, word
+from distdiag.recorder.fast.accounts import usual
+from distdiag.recorder.hooks import first_forward
+from distdiag.recorder.hooks.collectives import note_caught
+from distdiag.recorder.hooks.ddp_models import Model
+from distdiag.recorder.hooks.device_clock import DeviceClock
+from distdiag.recorder.hooks.step_accounting import Phases
+from distdiag.recorder.state import failed, guarded, now_ns
+
+_PHASE, _SINCE = word("phase"), word("phase_since_ns")
+_MICRO_STEPS = word("micro_steps")
+_BLOCKED, _BLOCKED_AT, _BLOCKED_SITE = word("blocked"), word("blocked_at"), word("blocked_site")
+_BLOCKED_SINCE, _DDP = word("blocked_since_ns"), int(Blocked.DDP)
+_DATA, _FORWARD = int(Phase.DATA), int(Phase.FORWARD)
+_BACKWARD, _VALIDATE = int(Phase.BACKWARD), int(Phase.VALIDATE)
+_CUDA = torch.version.cuda is not None  # this build knows CUDA
+
+Method = Callable[..., Any]
+
+
+def loader_next(ph: Phases, original: Method) -> Method:
+    """`_BaseDataLoaderIter.__next__`, or `next` of any iterator whose batches are counted."""
+    led, words, loaders = ph.ledger, ph.words, ph.loaders
+
+    def general_begins(_iterator: Any) -> int:
+        if get_ident() != led.main_thread:
+            return 0
+        words[_PHASE] = _DATA
+        words[_SINCE] = began = now_ns()
+        return began
+
+    def general_ends(iterator: Any, batch: Any, began: int) -> None:
+        try:
+            # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
+            words[_PHASE] = led.idle
+            words[_SINCE] = t = now_ns()
+            led.data_ns += t - began
+            n = loaders.gives(iterator, batch, t)
+            led.samples += n
+            if not led.batch:
+                led.batch = n
+        except Exception as e:
+            failed(e)
+
+    begins, ends = usual(led, "data_begins", general_begins), usual(led, "data_ends", general_ends)
+
+    def __next__(self: Any) -> Any:
+        began = begins(self)
+        if not began:
+            return original(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            loaders.ends(self)
+            led.data_ns += ph.leave() - began
+            raise
+        ends(self, batch, began)
+        return batch
+
+    return __next__
+
+
+def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator[Any]:
+    """Watch an iterable of batches that is no DataLoader; yields what it yields."""
+    iterator = iter(iterable)
+    ph.loaders.starts_plain(iterator, iterable, length, sys._getframe(1))
+    following = loader_next(ph, next)
+    while True:
+        here = get_ident() == ph.ledger.main_thread
+        try:
+            batch = following(iterator)
+        except StopIteration:
+            if not here:
+                ph.loaders.ends(iterator)
+            return
+        if not here:  # fetched ahead by a thread: its waits are nobody's, its batches count
+            _count(ph, iterator, batch)
+        yield batch
+
+
+@guarded
+def _count(ph: Phases, iterator: Iterator[Any], batch: Any) -> None:
+    ph.loaders.gives(iterator, batch, now_ns())
+
+
+def ddp_forward(ph: Phases, original: Method) -> Method:
+    """`DistributedDataParallel.forward`."""
+    led, words, checks = ph.ledger, ph.words, ph.checks
+    models, pending, later = led.models, led.pending, led.later
+    led.cuda = _CUDA
+
+    def general_begins(module: Any, inputs: tuple[Any, ...]) -> int:
+        """The time, odd where gradients are wanted: a nanosecond more or less."""
+        try:
+            if get_ident() != led.main_thread:
+                return 0
+            training, first, m = is_grad_enabled(), False, models.get(id(module))
+            if m is not None:
+                site = m.forward.look()
+                # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
+                if site == m.forward_site and m.forward_count >= 0:
+                    words[m.forward_count] += 1
+                else:
+                    m.forward_site, m.forward_count = site, ph.col.mark_site("forward", site)
+                if training:
+                    words[m.forwards_at] = n = words[m.forwards_at] + 1
+                    first = n == 1
+                    # batches from no DataLoader: the first dimension of the first tensor
+                    if inputs and not led.batch:
+                        led.batch = ph.loaders.fed(module, inputs, site)
+                        led.samples += led.batch
+                    if later:
+                        checks.poll()
+            if training and _CUDA:
+                _on_device(ph, inputs if m is not None else ())
+            words[_PHASE] = _FORWARD if training else _VALIDATE
+            words[_SINCE] = began = now_ns()
+            if first and m is not None:  # last: what it begins is ended in general_ends
+                m.first_forward = first_forward.watch()
+            return began | 1 if training else began & ~1
+        except Exception as e:
+            failed(e)
+        return 0
+
+    def general_ends(module: Any, began: int) -> None:
+        try:
+            words[_PHASE] = led.idle
+            words[_BLOCKED] = 0
+            words[_SINCE] = t = now_ns()
+            if began & 1:
+                led.forward_ns += t - began
+                if ph.device is not None:
+                    ph.device.end(Phase.FORWARD)
+                m = models.get(id(module))
+                if m is not None:
+                    if m.first_forward is not None and words[m.forwards_at] == 1:
+                        m.first_forward.end()
+                    if m not in pending:
+                        pending.append(m)
+        except Exception as e:
+            failed(e)
+
+    begins, ends = usual(led, "forward_begins", general_begins), usual(led, "forward_ends", general_ends)
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        began = begins(self, inputs)
+        try:
+            return original(self, *inputs, **kwargs)
+        except BaseException as e:
+            if began:
+                _forward_failed(ph, models.get(id(self)), e)
+            raise
+        finally:
+            if began:
+                ends(self, began)
+
+    return forward
+
+
+def _on_device(ph: Phases, inputs: tuple[Any, ...]) -> None:
+    """A training forward begins in a torch that knows CUDA: from the first one on it is timed on the device."""
+    if ph.device is None and torch.cuda.is_initialized():
+        ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+        ph.ledger.on_device = True
+    if ph.device is None:
+        return
+    if inputs and isinstance(inputs[0], torch.Tensor):
+        ph.ledger.newest = weakref.ref(inputs[0])  # the loader's own is gone when it has been copied
+    ph.device.begin(Phase.FORWARD)
+
+
+@guarded
+def _forward_failed(ph: Phases, m: Model | None, error: BaseException) -> None:
+    note_caught(ph.r, error)
+    if m is not None and "finished reduction in the prior iteration" in str(error):
+        ph.checks.crashed_unused(m, error, m.forward_site)
+
+
+def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
+    """`DistributedDataParallel._sync_buffers`, in which ranks wait for the one whose buffers they take."""
+    led, words, models = ph.ledger, ph.words, ph.ledger.models
+
+    def general_begins(module: Any) -> int:
+        try:
+            m = models.get(id(module))
+            if m is not None and m.group_at >= 0 and get_ident() == led.main_thread:
+                words[_BLOCKED_AT] = m.group_at
+                words[_BLOCKED_SITE] = m.forward_site
+                words[_BLOCKED_SINCE] = began = now_ns()
+                words[_BLOCKED] = _DDP
+                return began
+        except Exception as e:
+            failed(e)
+        return 0
+
+    def general_ends(began: int) -> None:
+        words[_BLOCKED] = 0
+        led.wait_ns += now_ns() - began
+
+    begins, ends = usual(led, "sync_begins", general_begins), usual(led, "sync_ends", general_ends)
+
+    def _sync_buffers(self: Any) -> Any:
+        began = begins(self)
+        try:
+            return original(self)
+        finally:
+            if began:
+                ends(began)
+
+    return _sync_buffers
+
+
+def autograd_backward(ph: Phases, original: Method) -> Method:
+    """`torch.autograd.backward`."""
+    led, words, checks, loaders, place = ph.ledger, ph.words, ph.checks, ph.loaders, ph.backward
+    pending = led.pending
+
+    def general_begins(tensors: Any) -> int:
+        try:
+            if get_ident() != led.main_thread:
+                return 0
+            site = place.look()
+            micro_step = words[_MICRO_STEPS]
+            words[_MICRO_STEPS] = micro_step + 1
+            led.loss = checks.loss(tensors, site, micro_step)
+            if not led.trained:
+                loaders.trains()
+            if led.reduced_elements:  # since the last step: parameters, averaged by hand
+                checks.averaged_elements = max(checks.averaged_elements, led.reduced_elements)
+                led.reduced_elements = 0
+            led.ready_ns = 0
+            if ph.device is not None:
+                ph.device.begin(Phase.BACKWARD)
+            for m in pending:
+                ddp = m.ref()
+                if ddp is not None and ddp.require_backward_grad_sync:
+                    pending.remove(m)
+                    if site == led.counted_site and led.count_at >= 0:
+                        words[led.count_at] += 1
+                    else:
+                        led.counted_site, led.count_at = site, ph.col.mark_site("backward", site)
+                    words[m.synced_at] += 1
+                    led.averaged_by = m
+                    if m.group_at >= 0:
+                        words[_BLOCKED_AT] = m.group_at
+                        words[_BLOCKED_SITE] = site
+                        words[_BLOCKED_SINCE] = now_ns()
+                        words[_BLOCKED] = _DDP
+                    break
+            words[_PHASE] = _BACKWARD
+            words[_SINCE] = began = now_ns()
+            return began
+        except Exception as e:
+            failed(e)
+        return 0
+
+    def general_ends(began: int) -> None:
+        try:
+            words[_PHASE] = led.idle
+            words[_BLOCKED] = 0
+            words[_SINCE] = t = now_ns()
+            if ph.device is not None:
+                ph.device.end(Phase.BACKWARD)
+            led.backward_ns += t - began
+            if led.ready_ns > began:
+                led.wait_ns += t - led.ready_ns
+        except Exception as e:
+            failed(e)
+
+    begins = usual(led, "backward_begins", general_begins, place)
+    ends = usual(led, "backward_ends", general_ends)
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        began = begins(tensors)
+        try:
+            return original(tensors, *args, **kwargs)
+        except BaseException as e:
+            if began:
+                note_caught(ph.r, e)
+            raise
+        finally:
+            if began:
+                ends(began)
+
+    return backward

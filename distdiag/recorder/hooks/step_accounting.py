@@ -1,0 +1,167 @@
+"""Phases of a training step, by hooks on the DataLoader, DDP, autograd and the optimizers.
+
+A step is an optimizer step (of the optimizer that leads: the first seen to step), so gradient accumulation and `no_sync`
+need nothing special: their micro-batches add up. Everything between the phases is "other": the user's own code.
+The time a rank waits for others is taken off where it can be seen: inside `Work.wait`, in DDP's buffer broadcast, and in
+backward from the moment its last gradient is ready to the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from distdiag.page.layout import Phase, word
+from distdiag.recorder import state
+from distdiag.recorder.fast.accounts import LastPlace, usual
+from distdiag.recorder.hooks.collectives import Collectives
+from distdiag.recorder.hooks.device_clock import DeviceClock
+from distdiag.recorder.hooks.loaders import Loaders
+from distdiag.recorder.hooks.tensor_checks import Checks, Gradients
+from distdiag.recorder.state import failed, now_ns
+
+# Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
+_PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
+_DEVICE_BYTES, _EPOCH = word("device_bytes"), word("epoch")
+OPTIMIZER = int(Phase.OPTIMIZER)
+
+
+class Phases:
+    """Step accounting of the main thread."""
+
+    def __init__(self, r: state.Recorder, col: Collectives) -> None:
+        self.r, self.h, self.page, self.col = r, r.h, r.page, col
+        self.words, self.ledger = r.page.words, col.ledger
+        self.loaders = Loaders(r, self.ledger)
+        self.checks = Checks(r, self.ledger)
+        self.device: DeviceClock | None = None  # on CUDA, from the first forward on
+        self.backward = LastPlace(r)
+        self.optimizer_begins = usual(self.ledger, "optimizer_begins", self._optimizer_begins)
+        self.optimizer_ends = usual(self.ledger, "optimizer_ends", self._optimizer_ends)
+
+    # -- phase word ---------------------------------------------------------------------------------
+
+    def enter(self, phase: int) -> int:
+        """Set the phase shown; returns the time, for the caller's accounting."""
+        words = self.words
+        words[_PHASE] = phase
+        words[_SINCE] = t = now_ns()
+        return t
+
+    def leave(self) -> int:
+        """Back to what lies between the phases; returns the time."""
+        return self.enter(self.ledger.idle)
+
+    def user_phase(self, name: str) -> int:
+        """Number of a phase that the job names; OTHER for a name of its own."""
+        return {
+            "init": Phase.INIT,
+            "data": Phase.DATA,
+            "h2d": Phase.H2D,
+            "forward": Phase.FORWARD,
+            "backward": Phase.BACKWARD,
+            "optimizer": Phase.OPTIMIZER,
+            "checkpoint": Phase.CHECKPOINT,
+            "validate": Phase.VALIDATE,
+            "validation": Phase.VALIDATE,
+            "done": Phase.DONE,
+        }.get(name, Phase.OTHER)
+
+    # -- the end of a step ----------------------------------------------------------------------------
+
+    def _optimizer_begins(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+        try:
+            led, words = self.ledger, self.words
+            if get_ident() != led.main_thread:
+                return
+            words[_PHASE] = OPTIMIZER
+            words[_SINCE] = led.optimizer_start_ns = now_ns()
+            if self.device is not None:
+                self.device.begin(Phase.OPTIMIZER)
+            step = words[_STEP] + 1
+            if step >= led.next_look or led.always or led.reduced_elements:
+                self.checks.before_optimizer(optimizer, step)
+        except Exception as e:
+            failed(e)
+
+    def _optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+        try:
+            led, words = self.ledger, self.words
+            if not led.optimizer_start_ns or get_ident() != led.main_thread:
+                return
+            if self.device is not None:
+                self.device.end(Phase.OPTIMIZER)
+            words[_PHASE] = led.idle
+            words[_SINCE] = t = now_ns()
+            led.optimizer_ns += t - led.optimizer_start_ns
+            led.optimizer_start_ns = 0
+            if (led.lead is not None and led.lead() is optimizer) or self._leads(optimizer):
+                led.lead_misses = 0
+                self.close_step(t)
+                step = words[_STEP]
+                if step < 64 or step & 63 == 0:  # some of them; a call costs much here
+                    self.checks.after_optimizer(optimizer, step)
+        except Exception as e:
+            failed(e)
+
+    def _leads(self, optimizer: Any) -> bool:
+        led = self.ledger
+        if led.lead is None or led.lead() is None:
+            led.lead = weakref.ref(optimizer)
+            return True
+        led.lead_misses += 1
+        if led.lead_misses > 32:  # the first one is not used any more
+            led.lead = weakref.ref(optimizer)
+            led.lead_misses = 0
+        return False
+
+    def close_step(self, t: int) -> None:
+        """End the step and begin the next one; its record is written now, or once the device has done it."""
+        led, words = self.ledger, self.words
+        if self.device is None:
+            return led.close_step(t)
+        step = words[_STEP] + 1
+        self.device.close(self._step_of_device(step, t))
+        words[_STEP] = step
+        return led.begin_step(t)
+
+    def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
+        """What writes the step that ends now, once the device's times are known: they stand in for the host's."""
+        led = self.ledger
+        start_ns, data_ns, forward_ns, backward_ns = led.step_start_ns, led.data_ns, led.forward_ns, led.backward_ns
+        optimizer_ns, wait_ns, samples, batch = led.optimizer_ns, led.wait_ns, led.samples, led.batch
+        loss, epoch, device_bytes = led.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
+        ready = led.ready_ns or led.last_ready_ns
+        ready = ready if ready > start_ns else 0
+
+        def write(device: dict[Phase, int] | None) -> None:
+            of = device or {}  # None: it did not say
+            self.page.write_step(
+                step, epoch, start_ns, t, data_ns, of.get(Phase.H2D, 0), of.get(Phase.FORWARD, forward_ns),
+                of.get(Phase.BACKWARD, backward_ns), of.get(Phase.OPTIMIZER, optimizer_ns), wait_ns, ready, samples, batch,
+                loss, device_bytes,
+            )  # fmt: skip
+
+        return write
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def watch_last_gradient(self, parameter: Any) -> Any:
+        """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
+        gradients, checks, led = Gradients(parameter), self.checks, self.ledger
+
+        def ready(p: Any) -> None:
+            try:
+                led.ready_ns = now_ns()
+                g = p.grad
+                if g is None:
+                    return
+                total = gradients.sum(g)
+                if total - total:  # NaN where it is not finite
+                    checks.local_gradient(p, total, self.backward.site)
+            except Exception as e:
+                failed(e)
+
+        return parameter.register_post_accumulate_grad_hook(usual(led, "gradient_is_ready", ready, gradients))

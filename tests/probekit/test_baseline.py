@@ -1,0 +1,80 @@
+"""A baseline is held against a later result with a test and an effect size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.verdict import baseline
+from distdiag.probekit.verdict.result import Measure, Result, Verdict
+
+
+def measures(seed: int, factor: float = 1.0, n: int = 16) -> list[Measure]:
+    rng = np.random.default_rng(seed)
+    return [Measure(str(size), "us", (rng.normal(100, 4, n) * factor).tolist()) for size in (1024, 4096, 16384)]
+
+
+@pytest.fixture
+def saved(make_result: Any, make_row: Any, tmp_path: Path) -> list[baseline.Entry]:
+    file = tmp_path / "base.json"
+    baseline.save(str(file), [make_result([make_row()], measures=measures(1))])
+    return baseline.load(str(file))
+
+
+def compared(result: Result, entries: list[baseline.Entry]) -> Result:
+    baseline.compare(result, entries, 0.10)
+    return result
+
+
+def test_the_same_machine_passes(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], measures=measures(2)), saved)
+    assert result.verdict is Verdict.PASS and "no slower than the baseline" in result.reasons[-1]
+    assert result.comparison is not None and len(result.comparison) == 3
+
+
+def test_a_slower_one_fails_with_test_and_effect_size(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], measures=measures(3, 1.3)), saved)
+    assert result.verdict is Verdict.FAIL
+    assert "slower than the baseline at 3 of 3" in result.reasons[-1] and "Cliff's delta" in result.reasons[-1]
+
+
+def test_significant_but_small_passes(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], measures=measures(4, 1.06, n=200)), saved)
+    assert result.verdict is Verdict.PASS
+    assert result.comparison is not None and max(r["p_value"] for r in result.comparison) < 0.01
+
+
+def test_faster_is_no_failure(saved: Any, make_result: Any, make_row: Any):
+    assert compared(make_result([make_row()], measures=measures(5, 0.5)), saved).verdict is Verdict.PASS
+
+
+def test_slower_on_a_busy_host_is_inconclusive(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], noisy=True, measures=measures(6, 1.5)), saved)
+    assert result.verdict is Verdict.INCONCLUSIVE and "busy" in result.reasons[-1]
+
+
+def test_too_few_repeats_are_inconclusive(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], measures=measures(7, n=3)), saved)
+    assert result.verdict is Verdict.INCONCLUSIVE and "too few repeats" in result.reasons[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"world_size": 4}, "world_size: 2 there, 4 here"),
+        ({"backend": "nccl"}, "backend"),
+        ({"versions": {"torch": "2.10.0"}}, "torch: 2.13.0 there, 2.10.0 here"),
+        ({"details": {"host_class": "aarch64 other x96"}}, "host_class"),
+        ({"probe": "broadcast"}, "the baseline has no broadcast (it has allreduce)"),
+    ],
+)
+def test_a_baseline_of_other_conditions_is_refused(
+    saved: Any, make_result: Any, make_row: Any, change: dict[str, Any], says: str
+):
+    with pytest.raises(DistdiagError) as e:
+        compared(make_result([make_row()], measures=measures(8), **change), saved)
+    assert says in e.value.message and "--save" in e.value.hint

@@ -1,0 +1,73 @@
+"""DataParallel's semantics on threads: the single module's gradients, its buffers from the first replica only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distdiag.probekit.measure.thread_data_parallel import ThreadDataParallel, replicate
+
+
+def network(norm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    if norm:
+        layers.append(nn.BatchNorm2d(8))
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5))
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_gradients_are_those_of_the_single_module(replicas: int, images: torch.Tensor):
+    alone, module = network(norm=False), network(norm=False)
+    parallel = ThreadDataParallel(module, replicas)
+
+    alone(images).square().mean().backward()
+    parallel(images).square().mean().backward()
+    parallel.close()
+
+    for p, q in zip(alone.parameters(), module.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and q.is_leaf
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_only_the_first_replica_writes_the_buffers(images: torch.Tensor):
+    module = network(norm=True)
+    norm = module[1]  # type: ignore[index]
+    parallel = ThreadDataParallel(module, 2)
+    parallel(images)
+    parallel.close()
+
+    first_part = network(norm=True)
+    first_part(images[:5])
+    assert int(norm.num_batches_tracked) == 1
+    torch.testing.assert_close(norm.running_mean, first_part[1].running_mean)  # type: ignore[index]
+
+
+def test_a_shared_parameter_stays_shared_and_an_unused_one_gets_zeros_or_none(images: torch.Tensor):
+    layer = nn.Linear(48, 48)
+    module = nn.Sequential(nn.Flatten(), layer, layer)
+    a, b = replicate(module, 2)
+    assert a[1].weight is a[2].weight and a[1].weight is not b[1].weight  # type: ignore[index]
+    a(images).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_without_gradients_nothing_is_recorded(images: torch.Tensor):
+    parallel = ThreadDataParallel(network(norm=False), 2)
+    with torch.no_grad():
+        out = parallel(images)
+    parallel.close()
+    assert not out.requires_grad and parallel.times.overhead_s > 0
+
+
+def test_a_batch_smaller_than_the_replicas(images: torch.Tensor):
+    parallel = ThreadDataParallel(network(norm=False), 4)
+    out = parallel(images[:2])
+    parallel.close()
+    assert out.shape == (2, 5)

@@ -1,0 +1,148 @@
+"""The hooks in C and those in Python write the same: what a job does is told alike with and without a C compiler."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdiag.page.writer import PageWriter
+from distdiag.recorder import state
+from distdiag.recorder.fast import accounts
+from tests.jobs import ONE_RANK, REPOSITORY, free_port, start
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not accounts.COMPILED, reason="the hooks were not compiled at the install"),
+]
+
+# Everything that a hook tells from the usual: another place, no gradients, accumulation, another optimizer, a thread, no
+# tensor, NaN, an exception, no loader, a named phase, a gradient that moves or is missing.
+SCRIPT = """
+import json, sys, threading, warnings
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+import distdiag
+from distdiag.recorder import session
+from distdiag.recorder.fast import accounts
+
+handle = distdiag.attach()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+second = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+data = TensorDataset(torch.randn(42, 4), torch.arange(42))
+
+def train(x):
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+
+for epoch in range(6):
+    for x, y in DataLoader(data, 4):
+        train(x)
+    with torch.no_grad():
+        for x in DataLoader(TensorDataset(torch.randn(8, 4)), 2):
+            model(x[0])
+for x, y in DataLoader(data, 4):  # another place, twice in one step, the first without averaging
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    optimizer.step()
+    second.step()
+    optimizer.zero_grad(set_to_none=False)
+for k in range(9):  # no loader, a loss in a tuple, a loss of another type
+    loss = model(torch.randn(3, 4)).double().mean() if k % 2 else model(torch.randn(3, 4)).mean()
+    torch.autograd.backward((loss,))
+    optimizer.step()
+for x, y in DataLoader(data, 4):
+    try:
+        model(x[:, :3] if len(x) == 2 else x).sum().backward()
+    except RuntimeError:
+        model(x).sum().backward()
+    optimizer.step()
+with handle.phase("validate"):
+    model(torch.randn(3, 4))
+other = threading.Thread(target=train, args=(torch.randn(5, 4),))
+other.start(); other.join()
+for x, y in DataLoader(data, 4):
+    train(x)
+with torch.inference_mode():
+    model(torch.randn(2, 4))
+handle.step(samples=7)
+model.module[0].weight.register_hook(lambda g: g * float("nan"))
+for x, y in DataLoader(data, 4):
+    train(x)
+
+page, h = session.current.recorder.page, session.current.recorder.h
+def text(at):
+    n = int.from_bytes(page.page.heap[at : at + 2], "little")
+    return bytes(page.page.heap[at + 2 : at + 2 + n]).decode() if at else ""
+pages = page.page
+json.dump({
+    "compiled": hot.COMPILED,
+    "errors": [h.errors, text(h.error)],
+    "counts": [h.step, h.micro_steps, h.n_steps, h.dropped, h.n_models, h.life, h.phase, h.blocked],
+    "steps": [(s.step, s.samples, s.batch, s.loss_known, repr(s.loss) if s.loss_known else "") for s in pages.steps if s.number],
+    "accounts": [[s.data_ns > 0, s.forward_ns > 0, s.backward_ns > 0, s.optimizer_ns > 0, s.wait_ns > 0, s.ready_ns > 0,
+                  s.end_ns - s.start_ns >= s.data_ns + s.forward_ns + s.backward_ns + s.optimizer_ns]
+                 for s in pages.steps if s.number],
+    "sites": [(text(s.site), text(s.op), s.count) for s in pages.sites[: h.n_sites]],
+    "models": [(m.forwards, m.synced_backwards, text(m.site)) for m in pages.models[: h.n_models]],
+    "loaders": [(text(l.site), l.iterations, l.batches, l.in_training, l.exhausted, l.fed, l.n_first, list(l.first))
+                for l in pages.loaders[: h.n_loaders]],
+    "samples": [(s.kind, s.step, repr(s.value), s.key, text(s.site)) for s in pages.samples if s.number],
+}, open(sys.argv[1], "w"))
+dist.destroy_process_group()
+"""
+
+
+def recorded(folder: Path, pure: bool) -> dict[str, Any]:
+    folder.mkdir()
+    script = folder.parent / "script.py"
+    script.write_text(SCRIPT)
+    env = {
+        **ONE_RANK,
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(REPOSITORY),
+        "DISTDIAG_RUN_DIR": str(folder / "R"),
+    }
+    env |= {"DISTDIAG_PURE": "1"} if pure else {}
+    with start([sys.executable, str(script), "found.json"], cwd=folder, timeout=60, env=env) as job:
+        assert job.wait() == 0, job.tail()
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_hooks_in_c_write_what_those_in_python_write(tmp_path: Path) -> None:
+    compiled, python = recorded(tmp_path / "c", pure=False), recorded(tmp_path / "p", pure=True)
+    assert (compiled.pop("compiled"), python.pop("compiled")) == (True, False)
+    assert compiled["errors"] == [0, ""]
+    assert len(compiled["steps"]) > 100 and len(compiled["sites"]) > 8
+    for what, value in python.items():
+        assert compiled[what] == value, what
+
+
+def test_what_goes_wrong_in_c_is_counted_and_leaves_the_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = PageWriter(tmp_path / "page")
+    monkeypatch.setattr(state, "current", state.Recorder(page))
+    ledger = accounts.ledger(page, 0)
+    asked: list[tuple[Any, ...]] = []
+    ends = accounts.usual(ledger, "sync_ends", lambda *args: asked.append(args))
+    ends(1, 2)  # other arguments than a hook of that name has: the general function is asked
+    assert asked == [(1, 2)]
+    assert ends("no time") is None and page.h.errors == 1
+    monkeypatch.setattr(state, "RAISE", True)
+    with pytest.raises(TypeError):
+        ends("no time")  # in a job under pytest it goes on to the test
+    with pytest.raises(ValueError, match="no hook"):
+        accounts.usual(ledger, "no such hook", print)
+    with pytest.raises(TypeError, match="Place"):
+        accounts.usual(ledger, "backward_begins", print, object())
