@@ -86,7 +86,7 @@ def text(at):
     return bytes(page.page.heap[at + 2 : at + 2 + n]).decode() if at else ""
 pages = page.page
 json.dump({
-    "compiled": hot.COMPILED,
+    "compiled": accounts.COMPILED,
     "errors": [h.errors, text(h.error)],
     "counts": [h.step, h.micro_steps, h.n_steps, h.dropped, h.n_models, h.life, h.phase, h.blocked],
     "steps": [(s.step, s.samples, s.batch, s.loss_known, repr(s.loss) if s.loss_known else "") for s in pages.steps if s.number],
