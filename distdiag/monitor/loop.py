@@ -18,7 +18,7 @@ from distdiag.diagnosis.model.snapshot import Group, Snapshot
 from distdiag.monitor.announce import Voice
 from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
 from distdiag.monitor.host import processes
-from distdiag.monitor.host.gpus import Gpus
+from distdiag.monitor.host.gpus import Gpus, Users
 from distdiag.monitor.host.samples import Hosts
 from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.ranks.state import RankView
@@ -87,8 +87,6 @@ class Monitor:
             state_since_s=0,
         )
         sweep(self.pages)
-        if self.gpus.absent:
-            self.writer.event(0.0, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
         while True:
             began = time.monotonic()
             if not self._going_on() and self.tick():
@@ -360,11 +358,16 @@ class Monitor:
                 if v.page.header.device_total_bytes:
                     v.device_memory.append((s.t_s, v.page.header.device_bytes))
         w.processes(found)
-        if len(self.gpus):
-            users = {
-                v.page.header.gpu: q for q, v in self.views.items() if v.page is not None and v.page.header.gpu >= 0
-            }
-            w.gpus(self.gpus.rows(s.t_s, users))
+        self._sample_gpus(s)
+
+    def _sample_gpus(self, s: Snapshot) -> None:
+        if self.gpus.absent is not None:
+            return
+        headers = {q: v.page.header for q, v in self.views.items() if v.page is not None}
+        users = Users({h.gpu: q for q, h in headers.items() if h.gpu >= 0}, {h.pid: q for q, h in headers.items()})
+        self.writer.gpus(self.gpus.rows(s.t_s, users))
+        if self.gpus.absent is not None:
+            self.writer.event(s.t_s, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
 
     def _write_facts(self, s: Snapshot) -> None:
         """What is written once, or when it changes: versions, groups, failures of ours."""
@@ -390,7 +393,13 @@ class Monitor:
                 {"started_unix_s": self.started_unix_s, "world_size": s.world_size, "node": self.node, **extra},
             )
         for f in self.own.faults(
-            s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed
+            s.t_s,
+            self.views,
+            self.diagnosis.failures,
+            self.writer,
+            self.started_unix_s,
+            self.nodes.failed,
+            self.gpus.silent_s(),
         ):
             w.finding(f)
 
@@ -403,6 +412,7 @@ class Monitor:
         self.writer.commit()
         self.writer.close()
         self.gatherer.close()
+        self.gpus.close()
         finished = bool(self.views) and any(
             v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
         )

@@ -11,9 +11,11 @@ from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
 
 CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
+DRIVER_SILENT_S = 20.0  # an NVML call takes milliseconds; initialising eight cards without persistence mode, seconds
 DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
 ADVICE = {
     "disk_full": "free the disk",
+    "driver_silent": "see if `nvidia-smi` answers on this node; if not, drain it",
     "clock_skew": "compare times of this run by their differences, not by the clock",
 }
 
@@ -33,6 +35,7 @@ class OwnFaults:
         writer: Writer,
         started_unix_s: float,
         exchange: str | None = None,
+        driver_silent_s: float | None = None,
     ) -> list[Finding]:
         """New findings of kind `recorder`.
 
@@ -43,6 +46,7 @@ class OwnFaults:
             writer: Of run.db; knows what it could not write.
             started_unix_s: When the run began, by the wall clock.
             exchange: What is wrong with the exchange between nodes.
+            driver_silent_s: For how long NVIDIA's driver has not answered a request.
         """
         out: list[Finding | None] = []
         for q, v in views.items():
@@ -69,6 +73,9 @@ class OwnFaults:
             out.append(
                 self._new("exchange", t_s, "nodes", f"{exchange}: ranks of other nodes are not judged with these")
             )
+        if driver_silent_s is not None and driver_silent_s > DRIVER_SILENT_S:
+            text = "NVIDIA's driver does not answer: GPU numbers are missing from now on"
+            out.append(self._new("driver", t_s, "driver_silent", text, severity=Severity.WARNING))
         failed = "; ".join(failures)  # one record for all of them
         if failed:
             out.append(self._new(failed, t_s, "failed", f"rules of the diagnosis failed: {failed}"))

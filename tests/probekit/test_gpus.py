@@ -18,7 +18,7 @@ class NVMLError(Exception):
 class Driver:
     """What `gpus.facts` asks; attributes overridden per test. What is missing raises, as on a card without it."""
 
-    NVMLError = NVMLError
+    NVMLError = NVMLLibraryMismatchError = NVMLError
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {

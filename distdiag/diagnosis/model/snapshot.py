@@ -268,6 +268,11 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     throttled_share: float | None = None  # of the last minute's samples, for heat or hardware
+    lost: bool = False  # the driver answers that it cannot reach the card
+    others: int | None = None  # processes on it that are no ranks of this job
+    nvlink_active: int | None = None
+    nvlink_before: int | None = None  # links that were up when the run began
+    nvlink_recoveries: int | None = None  # of the last minute: each time traffic waits until the link is retrained
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

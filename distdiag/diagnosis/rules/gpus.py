@@ -26,13 +26,30 @@ def rules(s: Snapshot) -> list[Finding]:
     for g in s.gpus:
         who = (g.rank,) if g.rank is not None else ()
         name = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
+        if g.lost:
+            out.append(_finding("lost", who, Severity.ERROR, f"{name}: the driver has lost the card",
+                            "its rank fails or hangs at its next CUDA call",
+                            "drain the node and reset the card; `nvidia-smi` and the kernel log name the reason"))  # fmt: skip
+        if g.nvlink_active is not None and g.nvlink_before is not None and g.nvlink_active < g.nvlink_before:
+            out.append(_finding("nvlink", who, Severity.ERROR,
+                            f"{name}: {g.nvlink_active} of {g.nvlink_before} NVLinks are left; the others went down during the run",
+                            "slower or hanging collectives", "drain the node; `nvidia-smi nvlink -s` shows the links"))  # fmt: skip
+        elif g.nvlink_recoveries:
+            out.append(_finding("nvlink", who, Severity.WARNING,
+                            f"{name}: its NVLinks were retrained {g.nvlink_recoveries} times in the last minute",
+                            "collectives wait for the link each time",
+                            "watch the card; `nvidia-smi nvlink -e` counts errors by link"))  # fmt: skip
+        if g.others:
+            out.append(_finding("shared", who, Severity.INFO,
+                            f"{name}: {g.others} other process{'es' if g.others > 1 else ''} on it",
+                            "they take time and memory of the card", "`nvidia-smi` lists them"))  # fmt: skip
         if g.xids:
             said = ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids)))
             own = set(g.xids) <= XIDS_OF_PROGRAM
             out.append(_finding("xid", who, Severity.ERROR, f"{name}: the driver reported Xid {said}",
                             "the process that used it fails, or has failed",
                             "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel" if own
-                            else "drain the node; `dmesg | grep Xid` has the driver's words"))  # fmt: skip
+                            else "drain the node; the kernel log (`dmesg | grep Xid`, closed in containers) has the driver's text"))  # fmt: skip
         new = (g.ecc_uncorrected or 0) - (g.ecc_before or 0)
         if new > 0:
             out.append(_finding("ecc", who, Severity.ERROR, f"{name}: {new} uncorrected memory errors during this run",

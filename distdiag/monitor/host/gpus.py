@@ -1,148 +1,188 @@
-"""GPUs once a second (NVML). No NVIDIA driver is a normal state; so is a reading that a card does not offer: None."""
+"""The node's GPUs, sampled once a second with NVML. No NVIDIA driver is a normal state.
+
+A thread of its own asks the driver: with a card in trouble one NVML call can take minutes, and the monitor must go on
+judging the ranks meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import queue
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distdiag import nvml
 from distdiag.diagnosis.model.snapshot import GpuState
 from distdiag.store.rows import GpuRow
 
 KEPT = 60  # samples, one a second
-_ENOUGH = 20  # samples before a share is said
-
-_THROTTLE = {
-    "SwThermalSlowdown": "thermal (software)",
-    "HwThermalSlowdown": "thermal (hardware)",
-    "HwSlowdown": "hardware slowdown",
-    "SwPowerCap": "power cap",
-    "HwPowerBrakeSlowdown": "power brake",
-    "SyncBoost": "sync boost",
-}
+_ENOUGH = 20  # samples before a share is reported
+_FAULTY_CLOCKS = ("thermal", "hardware", "brake")  # a power cap is how a card is run, not a fault
+_MOST_XIDS = 16  # kept per card
 
 
 @dataclass
-class _Past:
-    """What the last minute and the run so far say of one GPU."""
+class _Card:
+    """One row of table `gpu`: a card, or one MIG instance of it."""
 
-    hot: deque[bool] = field(default_factory=lambda: deque(maxlen=KEPT))  # throttled for heat or hardware
-    use_pct: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    index: int  # of its row; NVML's index where no card is split by MIG
+    parent_index: int  # NVML's index of the card
+    handle: Any
+    parent: Any  # handle of the card itself, which alone has clocks, power, errors
+    mig: bool = False
+    lost: bool = False
+    events: Any = None  # NVML's event set; None where the driver offers none
+    others: int | None = None  # processes on it that are no ranks of this job
+    throttled: deque[bool] = field(default_factory=lambda: deque(maxlen=KEPT))
+    utilization_pct: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     ecc_first: int | None = None
+    links_first: int | None = None
+    recoveries: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     xids: list[int] = field(default_factory=list)
-    events: Any = None  # NVML's event set, None where it does not offer one
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    rows: list[GpuRow]
+    states: tuple[GpuState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Which rank uses which GPU.
+
+    Attributes:
+        by_index: NVML's index of a card -> rank, as the rank itself reports it.
+        by_pid: Process id -> rank; finds the rank on a MIG instance.
+    """
+
+    by_index: Mapping[int, int]
+    by_pid: Mapping[int, int] = field(default_factory=dict)
 
 
 class Gpus:
-    """Handles of this node's GPUs; `absent` says why there are none."""
+    """What NVML reports of this node's GPUs; `absent` says why there is nothing, once that is known."""
 
     def __init__(self, node: int) -> None:
         self.node = node
         self.absent: str | None = None
-        self._handles: list[Any] = []
-        self._past: list[_Past] = []
-        self._rows: list[GpuRow] = []
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                import pynvml
-        except ImportError:
-            self.absent = "nvidia-ml-py is not installed"
-            return
-        self._nvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError as e:
-            self.absent = f"no NVIDIA driver ({e})"
-            return
-        self._past = [_Past(events=self._listen(h)) for h in self._handles]
+        self._asked_at: float | None = None  # monotonic time of a request that has no answer yet
+        self._newest = _Sample([], ())
+        self._requests: queue.SimpleQueue[tuple[float, Users] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_Sample | str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="distdiag-nvml", daemon=True)
+        self._thread.start()
 
-    def _listen(self, handle: Any) -> Any:
-        """An event set for the driver's Xid errors; None where the card or its driver has none."""
-        n = self._nvml
-        with contextlib.suppress(n.NVMLError, AttributeError):
-            events = n.nvmlEventSetCreate()
-            n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
-            return events
-        return None
-
-    def _hear(self, past: _Past) -> None:
-        """Take what has been reported since the last look; never waits."""
-        n = self._nvml
-        while past.events is not None and len(past.xids) < 16:
-            try:
-                past.xids.append(int(n.nvmlEventSetWait_v2(past.events, 0).eventData))
-            except n.NVMLError as e:
-                if getattr(e, "value", None) != n.NVML_ERROR_TIMEOUT:
-                    past.events = None  # the card is gone, and says so elsewhere
-                return
-
-    def __len__(self) -> int:
-        return len(self._handles)
-
-    def _ask(self, f: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return f(*args)
-        except self._nvml.NVMLError:
-            return None
-
-    def rows(self, t_s: float, ranks: dict[int, int]) -> list[GpuRow]:
-        """One row per GPU.
+    def rows(self, t_s: float, users: Users) -> list[GpuRow]:
+        """Ask for a new sample and return the rows of the newest answer; [] if none has come since the last call.
 
         Args:
-            t_s: Run time, seconds.
-            ranks: GPU index -> rank that uses it.
+            t_s: Run time, seconds; the time of the rows that this request will give.
         """
-        self._rows = [self._row(t_s, i, h, ranks.get(i)) for i, h in enumerate(self._handles)]
-        for g, past in zip(self._rows, self._past, strict=True):
-            self._hear(past)
-            if g.throttle is not None:
-                past.hot.append(any(w in g.throttle for w in ("thermal", "hardware", "brake")))
-            if g.utilization_pct is not None:
-                past.use_pct.append(g.utilization_pct)
-            if past.ecc_first is None:
-                past.ecc_first = g.ecc_uncorrected
-        return self._rows
+        fresh = self._take()
+        if self._asked_at is None and self.absent is None:
+            self._asked_at = time.monotonic()
+            self._requests.put((t_s, users))
+        return fresh
 
     def states(self) -> tuple[GpuState, ...]:
-        """What the newest rows and the last minute say, for the diagnosis."""
-        return tuple(
-            GpuState(
-                node=g.node,
-                gpu=g.gpu,
-                rank=g.rank,
-                utilization_pct=g.utilization_pct,
-                most_used_pct=max(past.use_pct) if len(past.use_pct) == KEPT else None,
-                throttle=g.throttle,
-                throttled_share=sum(past.hot) / len(past.hot) if len(past.hot) >= _ENOUGH else None,
-                ecc_uncorrected=g.ecc_uncorrected,
-                ecc_before=past.ecc_first,
-                xids=tuple(past.xids),
-                pcie_generation=g.pcie_generation,
-                pcie_generation_max=g.pcie_generation_max,
-                pcie_width=g.pcie_width,
-                pcie_width_max=g.pcie_width_max,
-            )
-            for g, past in zip(self._rows, self._past, strict=True)
-        )
+        """Return what the newest sample and the last minute say, for the diagnosis."""
+        return self._newest.states
 
-    def _row(self, t_s: float, index: int, h: Any, rank: int | None) -> GpuRow:
-        n, ask = self._nvml, self._ask
-        use = ask(n.nvmlDeviceGetUtilizationRates, h)
-        memory = ask(n.nvmlDeviceGetMemoryInfo, h)
-        power, limit = ask(n.nvmlDeviceGetPowerUsage, h), ask(n.nvmlDeviceGetEnforcedPowerLimit, h)
-        uuid, name = ask(n.nvmlDeviceGetUUID, h), ask(n.nvmlDeviceGetName, h)
-        processes = ask(n.nvmlDeviceGetComputeRunningProcesses, h)
-        return GpuRow(
+    def silent_s(self) -> float | None:
+        """Return for how long the driver has not answered a request; None if nothing is asked."""
+        return None if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def close(self) -> None:
+        """End the thread once it is free; never waits for the driver."""
+        self._requests.put(None)
+
+    def _take(self) -> list[GpuRow]:
+        rows: list[GpuRow] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                answer = self._answers.get_nowait()
+                self._asked_at = None
+                if isinstance(answer, str):
+                    self.absent = answer
+                else:
+                    self._newest, rows = answer, answer.rows
+        return rows
+
+    def _serve(self) -> None:
+        """The thread: load NVML, then one sample per request."""
+        try:
+            driver = _Driver(self.node)
+            while (request := self._requests.get()) is not None:
+                self._answers.put(driver.sample(*request))
+        except nvml.Unavailable as e:
+            self._answers.put(str(e))
+        except Exception as e:
+            self._answers.put(f"reading them failed: {type(e).__name__}: {e}")
+
+
+class _Driver:
+    """NVML as the thread uses it: the cards, and what is remembered of each."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.n = nvml.load()
+        self.cards: list[_Card] = []
+        for index in range(self.n.nvmlDeviceGetCount()):
+            parent = nvml.ask(self.n, self.n.nvmlDeviceGetHandleByIndex, index)
+            split = nvml.instances(self.n, parent) if parent is not None else None
+            events = self._listen(parent) if parent is not None else None
+            for handle in [parent] if split is None else split:
+                self.cards.append(
+                    _Card(len(self.cards), index, handle, parent, split is not None, parent is None, events)
+                )
+                events = None  # one listener per card
+
+    def sample(self, t_s: float, users: Users) -> _Sample:
+        rows = [self._row(t_s, card, users) for card in self.cards]
+        states = tuple(self._state(card, row) for card, row in zip(self.cards, rows, strict=True))
+        return _Sample(rows, states)
+
+    def _row(self, t_s: float, card: _Card, users: Users) -> GpuRow:
+        n = self.n
+        if not card.lost:
+            card.lost = self._is_lost(card)
+        if card.lost:
+            rank = None if card.mig else users.by_index.get(card.parent_index)
+            return GpuRow(t_s=t_s, node=self.node, gpu=card.index, rank=rank)
+
+        def ask(question: str, handle: Any = card.parent, *args: Any) -> Any:
+            return nvml.ask(n, getattr(n, question, None) or _missing, handle, *args)
+
+        use = None if card.mig else ask("nvmlDeviceGetUtilizationRates")
+        memory = ask("nvmlDeviceGetMemoryInfo", card.handle)
+        power, limit = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")
+        throttle = nvml.throttle_reasons(n, card.parent)
+        links = nvml.links(n, card.parent)
+        pids = nvml.process_ids(n, card.handle)
+        ours = [users.by_pid[p] for p in pids or () if p in users.by_pid]
+        card.others = len(pids) - len(ours) if pids is not None and ours else None
+        rank = ours[0] if len(ours) == 1 else None if card.mig else users.by_index.get(card.parent_index)
+        self._hear(card)
+        if throttle is not None:
+            card.throttled.append(any(w in reason for w in _FAULTY_CLOCKS for reason in throttle))
+        if use is not None:
+            card.utilization_pct.append(use.gpu)
+        if links is not None:
+            card.links_first = card.links_first or sum(links)
+            recoveries = nvml.link_recoveries(n, card.parent, len(links))
+            if recoveries is not None:
+                card.recoveries.append(recoveries)
+        row = GpuRow(
             t_s=t_s,
             node=self.node,
-            gpu=index,
-            uuid=_text(uuid),
-            name=_text(name),
+            gpu=card.index,
+            uuid=nvml.text(ask("nvmlDeviceGetUUID", card.handle)),
+            name=nvml.text(ask("nvmlDeviceGetName", card.handle)),
             rank=rank,
             utilization_pct=getattr(use, "gpu", None),
             memory_utilization_pct=getattr(use, "memory", None),
@@ -150,47 +190,75 @@ class Gpus:
             memory_total_bytes=getattr(memory, "total", None),
             power_w=None if power is None else power / 1000,
             power_limit_w=None if limit is None else limit / 1000,
-            temperature_c=ask(n.nvmlDeviceGetTemperature, h, n.NVML_TEMPERATURE_GPU),
-            sm_clock_mhz=ask(n.nvmlDeviceGetClockInfo, h, n.NVML_CLOCK_SM),
-            sm_clock_max_mhz=ask(n.nvmlDeviceGetMaxClockInfo, h, n.NVML_CLOCK_SM),
-            throttle=self._throttle(h),
+            temperature_c=ask("nvmlDeviceGetTemperature", card.parent, 0),  # NVML_TEMPERATURE_GPU
+            sm_clock_mhz=ask("nvmlDeviceGetClockInfo", card.parent, 1),  # NVML_CLOCK_SM
+            sm_clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", card.parent, 1),
+            throttle=None if throttle is None else ", ".join(throttle),
             ecc_uncorrected=ask(
-                n.nvmlDeviceGetTotalEccErrors, h, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC
-            ),
-            pcie_generation=ask(n.nvmlDeviceGetCurrPcieLinkGeneration, h),
-            pcie_generation_max=ask(n.nvmlDeviceGetMaxPcieLinkGeneration, h),
-            pcie_width=ask(n.nvmlDeviceGetCurrPcieLinkWidth, h),
-            pcie_width_max=ask(n.nvmlDeviceGetMaxPcieLinkWidth, h),
-            nvlink_active=self._nvlinks(h),
-            processes=None if processes is None else len(processes),
+                "nvmlDeviceGetTotalEccErrors", card.parent, 1, 0
+            ),  # uncorrected, since the driver started
+            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_generation_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+            pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+            nvlink_active=None if links is None else sum(links),
+            processes=None if pids is None else len(pids),
+        )
+        if card.ecc_first is None:
+            card.ecc_first = row.ecc_uncorrected
+        return row
+
+    def _state(self, card: _Card, row: GpuRow) -> GpuState:
+        throttled, used, recoveries = card.throttled, card.utilization_pct, card.recoveries
+        return GpuState(
+            node=row.node,
+            gpu=row.gpu,
+            rank=row.rank,
+            lost=card.lost,
+            others=card.others,
+            utilization_pct=row.utilization_pct,
+            most_used_pct=max(used) if len(used) == KEPT else None,
+            throttle=row.throttle,
+            throttled_share=sum(throttled) / len(throttled) if len(throttled) >= _ENOUGH else None,
+            ecc_uncorrected=row.ecc_uncorrected,
+            ecc_before=card.ecc_first,
+            xids=tuple(card.xids),
+            pcie_generation=row.pcie_generation,
+            pcie_generation_max=row.pcie_generation_max,
+            pcie_width=row.pcie_width,
+            pcie_width_max=row.pcie_width_max,
+            nvlink_active=row.nvlink_active,
+            nvlink_before=card.links_first,
+            nvlink_recoveries=recoveries[-1] - recoveries[0] if len(recoveries) > 1 else None,
         )
 
-    def _throttle(self, h: Any) -> str | None:
-        n = self._nvml
-        read = getattr(n, "nvmlDeviceGetCurrentClocksEventReasons", n.nvmlDeviceGetCurrentClocksThrottleReasons)
-        bits = self._ask(read, h)
-        if bits is None:
-            return None
-        found = []
-        for word, text in _THROTTLE.items():
-            for prefix in ("nvmlClocksEventReason", "nvmlClocksThrottleReason"):
-                bit = getattr(n, prefix + word, None)
-                if bit is not None:
-                    if bits & bit:
-                        found.append(text)
-                    break
-        return ", ".join(found)
+    def _is_lost(self, card: _Card) -> bool:
+        try:
+            self.n.nvmlDeviceGetTemperature(card.parent, 0)
+        except self.n.NVMLError as e:
+            return getattr(e, "value", None) == nvml.GPU_IS_LOST
+        return False
 
-    def _nvlinks(self, h: Any) -> int | None:
-        n = self._nvml
-        active = 0
-        for link in range(getattr(n, "NVML_NVLINK_MAX_LINKS", 18)):
-            state = self._ask(n.nvmlDeviceGetNvLinkState, h, link)
-            if state is None:
-                return active if link else None
-            active += state == n.NVML_FEATURE_ENABLED
-        return active
+    def _listen(self, handle: Any) -> Any:
+        """Return an event set for the driver's Xid errors; None if the card or its driver has none."""
+        n = self.n
+        with contextlib.suppress(n.NVMLError, AttributeError):
+            events = n.nvmlEventSetCreate()
+            n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
+            return events
+        return None
+
+    def _hear(self, card: _Card) -> None:
+        """Take the Xid errors reported since the last sample; never waits for one."""
+        n = self.n
+        while card.events is not None and len(card.xids) < _MOST_XIDS:
+            try:
+                card.xids.append(int(n.nvmlEventSetWait_v2(card.events, 0).eventData))
+            except n.NVMLError as e:
+                if getattr(e, "value", None) != n.NVML_ERROR_TIMEOUT:
+                    card.events = None  # the card is gone, which is a finding of its own, or the driver is too old
+                return
 
 
-def _text(v: Any) -> str | None:
-    return v.decode("utf-8", "replace") if isinstance(v, bytes) else v
+def _missing(*_: Any) -> None:
+    """Stand for a call that this nvidia-ml-py does not have."""

@@ -7,26 +7,17 @@ drivers no NVLink counters.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from distdiag import nvml as library
 from distdiag.errors import DistdiagError, ExitCode
 
 # Bytes per second of one PCIe lane and direction, GB/s, by generation (after line coding).
 PCIE_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # One NVLink, one direction, GB/s, by NVLink version.
 NVLINK_GBPS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-
-# Reasons that NVML gives for lowered clocks. Idle, application clocks and display are not faults.
-THROTTLE_REASONS = {
-    0x0000000000000004: "power cap",
-    0x0000000000000008: "hardware slowdown",
-    0x0000000000000020: "thermal (software)",
-    0x0000000000000040: "thermal (hardware)",
-    0x0000000000000080: "power brake",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +102,18 @@ def nvml() -> Iterator[Any]:
         DistdiagError: NO_DATA; no NVIDIA driver, or nvidia-ml-py is not installed.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import pynvml
-    except ImportError:
-        raise _no_data("nvidia-ml-py is not installed", "pip install nvidia-ml-py") from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as e:
-        raise _no_data(
-            f"no NVIDIA driver ({e})", "this probe needs an NVIDIA GPU; `distdiag doctor` looks at the rest"
-        ) from None
+        pynvml = library.load()
+    except library.Unavailable as e:
+        hint = (
+            "pip install nvidia-ml-py"
+            if "not installed" in str(e)
+            else "this probe needs an NVIDIA GPU; `distdiag doctor` checks the rest"
+        )
+        raise DistdiagError(str(e), hint, ExitCode.NO_DATA, "no_gpu") from None
     try:
         yield pynvml
     finally:
         pynvml.nvmlShutdown()
-
-
-def _no_data(message: str, hint: str) -> DistdiagError:
-    return DistdiagError(message, hint, ExitCode.NO_DATA, "no_gpu")
 
 
 def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
@@ -141,15 +125,12 @@ def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
         own_pids: Processes of ours, which are no neighbours.
     """
 
-    def ask(f: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return f(*args)
-        except (n.NVMLError, AttributeError, TypeError):  # not supported by this card, driver or binding
-            return None
+    def ask(question: Callable[..., Any], *args: Any) -> Any:
+        return library.ask(n, question, *args)
 
     h = n.nvmlDeviceGetHandleByIndex(index)
-    g = GpuFacts(index, _text(n.nvmlDeviceGetName(h)))
-    g.uuid = _text(ask(n.nvmlDeviceGetUUID, h))
+    g = GpuFacts(index, library.text(ask(n.nvmlDeviceGetName, h)) or "unknown GPU")
+    g.uuid = library.text(ask(n.nvmlDeviceGetUUID, h))
     if use := ask(n.nvmlDeviceGetUtilizationRates, h):
         g.utilization_pct = int(use.gpu)
     if memory := ask(n.nvmlDeviceGetMemoryInfo, h):
@@ -161,8 +142,7 @@ def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
         g.power_limit_w = milliwatt / 1e3
     g.sm_clock_mhz = ask(n.nvmlDeviceGetClockInfo, h, 1)  # NVML_CLOCK_SM
     g.sm_clock_max_mhz = ask(n.nvmlDeviceGetMaxClockInfo, h, 1)
-    reasons = ask(n.nvmlDeviceGetCurrentClocksThrottleReasons, h) or 0
-    g.throttle = [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
+    g.throttle = library.throttle_reasons(n, h) or []
     g.ecc_uncorrected = ask(n.nvmlDeviceGetTotalEccErrors, h, 1, 0)  # uncorrected, since the driver was loaded
     pages = [ask(n.nvmlDeviceGetRetiredPages, h, cause) for cause in (0, 1)]
     if any(p is not None for p in pages):
@@ -174,20 +154,14 @@ def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
     g.pcie_generation_max = ask(n.nvmlDeviceGetMaxPcieLinkGeneration, h)
     g.pcie_width = ask(n.nvmlDeviceGetCurrPcieLinkWidth, h)
     g.pcie_width_max = ask(n.nvmlDeviceGetMaxPcieLinkWidth, h)
-    links = [s for link in range(18) if (s := ask(n.nvmlDeviceGetNvLinkState, h, link)) is not None]
-    if links:
-        g.nvlinks_active, g.nvlinks_down = sum(bool(s) for s in links), sum(not s for s in links)
+    if links := library.links(n, h):
+        g.nvlinks_active, g.nvlinks_down = sum(links), len(links) - sum(links)
         g.nvlink_version = ask(n.nvmlDeviceGetNvLinkVersion, h, 0)
     mode = ask(n.nvmlDeviceGetPersistenceMode, h)
     g.persistence = None if mode is None else bool(mode)
-    processes = ask(n.nvmlDeviceGetComputeRunningProcesses, h)
-    if processes is not None:
-        g.other_processes = sum(p.pid not in own_pids for p in processes)
+    if (pids := library.process_ids(n, h)) is not None:
+        g.other_processes = sum(pid not in own_pids for pid in pids)
     return g
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def topology(n: Any, count: int) -> list[list[str]]:
