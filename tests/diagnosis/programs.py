@@ -163,13 +163,13 @@ def fits(a: Issued, b: Issued) -> bool:
 
 
 def fitting(met: list[Issued]) -> bool:
-    """Can these calls complete together? A barrier has no size; all_gather's types are not compared (objects are bytes)."""
+    """Can these calls complete together? A barrier has neither size nor type."""
     first = met[0].op
     for i in met[1:]:
         op = i.op
         if op.kind != first.kind or (op.kind == "broadcast" and op.root != first.root):
             return False
-        if op.kind in ("all_reduce", "broadcast") and op.dtype != first.dtype:
+        if op.kind in ("all_reduce", "broadcast", "all_gather") and op.dtype != first.dtype:
             return False
         if op.kind != "barrier" and op.shape != first.shape:
             return False
