@@ -166,7 +166,10 @@ def shifted(r: RankState, by_s: float) -> RankState:
         blocked=None if r.blocked is None else call(r.blocked),
         calls=tuple(call(c) for c in r.calls),
         samples=tuple(msgspec.structs.replace(x, t_s=at(x.t_s)) for x in r.samples),
-        steps=tuple(msgspec.structs.replace(x, end_s=x.end_s + by_s, ready_s=at(x.ready_s)) for x in r.steps),
+        steps=tuple(
+            msgspec.structs.replace(x, end_s=x.end_s + by_s, ready_s=at(x.ready_s), arrived_s=at(x.arrived_s))
+            for x in r.steps
+        ),
         memory=tuple((t + by_s, b) for t, b in r.memory[-120:]),
         device_memory=tuple((t + by_s, b) for t, b in r.device_memory[-120:]),
     )

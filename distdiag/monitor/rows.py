@@ -34,9 +34,7 @@ class Steps:
             by_rank = self._waiting[step]
             if len(by_rank) < world and not final and now_s - max(x.end_s for x in by_rank.values()) < LATE_STEP_S:
                 continue
-            ready = [x.ready_s for x in by_rank.values()]
-            known = [v for v in ready if v is not None]
-            first = min(known) if len(known) == len(ready) and len(known) > 1 else None
+            late_ms = _late_ms(by_rank)
             for q, x in by_rank.items():
                 r = s.ranks.get(q)
                 out.append(
@@ -54,7 +52,7 @@ class Steps:
                         other_ms=x.other_ms,
                         wait_ms=x.wait_ms,
                         self_ms=self_ms(x),
-                        late_ms=(x.ready_s - first) * 1e3 if first is not None and x.ready_s is not None else None,
+                        late_ms=late_ms.get(q),
                         samples=x.samples or None,
                         loss=x.loss,
                         rss_bytes=r.rss_bytes if r else None,
@@ -63,6 +61,20 @@ class Steps:
                 )
             del self._waiting[step]
         return out
+
+
+def _late_ms(step: dict[int, Step]) -> dict[int, float]:
+    """How late each rank came to the step's first or last synchronisation, after the first rank: the larger of the two.
+
+    Ranks that wait for each other in the forward (DDP's buffers) leave it together, so the last one alone does not tell.
+    """
+    late: dict[int, float] = {}
+    for times in ({q: x.arrived_s for q, x in step.items()}, {q: x.ready_s for q, x in step.items()}):
+        known = {q: t for q, t in times.items() if t is not None}
+        if len(known) == len(step) > 1:
+            first = min(known.values())
+            late = {q: max(late.get(q, 0.0), (t - first) * 1e3) for q, t in known.items()}
+    return late
 
 
 class Collectives:

@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 5
+VERSION = 6
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
 STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
@@ -246,6 +246,8 @@ class StepRecord(Structure):
         ("loss", c_double),
         ("loss_known", c_uint64),
         ("device_bytes", c_uint64),
+        ("forward_wait_ns", c_uint64),  # part of wait_ns that lies in forward: DDP's broadcast of buffers
+        ("arrived_ns", c_uint64),  # when this rank came to the step's first synchronisation; 0: before the last, none
     ]
 
 

@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS pgroup (        -- process groups as the ranks create
 CREATE TABLE IF NOT EXISTS step (          -- one row per rank and optimizer step
   rank INTEGER, step INTEGER, epoch INTEGER, t_end_s REAL,
   step_ms REAL, data_ms REAL, h2d_ms REAL, forward_ms REAL, backward_ms REAL, optimizer_ms REAL,
-  other_ms REAL, wait_ms REAL, self_ms REAL,  -- self = step - wait (time in collectives, waiting for others)
+  other_ms REAL, wait_ms REAL, self_ms REAL,  -- self = step - wait (waiting for other ranks; DDP buffer waits are not in forward_ms)
   late_ms REAL,                            -- arrival at the step's first collective after the first rank; the slow rank arrives last
   samples INTEGER, loss REAL, rss_bytes INTEGER, device_bytes INTEGER,
   PRIMARY KEY (step, rank)                 -- in the order of writing: one page a step, not one page a rank

@@ -38,6 +38,33 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
+def aligned_by_buffers(q: int, late_ms: float) -> tuple[Step, ...]:
+    """Steps of a DDP model with buffers: ranks meet in the forward, and leave it together."""
+    r = random.Random(q)
+    return tuple(
+        msgspec.structs.replace(
+            x,
+            step_ms=x.step_ms + 80.0 - late_ms,
+            wait_ms=x.wait_ms + 80.0 - late_ms,
+            forward_wait_ms=80.0 - late_ms,
+            arrived_s=x.step * 0.2 + late_ms / 1e3,
+            ready_s=x.step * 0.2 + 0.16 + r.uniform(0.0, 1e-3),
+        )
+        for x in steps(late_ms, "other", seed=q)
+    )
+
+
+def test_a_rank_that_is_late_for_the_buffers_of_the_forward_is_a_straggler() -> None:
+    f = only(stragglers(job(rank(0, steps=aligned_by_buffers(0, 0.0)), rank(1, steps=aligned_by_buffers(1, 80.0)))))
+    assert (f.cause, f.culprits) == ("host", (1,))
+
+
+def test_a_rank_that_arrives_last_nowhere_is_no_straggler() -> None:
+    early = tuple(msgspec.structs.replace(x, arrived_s=x.step * 0.2) for x in aligned_by_buffers(1, 80.0))
+    late = tuple(msgspec.structs.replace(x, arrived_s=x.step * 0.2 + 0.01) for x in aligned_by_buffers(0, 0.0))
+    assert stragglers(job(rank(0, steps=late), rank(1, steps=early))) == []
+
+
 def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None:
     assert stragglers(job(*(rank(q, steps=steps(seed=q)) for q in range(4)))) == []
     once = list(steps(seed=1))

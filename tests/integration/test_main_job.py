@@ -86,11 +86,11 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
         (0, 60, 60),
         (1, 60, 60),
     ]
-    whole, parts = con.execute(
-        "SELECT sum(step_ms), sum(data_ms + forward_ms + backward_ms + optimizer_ms + other_ms) FROM step"
+    whole, parts, wait = con.execute(
+        "SELECT sum(step_ms), sum(data_ms + forward_ms + backward_ms + optimizer_ms + other_ms), sum(wait_ms) FROM step"
     ).fetchone()
     con.close()
-    assert parts == pytest.approx(whole, rel=0.02)
+    assert 0.98 * (whole - wait) < parts < 1.02 * whole  # waiting for DDP's buffers is in no phase
     assert "[distdiag]" in said and "nothing found" in said
 
 

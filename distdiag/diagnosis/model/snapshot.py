@@ -134,7 +134,12 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """One optimizer step of one rank, ms; `ready_s` is when it was ready to synchronise (run time)."""
+    """One optimizer step of one rank, ms.
+
+    `arrived_s` and `ready_s` (run time) are when it came to the first and to the last synchronisation of the step.
+    `wait_ms` is its waiting for other ranks: `forward_wait_ms` of it is for DDP's buffers, and is not part of `forward_ms`;
+    the rest lies in `backward_ms`, or in `other_ms`.
+    """
 
     step: int
     end_s: float
@@ -150,6 +155,8 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     samples: int
     loss: float | None
     h2d_ms: float | None = None  # on CUDA
+    forward_wait_ms: float = 0.0
+    arrived_s: float | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,10 +88,11 @@ def self_ms(x: Step) -> float:
 
 def part_ms(x: Step, phase: str) -> float:
     """One phase of a step without the waiting in it (which lies in backward, or in the collectives of `other`)."""
+    waited = x.wait_ms - x.forward_wait_ms
     if phase == "backward":
-        return max(0.0, x.backward_ms - min(x.wait_ms, x.backward_ms))
+        return max(0.0, x.backward_ms - waited)
     if phase == "other":
-        return max(0.0, x.other_ms - max(0.0, x.wait_ms - x.backward_ms))
+        return max(0.0, x.other_ms - max(0.0, waited - x.backward_ms))
     return getattr(x, f"{phase}_ms")
 
 
@@ -141,13 +142,8 @@ def _straggler(
     step_ms = statistics.median(x.step_ms for x in window[slow[0]])
     if gain < max(MIN_MS, LEAST_SHARE * step_ms):
         return []
-    late = ready_known = 0
     among = set(slow)
-    for ready in zip(*([x.ready_s for x in window[k]] for k in ranks), strict=True):
-        if None not in ready:
-            ready_known += 1
-            late += ranks[ready.index(max(ready))] in among
-    if ready_known > n // 2 and late < RECURRENCE * ready_known:
+    if _never_last(window, ranks, among, n):
         return []  # it works longest but does not arrive last: nobody waits for it
     rest = [k for k in ranks if k not in among]
     rest = rest[:: max(1, len(rest) // ENOUGH)]
@@ -210,6 +206,23 @@ def _straggler(
             }[phase],
         )
     ]
+
+
+def _never_last(window: dict[int, list[Step]], ranks: list[int], among: set[int], n: int) -> bool:
+    """True if a synchronisation of the steps was timed on all ranks, and `among` are usually the last at none of them.
+
+    Ranks leave the first one together (in DDP with buffers, the forward's broadcast): there the last one alone does not
+    show who was late.
+    """
+    timed = 0
+    for times in ([[x.arrived_s for x in window[k]] for k in ranks], [[x.ready_s for x in window[k]] for k in ranks]):
+        known = [column for column in zip(*times, strict=True) if None not in column]
+        if len(known) <= n // 2:
+            continue
+        timed += 1
+        if sum(ranks[column.index(max(column))] in among for column in known) >= RECURRENCE * len(known):
+            return False
+    return timed > 0
 
 
 def _more_to_load(s: Snapshot, r: RankState, others: list[int]) -> bool:

@@ -239,12 +239,13 @@ class PageView(Slots):
                 continue
             step_ms = (r.end_ns - r.start_ns) / 1e6
             parts = (r.data_ns / 1e6, r.forward_ns / 1e6, r.backward_ns / 1e6, r.optimizer_ns / 1e6)
+            forward_wait_ms = r.forward_wait_ns / 1e6
             step = Step(
                 step=r.step,
                 end_s=(r.end_ns - self.start_ns) / 1e9,
                 step_ms=step_ms,
                 data_ms=parts[0],
-                forward_ms=parts[1],
+                forward_ms=max(0.0, parts[1] - forward_wait_ms),
                 backward_ms=parts[2],
                 optimizer_ms=parts[3],
                 wait_ms=min(r.wait_ns / 1e6, step_ms),
@@ -254,6 +255,8 @@ class PageView(Slots):
                 samples=r.samples,
                 loss=r.loss if r.loss_known else None,
                 h2d_ms=r.h2d_ns / 1e6 if r.h2d_ns else None,
+                forward_wait_ms=forward_wait_ms,
+                arrived_s=self.s(r.arrived_ns),
             )
             self.steps.append(step)
             if self.warm_since_s is None and step.step >= WARM_STEPS:

@@ -26,7 +26,7 @@ from distdiag.recorder.state import now_ns
 if TYPE_CHECKING:
     from distdiag.page.writer import PageWriter
 
-LAYOUT = 5  # what this file and c/hot.h agree upon: the page's, and the attributes here
+LAYOUT = 6  # what this file and c/hot.h agree upon: the page's, and the attributes here
 _LIFE, _STARTING, _RUNNING = word("life"), int(LifeWord.STARTING), int(LifeWord.RUNNING)
 _STEP, _EPOCH, _DEVICE_BYTES = word("step"), word("epoch"), word("device_bytes")
 _IN_ORDER = ["phase", "phase_since_ns", "blocked", "blocked_at", "blocked_site", "blocked_since_ns", "step", "micro_steps", "n_steps", "n_calls", "epoch", "device_bytes", "life"]  # fmt: skip
@@ -42,6 +42,8 @@ class Ledger:
         self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
         self.wait_ns = 0  # of the main thread, for other ranks
+        self.forward_wait_ns = 0  # the part of it in forward, for DDP's buffers
+        self.arrived_ns = 0  # when this step's first wait for other ranks began; 0: not yet
         self.ready_ns = 0  # when the gradient that is usually the last was there
         self.last_ready_ns = 0  # when a wait for a collective began last
         self.step_start_ns = now_ns()
@@ -79,7 +81,7 @@ class Ledger:
         self._page.write_step(
             step, words[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns, self.optimizer_ns,
             self.wait_ns, ready if ready > self.step_start_ns else 0, self.samples, self.batch, self.loss,
-            words[_DEVICE_BYTES],
+            words[_DEVICE_BYTES], self.forward_wait_ns, self.arrived_ns,
         )  # fmt: skip
         words[_STEP] = step
         self.begin_step(t)
@@ -88,6 +90,7 @@ class Ledger:
         """Begin a step at `t`, with nothing in its accounts."""
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = self.wait_ns = self.ready_ns = 0
+        self.forward_wait_ns = self.arrived_ns = 0
         self.samples = self.batch = 0
         self.loss = None
         words = self._page.words

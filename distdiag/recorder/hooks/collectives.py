@@ -276,7 +276,8 @@ class Collectives(Groups):
         if page.words[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
             return number, False
         self.block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
-        self.ledger.last_ready_ns = page.words[_BLOCKED_SINCE]
+        self.ledger.last_ready_ns = began = page.words[_BLOCKED_SINCE]
+        self.ledger.arrived_ns = self.ledger.arrived_ns or began
         return number, True
 
     @guarded

@@ -205,6 +205,7 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
                 words[_BLOCKED_SITE] = m.forward_site
                 words[_BLOCKED_SINCE] = began = now_ns()
                 words[_BLOCKED] = _DDP
+                led.arrived_ns = led.arrived_ns or began
                 return began
         except Exception as e:
             failed(e)
@@ -212,7 +213,10 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
 
     def general_ends(began: int) -> None:
         words[_BLOCKED] = 0
-        led.wait_ns += now_ns() - began
+        waited = now_ns() - began
+        led.wait_ns += waited
+        if words[_PHASE] == _FORWARD:  # the forward of a validation is not in forward_ns
+            led.forward_wait_ns += waited
 
     begins, ends = usual(led, "sync_begins", general_begins), usual(led, "sync_ends", general_ends)
 

@@ -133,6 +133,7 @@ class Phases:
         start_ns, data_ns, forward_ns, backward_ns = led.step_start_ns, led.data_ns, led.forward_ns, led.backward_ns
         optimizer_ns, wait_ns, samples, batch = led.optimizer_ns, led.wait_ns, led.samples, led.batch
         loss, epoch, device_bytes = led.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
+        forward_wait_ns, arrived_ns = led.forward_wait_ns, led.arrived_ns
         ready = led.ready_ns or led.last_ready_ns
         ready = ready if ready > start_ns else 0
 
@@ -141,7 +142,7 @@ class Phases:
             self.page.write_step(
                 step, epoch, start_ns, t, data_ns, of.get(Phase.H2D, 0), of.get(Phase.FORWARD, forward_ns),
                 of.get(Phase.BACKWARD, backward_ns), of.get(Phase.OPTIMIZER, optimizer_ns), wait_ns, ready, samples, batch,
-                loss, device_bytes,
+                loss, device_bytes, forward_wait_ns, arrived_ns,
             )  # fmt: skip
 
         return write

@@ -185,10 +185,11 @@ def _bar(r: RankRow, mark: severity.Mark, width: int, step_ms: float) -> Line:
     parts: list[tuple[str, str]] = [(f" {mark.glyph} ", mark.style), (fit(f"rank {r.rank}", 10), "")]
     scale = room / max(step_ms, r.step_ms or 0.0)
     used, exact, waited = 0, 0.0, r.wait_ms or 0.0
+    apart = max(0.0, (r.step_ms or 0.0) - sum(getattr(r, column) or 0.0 for _, column, _ in PHASES))
     for letter, column, style in PHASES:
         value = getattr(r, column) or 0.0
         if column == "backward_ms":
-            value = max(0.0, value - waited)  # waiting for the others happens inside backward, as a rule
+            value = max(0.0, value - max(0.0, waited - apart))  # the waiting that no phase leaves out is in backward
         exact += value * scale
         n = max(0, min(room, round(exact)) - used)
         parts.append((letter * n, style))

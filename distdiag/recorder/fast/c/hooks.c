@@ -90,6 +90,8 @@ void close_step(Ledger *s, uint64_t t) {
   if (s->loss_known) w[14] = loss.u;
   w[15] = (uint64_t)s->loss_known;
   w[16] = h[DEVICE_BYTES];
+  w[17] = s->forward_wait_ns;
+  w[18] = s->arrived_ns;
   __atomic_store_n(w, number, __ATOMIC_RELEASE);
   __atomic_store_n(h + N_STEPS, number, __ATOMIC_RELEASE);
   h[STEP] = step;
@@ -98,6 +100,7 @@ void close_step(Ledger *s, uint64_t t) {
 void begin_step(Ledger *s, uint64_t t) {
   s->step_start_ns = t;
   s->data_ns = s->forward_ns = s->backward_ns = s->optimizer_ns = s->wait_ns = s->ready_ns = 0;
+  s->forward_wait_ns = s->arrived_ns = 0;
   s->samples = s->batch = 0;
   s->loss_known = 0;
   if (s->head[LIFE] == 0) s->head[LIFE] = 1; /* STARTING, RUNNING */
@@ -193,6 +196,7 @@ static int sync_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **re
   if (m == NULL && PyErr_Occurred()) return -1;
   if (m == NULL || m->group_at < 0) return begins(0, result);
   block(s, (uint64_t)m->group_at, m->forward_site);
+  if (s->arrived_ns == 0) s->arrived_ns = s->head[BLOCKED_SINCE];
   return begins(s->head[BLOCKED_SINCE], result);
 }
 
@@ -200,7 +204,9 @@ static int sync_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **resu
   uint64_t began;
   if (time_of(args[0], &began) < 0) return -1;
   s->head[BLOCKED] = 0;
-  s->wait_ns += now_ns() - began;
+  uint64_t waited = now_ns() - began;
+  s->wait_ns += waited;
+  if (s->head[PHASE] == FORWARD) s->forward_wait_ns += waited; /* a validation is not in forward_ns */
   return done(result);
 }
 

@@ -15,13 +15,13 @@
 #include <structmember.h>
 #include <time.h>
 
-#define LAYOUT 5 /* of the page, and of what this file and ../hot.py agree upon */
+#define LAYOUT 6 /* of the page, and of what this file and ../hot.py agree upon */
 
 enum { PHASE, SINCE, BLOCKED, BLOCKED_AT, BLOCKED_SITE, BLOCKED_SINCE, STEP, MICRO_STEPS, N_STEPS, N_CALLS, EPOCH,
        DEVICE_BYTES, LIFE };                                           /* words of the header, from `phase` on */
 enum { DATA = 1, FORWARD = 3, BACKWARD = 4, OPTIMIZER = 5, VALIDATE = 9 }; /* layout.Phase */
 enum { IN_DDP = 2 };                                                   /* layout.Blocked */
-enum { RECORD_WORDS = 17, FINGERPRINTS = 6 };
+enum { RECORD_WORDS = 19, FINGERPRINTS = 6 };
 
 typedef unsigned long long ull;
 typedef struct {
@@ -30,6 +30,7 @@ typedef struct {
   volatile uint64_t *words, *head, *ring; /* the page, its header from `phase` on, its step records */
   uint64_t records;
   ull main_thread, idle, data_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns, last_ready_ns;
+  ull forward_wait_ns, arrived_ns;
   ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_look, loader, batches_at, active_at;
   ull counted_site;
   long long count_at, bad_losses, lead_misses;
