@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.entries import backend_of, ns
-from distdiag.diagnosis.dumps.files import DumpFile
 from distdiag.diagnosis.model.findings import rank_list
 
 
 def newest_ns(f: DumpFile) -> int:
-    """When its newest entry was created; 0 where it does not say."""
-    t = f.entries[-1].get("time_created_ns") if f.entries else None
-    return t if isinstance(t, int) else 0
+    """Return when the newest entry of a dump was created; 0 if it does not say."""
+    return (ns(f.entries[-1]) or 0) if f.entries else 0
 
 
 def drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], notes: list[str]) -> None:

@@ -7,16 +7,19 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdiag.diagnosis.dumps import files
-from distdiag.diagnosis.dumps.files import DumpFile
+from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.waits import compatible
+from distdiag.terms.untrusted import MAX_INT, is_count, short_text
 
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
     "complex128": 16,
 }  # fmt: skip
 
+
+MAX_TENSORS, MAX_DIMENSIONS = 1 << 14, 64  # of one operation
+MAX_FRAMES = 256  # of one stack, innermost first
 
 _STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
 
@@ -58,15 +61,7 @@ class Scan:
 
 
 def scan_file(f: DumpFile) -> Scan:
-    """Newest and oldest open collective of each group, and all messages."""
-    try:
-        return _pass(f)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # an odd entry in the middle
-        f.entries, f.damaged = files.modern(f.entries)
-        return _pass(f)
-
-
-def _pass(f: DumpFile) -> Scan:
+    """Return the newest and the oldest open collective of each group, and all messages, in one pass."""
     out = Scan(f, backend_of(f))
     gloo = out.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
     tails, messages = out.tails, out.messages
@@ -95,7 +90,7 @@ def _pass(f: DumpFile) -> Scan:
             t.head = seq
     pairs = {name for name, (_, members) in f.groups.items() if len(members or ()) == 2} if not gloo else set()
     for e in messages:  # a dump of what is active only leaves out the entries that close batches
-        name, number = e["process_group"][0], str(e.get("pg_id"))
+        name, number = e["process_group"][0], short_text(e.get("pg_id"))
         if name in pairs and not e["collective_seq_id"] and number in f.status:
             out.met[name] = f.status[number][1]
     out.timed = not gloo and any(
@@ -114,22 +109,44 @@ def of_batch(e: dict[str, Any], source: Scan) -> dict[str, Any]:
 
 
 def ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:
-    """A time of an entry; None where it was not recorded (None, or 0 in JSON)."""
+    """Return a time of an entry; None if it was not recorded (None, or 0 in JSON)."""
     t = e.get(name)
-    return t if isinstance(t, int) and t > 0 else None
+    return t if type(t) is int and 0 < t < MAX_INT else None
+
+
+def timeout_ms(e: dict[str, Any]) -> int | None:
+    """Return the timeout of an entry's group; None if it was not recorded."""
+    return ns(e, "timeout_ms")
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]] | None:
+    """Return the shapes of an operation's tensors; None if they are not lists of sizes, or beyond all reason."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_TENSORS:
+        return None
+    for one in value:
+        if not isinstance(one, (list, tuple)) or len(one) > MAX_DIMENSIONS or not all(map(is_count, one)):
+            return None
+    return [tuple(one) for one in value]
+
+
+def _product(shape: tuple[int, ...]) -> int | None:
+    """Return the number of elements; None if no tensor can have so many."""
+    n = math.prod(shape)
+    return n if n < MAX_INT else None
 
 
 def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
-    """One entry of group `key`; times in seconds since `t0_ns`."""
-    sizes = e.get("input_sizes") or e.get("output_sizes") or ()
-    dtypes = e.get("input_dtypes") or e.get("output_dtypes") or ()
-    shape = tuple(sizes[0]) if sizes and all(isinstance(n, int) for n in sizes[0]) else None
-    if (
-        shape is not None and len(sizes) > 1 and e["profiling_name"].endswith("_coalesced")
-    ):  # several at once: all of them
-        known = all(isinstance(n, int) for one in sizes for n in one)
-        shape = (sum(math.prod(one) for one in sizes),) if known else None
-    dtype = compatible.dtype_name(dtypes[0]) if dtypes and isinstance(dtypes[0], str) else None
+    """Return one entry of group `key` as a call; times in seconds since `t0_ns`."""
+    shapes = _shapes(e.get("input_sizes") or e.get("output_sizes") or ())
+    dtypes = e.get("input_dtypes") or e.get("output_dtypes")
+    shape = shapes[0] if shapes else None
+    if shapes and len(shapes) > 1 and e["profiling_name"].endswith("_coalesced"):  # several at once: all of them
+        shape = (sum(math.prod(one) for one in shapes),)
+    elements = _product(shape) if shape is not None else None
+    if elements is None:
+        shape = None
+    first = short_text(dtypes[0]) if isinstance(dtypes, (list, tuple)) and dtypes else ""
+    dtype = compatible.dtype_name(first) if first else None
     gloo = source.backend == "gloo"
     done = e["state"] == "completed" or (gloo and e["retired"])
     t = ns(e)
@@ -139,7 +156,7 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
         seq=e["collective_seq_id"],
         dtype=dtype,
         shape=shape,
-        bytes=math.prod(shape) * _ITEM_BYTES.get(dtype or "", 1) if shape is not None and dtype is not None else None,
+        bytes=elements * _ITEM_BYTES.get(dtype, 1) if elements is not None and dtype is not None else None,
         site=user_site(e.get("frames")),
         entered_s=(t - t0_ns) / 1e9 if t is not None else None,
         completed_s=((ns(e, "time_discovered_completed_ns") or t or t0_ns) - t0_ns) / 1e9 if done else None,
@@ -158,18 +175,18 @@ _TORCH = re.compile(r"(^|/)torch/|^<frozen|(^|/)lib/python[\d.]+/(?!site-package
 
 
 def user_site(frames: Any) -> Site | None:
-    """The user's innermost frame: the first that is in no library, else the first that is not torch's."""
+    """Return the user's innermost frame: the first that is in no library, else the first that is not torch's."""
     if not isinstance(frames, list):
         return None
     second = None
-    for fr in frames:
-        if not isinstance(fr, dict):
+    for frame in frames[:MAX_FRAMES]:
+        if not isinstance(frame, dict):
             continue
-        file, line = fr.get("filename"), fr.get("line")
-        if not isinstance(file, str) or not isinstance(line, int) or not file or file == "??":
+        file, line = short_text(frame.get("filename")), frame.get("line")
+        if not is_count(line) or not file or file == "??":
             continue
         if not _LIBRARY.search(file):
-            return Site(file, line, str(fr.get("name", "")))
+            return Site(file, line, short_text(frame.get("name")))  # type: ignore[arg-type]
         if second is None and not _TORCH.search(file):
-            second = Site(file, line, str(fr.get("name", "")))
+            second = Site(file, line, short_text(frame.get("name")))  # type: ignore[arg-type]
     return second

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from distdiag.diagnosis.dumps.entries import Scan, ns
+from distdiag.diagnosis.dumps.entries import Scan, ns, timeout_ms
 
 BEFORE = 16  # collectives before the oldest in flight, by which clocks are compared
 
@@ -56,7 +56,7 @@ def find(
                     continue
                 key = keys[rank, scan.backend, e["process_group"][0]]
                 issued.setdefault((key, e["collective_seq_id"]), {}).setdefault(rank, t)
-                if isinstance(limit := e.get("timeout_ms"), int) and limit > 0:
+                if (limit := timeout_ms(e)) is not None:
                     timeouts_s[key] = max(timeouts_s.get(key, 0.0), limit / 1e3)
     found: list[LateRanks] = []
     for key, seq in {(g, done + 1) for of_rank in positions.values() for g, (n, done) in of_rank.items() if done < n}:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from distdiag.diagnosis.dumps.entries import Scan, call_of, of_batch
 from distdiag.diagnosis.model.snapshot import Call
+from distdiag.terms.untrusted import is_rank
 
 MOSTLY = 0.9  # of the messages that both ends number, where a few are not met at all
 
@@ -85,16 +86,17 @@ def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
     return out if met >= MOSTLY * (met + alone_in_all) else {}
 
 
-_ENDS = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+_ENDS = re.compile(r"(send|recv) ([0-9]{1,9})(->|<-)([0-9]{1,9})(?![0-9])")
 
 
 def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """`nccl:send 0->1`, `nccl:recv 0<-1` with ranks in the group: direction and the peer's global rank."""
+    """Return direction and the peer's global rank from `nccl:send 0->1` or `nccl:recv 0<-1` (ranks in the group)."""
     m = _ENDS.search(name)
     if m is None:
         return None
     peer = int(m[4])
-    return m[1], members[peer] if peer < len(members) else peer
+    peer = members[peer] if peer < len(members) else peer
+    return (m[1], peer) if is_rank(peer) else None
 
 
 def _numbered_alike(by_pair: Pairs, size: int) -> bool:

@@ -9,27 +9,31 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.dumps import files as dump_files
 from distdiag.diagnosis.dumps import late_ranks
 from distdiag.diagnosis.dumps import messages as dump_messages
 from distdiag.diagnosis.dumps.choice import choose, drop_earlier_runs, newest_ns
-from distdiag.diagnosis.dumps.entries import Scan, backend_of, call_of, ns, scan_file, user_site
-from distdiag.diagnosis.dumps.files import DumpFile
+from distdiag.diagnosis.dumps.content import DumpFile
+from distdiag.diagnosis.dumps.entries import Scan, backend_of, call_of, ns, scan_file, timeout_ms, user_site
+from distdiag.diagnosis.dumps.files import read_all
+from distdiag.diagnosis.dumps.guard import Announce
 from distdiag.diagnosis.dumps.late_ranks import LateRanks
+from distdiag.diagnosis.dumps.naming import name_ranks
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
+from distdiag.terms.untrusted import short_text
 
 GAPS_SEEN = 3  # as often a rank has paused for so long: it may do it again
 GAP_ENTRIES = 200  # of the newest
 SITES_UP_TO = 60_000  # entries that are all looked at, to break ties; beyond that, only those of operations in flight
+ANALYSIS, ENTRY_BYTES = "", 1000  # the step after all files are read; an entry's share of its limits
 CALLS_BEFORE = 128  # in one group
 
 
@@ -68,20 +72,32 @@ class LoadReport:
     late: LateRanks | None = None
 
 
-def load(paths: str | Path | Iterable[str | Path]) -> tuple[Snapshot, LoadReport]:
-    """All dumps in files and directories as one snapshot; what cannot be read is in the report, the rest is used."""
+def load(
+    paths: str | Path | Iterable[str | Path],
+    announce: Announce = lambda _step, _bytes: None,
+    refused: Mapping[str, str] | None = None,
+) -> tuple[Snapshot, LoadReport]:
+    """Return all dumps in files and directories as one snapshot, and what could not be read.
+
+    In this process, without limits: `verdict.diagnose_dumps` calls it in a child.
+
+    Args:
+        announce: Called before each file and before the snapshot is made, with the bytes that it is made of.
+        refused: Files not to be read, with the reason.
+    """
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     collecting = gc.isenabled()
     gc.disable()  # millions of small containers that live until the snapshot is made: nothing to collect meanwhile
     try:
-        return _load([Path(p) for p in given])
+        return _load([Path(p) for p in given], announce, refused)
     finally:
         if collecting:
             gc.enable()
 
 
-def _load(paths: list[Path]) -> tuple[Snapshot, LoadReport]:
-    read, bad, others = dump_files.read_all(paths)
+def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | None) -> tuple[Snapshot, LoadReport]:
+    read, bad, others = read_all(paths, announce, refused)
+    announce(ANALYSIS, sum(len(f.entries) for f in read) * ENTRY_BYTES)
     report = LoadReport(bad=bad, others=others)
     by_rank: dict[int, list[DumpFile]] = {}
     for f in read:
@@ -111,7 +127,7 @@ def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
     """The rank a damaged file would have been of, by the names of its neighbours."""
     probe = DumpFile(path, None, "", {}, {}, [])
     beside = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
-    dump_files.name_ranks([probe, *beside])
+    name_ranks([probe, *beside])
     return probe.rank
 
 
@@ -294,9 +310,9 @@ class _Builder:
             return {}  # every group has entries, and those tell more
         if backend == "gloo":
             return {}  # it counts messages along, which leave no entries: ranks need not have as many
-        names = {str(e["pg_id"]): str(e["process_group"][0]) for e in f.entries if "pg_id" in e}
+        names = {short_text(e["pg_id"]): e["process_group"][0] for e in f.entries if "pg_id" in e}
         listed = [n for n in f.groups if n]
-        if len(listed) == len(f.status) and all(n.isdigit() for n in (*listed, *f.status)):
+        if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
             in_order = dict(zip(sorted(f.status, key=int), sorted(listed, key=int), strict=True))
             if all(in_order.get(k) == n for k, n in names.items()):
                 names = in_order
@@ -318,8 +334,8 @@ class _Builder:
                 spans[rank] = min(times), max(times)
                 first.append(min(times))
         self.t0_ns = min(first, default=0)
-        limits = {f.entries[-1].get("timeout_ms") for files in self.chosen.values() for f in files if f.entries}
-        if len(limits) == 1 and isinstance(limit := limits.pop(), int):
+        limits = {timeout_ms(f.entries[-1]) for files in self.chosen.values() for f in files if f.entries}
+        if len(limits) == 1 and (limit := limits.pop()) is not None:
             self.report.timeout_s = limit / 1e3
         for rank, files in self.chosen.items():
             if (moved := max((_moved_ns(f) for f in files), default=0)) > 0:

@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from distdiag.diagnosis.dumps import culprits as dump_stalls
+from distdiag.diagnosis.dumps import guard
 from distdiag.diagnosis.dumps.culprits import Blame
+from distdiag.diagnosis.dumps.files import find, likely
 from distdiag.diagnosis.dumps.late_ranks import LateRanks
 from distdiag.diagnosis.dumps.missing import any_call, unreadable, where_of, without_dump
-from distdiag.diagnosis.dumps.snapshot import LoadReport, load
+from distdiag.diagnosis.dumps.snapshot import ANALYSIS, LoadReport, load
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.rules import collectives
@@ -18,6 +22,8 @@ from distdiag.diagnosis.text.incident import collective_ref, collective_text, gr
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, seconds
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait, build, call_at
+from distdiag.errors import DistdiagError
+from distdiag.terms.untrusted import all_encodable
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
@@ -26,18 +32,83 @@ __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 YOUNG_S, USUAL_FACTOR = 2.0, 2.0
 REAL_TIME_S = 0.005  # recordings that took less were not made by a job
 MOVING_S = 5.0  # waits that are no longer than this are no hang where a rank had just gone on
+DEATHS = 2  # of the reader, after which every file is tried alone first
 APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
 
 
 def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
-    """What flight-recorder dumps of any cluster say: who is missing, who is stuck, what was left out.
+    """Return who is missing, who is stuck and what was left out, by flight-recorder dumps of any cluster.
+
+    They are read and judged in a child process with limits. A file that ends it is listed with the reason, as one that
+    cannot be read, and the others are judged without it.
+
+    Raises:
+        NoDumps: none of the files is a dump.
+        DistdiagError: the dumps together exceed the limits, or their analysis failed.
+    """
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    refused: dict[str, str] = {}
+    deaths = 0
+    while True:
+        try:
+            answer = msgspec.msgpack.decode(
+                guard.run(lambda announce: _encoded(given, announce, refused)), type=_Answer
+            )
+            break
+        except guard.Died as e:
+            deaths += 1
+            if e.step not in refused and e.step != ANALYSIS:
+                refused[e.step] = e.reason
+            elif deaths > DEATHS:
+                raise DistdiagError(
+                    f"the dumps cannot be judged together: {e.reason}", "give fewer of them, or those of one run"
+                ) from e
+            if e.step == ANALYSIS or deaths == DEATHS:
+                deaths = DEATHS
+                _try_alone(given, refused)
+    if answer.report is None:
+        raise NoDumps(LoadReport(bad=answer.bad, others=answer.others))
+    return answer.report
+
+
+class _Answer(msgspec.Struct):
+    """What the child sends: the verdict, or why there is none."""
+
+    report: Report | None = None
+    bad: list[tuple[str, str]] = []
+    others: list[str] = []
+
+
+def _encoded(given: list[str | Path], announce: guard.Announce, refused: dict[str, str]) -> bytes:
+    """Return the answer on the dumps, encoded for the parent."""
+    try:
+        answer = _Answer(report=_judge(given, announce, refused))
+    except NoDumps as e:
+        answer = _Answer(bad=e.report.bad, others=e.report.others)
+    try:
+        return msgspec.msgpack.encode(answer)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
+
+
+def _try_alone(given: list[str | Path], refused: dict[str, str]) -> None:
+    """Add to `refused` every file that cannot be read and judged alone."""
+    for path, named in find(map(Path, given)):
+        if str(path) not in refused and (named or likely(path)):
+            try:
+                guard.run(lambda announce, path=path: _encoded([path], announce, {}))
+            except guard.Died as e:
+                refused[str(path)] = e.reason
+
+
+def _judge(given: list[str | Path], announce: guard.Announce, refused: dict[str, str]) -> Report:
+    """Return the verdict, in this process.
 
     Raises:
         NoDumps: none of the files is a dump.
     """
-    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    snapshot, loaded = load(given)
+    snapshot, loaded = load(given, announce, refused)
     if not loaded.files:
         raise NoDumps(loaded)
     graph = build(snapshot)

@@ -1,0 +1,172 @@
+"""Work on files that somebody sent, in a child process with limits: what kills the child costs only that file.
+
+A pickle of a few hundred bytes can ask for all the memory there is, run for ever, or crash the interpreter in C
+(hashing a deeply nested tuple). No check in the same process survives the last of these.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import struct
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # no such limits on this system: the deadline remains
+    resource = None
+
+# For one step (reading a file, judging what was read), by the size of the input in bytes.
+CPU_S, CPU_S_PER_BYTE = 3.0, 1e-6  # reading takes 0.03 µs a byte on a slow core
+MEMORY_BYTES, MEMORY_PER_BYTE = 384 << 20, 50  # plain data take 5 to 20 times the size of their pickle
+WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline, for a disk that does not answer and a machine that is overloaded
+
+_ANNOUNCE, _RESULT, _FAILED = b"A", b"R", b"F"
+_HEADER = struct.Struct("=cdQ")  # kind, deadline of the step in seconds, bytes that follow
+
+Announce = Callable[[str, int], None]
+
+
+class Died(Exception):
+    """The child ended without a result.
+
+    Attributes:
+        step: What it had announced last.
+        reason: What ended it, for a message.
+        details: The traceback, where it was an exception.
+    """
+
+    def __init__(self, step: str, reason: str, details: str = "") -> None:
+        super().__init__(f"{step}: {reason}\n{details}".strip())
+        self.step, self.reason, self.details = step, reason, details
+
+
+def run(work: Callable[[Announce], bytes]) -> bytes:
+    """Run `work` in a forked child and return its result.
+
+    Args:
+        work: Calls `announce(name, input_bytes)` before each step, which sets the limits of that step. It must not
+            print or write files: the child has neither.
+
+    Raises:
+        Died: a step crashed, raised, or exceeded its limits.
+    """
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():  # from Python 3.12 on, of other threads: the child takes no lock that they may hold
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _child(work, write_end)
+    os.close(write_end)
+    ended = False
+    try:
+        step, result = _result(read_end)
+        if result is None:
+            ended = True
+            raise Died(step, _death(os.waitpid(pid, 0)[1]))
+        return result
+    finally:
+        os.close(read_end)
+        if not ended:  # its number cannot be another process's before it is waited for
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _child(work: Callable[[Announce], bytes], pipe: int) -> None:
+    """Run `work`, send its result, and end the process."""
+    status = 1
+    try:
+        faulthandler.disable()  # a crash is an answer here, nothing to print
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        if resource is not None:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+        def announce(step: str, input_bytes: int) -> None:
+            cpu_s = CPU_S + input_bytes * CPU_S_PER_BYTE
+            _limit_memory(MEMORY_BYTES + input_bytes * MEMORY_PER_BYTE)
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            _send(pipe, _ANNOUNCE, max(WALL_S, WALL_FACTOR * cpu_s), os.fsencode(step))
+
+        _send(pipe, _RESULT, 0.0, work(announce))
+        status = 0
+    except MemoryError:
+        _send(pipe, _FAILED, 0.0, b"needs too much memory\0")
+    except BaseException as e:
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        reason = f"{type(e).__name__} in {os.path.basename(last.filename)}:{last.lineno}"
+        _send(pipe, _FAILED, 0.0, f"{reason}\0{traceback.format_exc()}".encode("utf-8", "backslashreplace"))
+    finally:
+        os._exit(status)
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Allow `more_bytes` of address space in addition to what is in use."""
+    try:
+        assert resource is not None
+        used = int(Path("/proc/self/statm").read_bytes().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        wanted = used + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    except (AssertionError, OSError, ValueError):
+        pass
+
+
+def _send(pipe: int, kind: bytes, deadline_s: float, body: bytes) -> None:
+    data = memoryview(_HEADER.pack(kind, deadline_s, len(body)) + body)
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def _result(pipe: int) -> tuple[str, bytes | None]:
+    """Return the child's last step and its result; None instead of a result if the child ended without one.
+
+    Raises:
+        Died: it reports an exception, or exceeds its deadline.
+    """
+    step, received, wall_s = "", bytearray(), WALL_S
+    deadline = time.monotonic() + wall_s
+    while True:
+        while len(received) >= _HEADER.size:
+            kind, step_s, size = _HEADER.unpack_from(received)
+            end = _HEADER.size + size
+            if len(received) < end:
+                break
+            body = bytes(received[_HEADER.size : end])
+            del received[:end]
+            if kind == _RESULT:
+                return step, body
+            if kind == _FAILED:
+                reason, _, details = body.decode("utf-8", "replace").partition("\0")
+                raise Died(step, reason, details)
+            step, wall_s = os.fsdecode(body), step_s
+            deadline = time.monotonic() + wall_s
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            raise Died(step, f"took more than {wall_s:.0f} s")
+        chunk = os.read(pipe, 1 << 20)
+        if not chunk:
+            return step, None
+        received += chunk
+
+
+def _death(status: int) -> str:
+    """Return why the child ended, by its wait status."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGPROF:
+            return "takes too long to read: an ordinary dump of this size needs a fraction of a second"
+        try:
+            return f"crashes its reader ({signal.Signals(number).name})"
+        except ValueError:
+            return f"crashes its reader (signal {number})"
+    return f"ends its reader (status {os.waitstatus_to_exitcode(status)})"

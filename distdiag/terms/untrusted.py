@@ -1,0 +1,75 @@
+"""Text and numbers from a job, or from a file that somebody sent: shown, never obeyed, and limited in size."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+MAX_RANKS = 1 << 17  # the largest jobs published so far have about 100,000 ranks
+MAX_INT = 1 << 62  # numbers beyond this fit in no JSON reader, and their text may be refused by Python
+MAX_TEXT = 4096  # characters of a name, a path or an operation; the longest path of Linux
+
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
+_MARKS = 2  # combining marks on one character; more of them cover the lines above and below
+_NUMBER = re.compile(r"[0-9]+")
+
+
+@lru_cache(maxsize=8192)
+def visible(text: str) -> str:
+    """Return `text` with control, bidirectional and invisible characters written as escapes (`\\x1b`).
+
+    Host names, paths, exceptions and group names come from the job. Printed as they are, they could move the cursor,
+    change the title of the terminal, or hide what follows.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    out = []
+    marks = 0
+    for ch in text:
+        category = unicodedata.category(ch)
+        marks = marks + 1 if category == "Mn" else 0
+        if category in _INVISIBLE or marks > _MARKS:
+            out.append(ch.encode("unicode_escape", "surrogatepass").decode("ascii"))
+        else:
+            out.append(ch)
+    return "".join(out)
+
+
+def encodable(text: str) -> str:
+    """Return `text` with lone surrogates written as escapes, so that it can be encoded as UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def all_encodable(value: Any) -> Any:
+    """Apply `encodable` to every string in dicts, lists and tuples (as `msgspec.to_builtins` returns them)."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {all_encodable(k): all_encodable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [all_encodable(v) for v in value]
+    return value
+
+
+def is_count(value: object) -> bool:
+    """True for an int from 0 to `MAX_INT`, and not for a bool."""
+    return type(value) is int and 0 <= value < MAX_INT
+
+
+def is_rank(value: object) -> bool:
+    """True for an int that can be a rank."""
+    return type(value) is int and 0 <= value < MAX_RANKS
+
+
+def short_text(value: object) -> str:
+    """Return a string, or a number as a string; "" for anything else, and for what is longer than `MAX_TEXT`."""
+    if type(value) is str:
+        return value if len(value) <= MAX_TEXT else ""
+    return str(value) if is_count(value) else ""
+
+
+def numbers(text: str) -> list[int]:
+    """Return the decimal numbers in `text`; one with more than 18 digits counts as `MAX_INT`."""
+    return [int(n) if len(n) <= 18 else MAX_INT for n in _NUMBER.findall(text)]
