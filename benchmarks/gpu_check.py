@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, unattended, from a bare checkout, in under eight minutes: `make gpu-check`.
+"""Everything that needs a GPU, unattended, from a bare checkout, in under ten minutes: `make gpu-check`.
 
-Needs Python with torch >= 2.10 and numpy; what else is missing is said. Each check runs in a process of its own, so
-that one that hangs or crashes costs only its time, and ends with one of three words: pass, fail, not possible here.
+Needs Python with torch >= 2.10 and numpy; checks that lack a package name it. Each check runs in a process of its own, so
+that one that hangs or crashes costs only its time, and ends with one word: pass, fail, not possible here.
 The results go to benchmarks/results/gpu_check-<device>.json. Exit code 0: nothing failed; 1: something did; 4: no GPU.
 """
 
@@ -20,10 +20,34 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from _gpu_checks import CHECKS, FAIL, NOT_POSSIBLE, PASS, Check, NotPossible, Outcome, finished  # noqa: E402
+import _gpu_machine as machine  # noqa: E402
+import _gpu_recorder as recorder  # noqa: E402
+from _gpu_base import FAIL, NOT_POSSIBLE, PASS, Check, NotPossible, Outcome, finished  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-TOTAL_S = 450.0
+TOTAL_S = 580.0
+
+CHECKS = (
+    Check("device", "torch sees the GPU", 60, machine.device_facts),
+    Check("nvml", "NVML's facts and health", 30, machine.nvml_facts),
+    Check("verdicts", "missing rank, mismatch, straggler and a healthy job on two NCCL ranks", 160, recorder.verdicts),
+    Check("capture", "a step with an all_reduce in a CUDA graph, with and without distdiag", 80, recorder.captured),
+    Check("compile", "graphs and graph breaks of compiled code, with and without distdiag", 120, recorder.compiled),
+    Check("recorder", "the recorder's times and memory against CUDA events", 90, recorder.recorder_events),
+    Check("overhead-10ms", "what recording costs steps of 10 ms", 120, recorder.overhead_10ms),
+    Check("overhead-50ms", "what recording costs steps of 50 ms", 120, recorder.overhead_50ms),
+    Check("nccl-1", "NCCL with one rank", 60, machine.nccl_one_rank),
+    Check("nccl-2", "NCCL with two ranks", 60, machine.nccl_two_ranks),
+    Check("nccl-tests", "our all_reduce against nccl-tests'", 90, machine.nccl_tests),
+    Check("training", "the reference job on the GPU", 100, machine.training_job),
+    Check("gloo-cuda", "gloo with CUDA tensors, two ranks on one GPU", 120, machine.gloo_on_cuda),
+    Check("matmul", "matrix products against the published peak", 60, machine.matmul),
+    Check("memory", "device memory and copies against the peak", 60, machine.memory_and_copies),
+    Check("device-to-device", "copies between two GPUs", 40, machine.device_to_device),
+    Check("probe-gpu", "the gpu probe", 70, machine.gpu_probe),
+    Check("probe-dataloader", "the dataloader probe with pinned transfers", 60, machine.dataloader_probe),
+    Check("probe-step", "the step probe", 70, machine.step_probe),
+)
 
 
 def one_check(name: str) -> int:
@@ -43,7 +67,7 @@ def one_check(name: str) -> int:
 def run_check(check: Check, left_s: float) -> Outcome:
     limit = min(check.limit_s, left_s)
     if limit < 10:
-        return Outcome(NOT_POSSIBLE, "no time left of the eight minutes")
+        return Outcome(NOT_POSSIBLE, "no time left of the ten minutes")
     code, out, err = finished([sys.executable, str(Path(__file__).resolve()), "--check", check.name], limit)
     try:
         return Outcome(**json.loads(out.strip().splitlines()[-1]))

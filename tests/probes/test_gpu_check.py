@@ -40,11 +40,11 @@ def test_without_a_gpu_every_check_says_not_possible_here(gpu_check: ModuleType,
     assert output.exists() and '"device": null' in output.read_text()
 
 
-def test_the_limits_fit_into_eight_minutes_and_the_job_is_python(gpu_check: ModuleType):
-    assert gpu_check.TOTAL_S < 480
+def test_the_limits_fit_into_ten_minutes_and_the_scripts_compile(gpu_check: ModuleType):
+    assert gpu_check.TOTAL_S < 600
     assert all(0 < c.limit_s <= gpu_check.TOTAL_S for c in gpu_check.CHECKS)
-    checks = sys.modules["_gpu_checks"]
-    compile(checks.JOB, "job.py", "exec")
+    for script in ("JOB", "COMPILE", "CAPTURE", "FAULTY"):
+        compile(getattr(sys.modules["_gpu_recorder"], script), f"{script}.py", "exec")
 
 
 def test_a_check_that_hangs_or_crashes_is_a_failure(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch):
@@ -59,5 +59,5 @@ def test_a_check_that_hangs_or_crashes_is_a_failure(gpu_check: ModuleType, monke
 
 def test_a_command_at_its_limit_is_killed_with_its_children(gpu_check: ModuleType):
     script = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
-    code, _, error = sys.modules["_gpu_checks"].finished([sys.executable, "-c", script], 1.0)
+    code, _, error = sys.modules["_gpu_base"].finished([sys.executable, "-c", script], 1.0)
     assert code == 124 and "no end within 1 s" in error

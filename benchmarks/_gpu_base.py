@@ -1,0 +1,97 @@
+"""What the checks of `gpu_check.py` share: an outcome, what a machine may lack, and processes that always end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PASS, FAIL, NOT_POSSIBLE = "pass", "fail", "not possible here"
+
+
+@dataclass
+class Outcome:
+    """What one check says."""
+
+    word: str
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class NotPossible(Exception):
+    """This machine has not what the check needs; the text says what."""
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    about: str
+    limit_s: float
+    run: Callable[[], Outcome]
+
+
+def need_gpu() -> Any:
+    """torch, where it sees a GPU."""
+    try:
+        import torch
+    except ImportError:
+        raise NotPossible("torch is not installed") from None
+    version = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 10):
+        raise NotPossible(f"torch {torch.__version__} is older than 2.10")
+    if not torch.cuda.is_available():
+        raise NotPossible(f"torch {torch.__version__} sees no GPU")
+    return torch
+
+
+def need(*modules: str) -> None:
+    missing = [m for m in modules if importlib.util.find_spec(m) is None]
+    if missing:
+        raise NotPossible(f"not installed: {', '.join(missing)}")
+
+
+def finished(
+    command: list[str], limit_s: float, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command in a session of its own, which is killed at the limit with all its children."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "DISTDIAG_", "SLURM_", "OMPI_")
+    environment = (
+        {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | (env or {})
+    )
+    p = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=cwd or ROOT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, err = p.communicate(timeout=limit_s)
+        return p.returncode, out, err
+    except subprocess.TimeoutExpired:
+        return 124, "", f"no end within {limit_s:g} s"
+    finally:
+        try:
+            os.killpg(p.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        p.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
