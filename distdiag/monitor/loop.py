@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 import distdiag
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Group, Snapshot
@@ -327,7 +328,7 @@ class Monitor:
 
     def _with_evidence(self, s: Snapshot, f: Finding) -> Finding:
         """A finding about waiting, with the paths of what stands behind it."""
-        if f.kind not in ("deadlock", "mismatch", "stall", "timeout"):
+        if not kinds.of(f).stacks:
             return f
         kept, failed = self.gatherer.keep(s)
         if failed:

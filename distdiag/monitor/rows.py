@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from distdiag.diagnosis.model.findings import Finding, at_least
 from distdiag.diagnosis.model.snapshot import Arrival, Call, Life, Met, RankState, Snapshot, Step
-from distdiag.diagnosis.rules.speed import self_ms
+from distdiag.diagnosis.step_times import self_ms
 from distdiag.diagnosis.waits.compatible import conflict, signature
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.frames import RankRow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.culprit.verdict import judge
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
     GpuState,
@@ -17,6 +19,9 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
     Step,
 )
+from distdiag.diagnosis.rules import Rule
+from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.waits.graph import WaitGraph, build
 
 GIB = 1 << 30
 CARD = GpuState(node=0, gpu=0, rank=1, pcie_width=8, pcie_width_max=16)
@@ -47,6 +52,25 @@ def job(*ranks: RankState, t_s: float = 100.0, **more: Any) -> Snapshot:
 def only(found: list[Finding]) -> Finding:
     assert len(found) == 1, found
     return found[0]
+
+
+def findings(snapshot: Snapshot, *rules: Rule, **known: Any) -> list[Finding]:
+    """Return what some rules find in one snapshot. `known`: what `Facts` has of earlier polls."""
+    facts = Facts(snapshot, **known)
+    for rule in rules:
+        facts.found += [x for x in rule.evaluate(facts) if isinstance(x, Finding)]
+    return facts.found
+
+
+def abstentions(snapshot: Snapshot, rule: Rule, **known: Any) -> list[str]:
+    """Return why a rule finds nothing in one snapshot."""
+    return [x.reason for x in rule.evaluate(Facts(snapshot, **known)) if isinstance(x, Abstained)]
+
+
+def proved(snapshot: Snapshot, graph: WaitGraph | None = None, **known: Any) -> list[Finding]:
+    """Return what the wait-for graph of one snapshot proves. `known`: arguments of `judge`."""
+    verdicts = judge(snapshot, build(snapshot) if graph is None else graph, **known)
+    return [incident_finding(snapshot, verdict, known.get("source")) for verdict in verdicts]
 
 
 def of_kind(found: list[Finding], kind: str, cause: str | None = None) -> list[Finding]:

@@ -11,17 +11,23 @@ import pytest
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Loader,
+    Snapshot,
     Step,
 )
-from distdiag.diagnosis.rules import batches, speed
-from tests.diagnosis.made import MODEL, job, loader, of_kind, only, rank, steps
+from distdiag.diagnosis.rules import duplicate_data, straggler, uneven_batches
+from tests.diagnosis.made import MODEL, findings, job, loader, of_kind, only, rank, steps
+
+
+def data(s: Snapshot, source: str | None) -> list[Finding]:
+    return findings(s, uneven_batches, duplicate_data, source=lambda _: source)
+
 
 PLAIN = "def main():\n    for x, y in loader:\n        step(x, y)\n"
 
 
 def uneven(source: str, **second: Any) -> list[Finding]:
     s = job(rank(0, loaders=(loader(),)), rank(1, loaders=(loader(length=90),), **second))
-    return [f for f in batches.rules(s, lambda _: source) if f.cause == "count"]
+    return [f for f in data(s, source) if f.cause == "count"]
 
 
 def test_lengths_that_cannot_agree_are_said_before_the_hang() -> None:
@@ -57,11 +63,7 @@ def prints(seed: int) -> tuple[int, ...]:
 
 
 def duplicates(a: Loader, b: Loader) -> list[Finding]:
-    return [
-        f
-        for f in batches.rules(job(rank(0, loaders=(a,)), rank(1, loaders=(b,))), lambda _: PLAIN)
-        if f.kind == "duplicate_data"
-    ]
+    return [f for f in data(job(rank(0, loaders=(a,)), rank(1, loaders=(b,))), PLAIN) if f.kind == "duplicate_data"]
 
 
 def test_the_same_batches_on_two_ranks_are_said() -> None:
@@ -99,7 +101,7 @@ def test_a_loader_says_more_than_what_a_model_was_given_without_one() -> None:
         return loader(fed=True, batches=1000, first_fingerprints=prints(1)), loader(first_fingerprints=prints(seed))
 
     s = job(rank(0, loaders=both(2)), rank(1, loaders=both(3)))
-    assert [f for f in batches.rules(s, lambda _: PLAIN) if f.kind == "duplicate_data"] == []
+    assert [f for f in data(s, PLAIN) if f.kind == "duplicate_data"] == []
 
 
 def test_a_forgotten_set_epoch_is_said_only_where_shuffling_was_wanted() -> None:
@@ -123,7 +125,7 @@ def of_size(*sizes: int, n: int = 40) -> tuple[Step, ...]:
 
 def of_sizes(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
     ranks = [rank(q, steps=x, loaders=(loader(),), **more) for q, x in enumerate(of_ranks)]
-    return of_kind(batches.rules(job(*ranks), lambda _: None), "uneven_batches")
+    return of_kind(data(job(*ranks), None), "uneven_batches")
 
 
 def test_the_rank_with_another_batch_size_is_named() -> None:
@@ -145,8 +147,8 @@ def test_a_rank_without_data_that_keeps_the_others_company_is_no_fault() -> None
     assert [f.cause for f in of_sizes(of_size(8), shadow(1))] == ["size"]  # a loss may be zero now and then
     late = rank(1, steps=steps(80.0, "other", seed=1))
     idle = [msgspec.structs.replace(x, loss=0.0) for x in steps(wait_ms=80.0)]
-    assert of_kind(speed.rules(job(rank(0, steps=tuple(idle)), late)), "straggler") == []
-    assert of_kind(speed.rules(job(rank(0, steps=steps(wait_ms=80.0)), late)), "straggler") != []
+    assert of_kind(findings(job(rank(0, steps=tuple(idle)), late), straggler), "straggler") == []
+    assert of_kind(findings(job(rank(0, steps=steps(wait_ms=80.0)), late), straggler), "straggler") != []
 
 
 def test_of_two_ranks_neither_has_the_wrong_batch_size() -> None:

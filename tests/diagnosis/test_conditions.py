@@ -9,7 +9,7 @@ import pytest
 from distdiag.diagnosis.culprit.rank_condition import Condition, around
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.rules import collectives
+from tests.diagnosis.made import proved
 from tests.diagnosis.test_graph import call, key, rank, snapshot
 
 FILE = "/job/train.py"
@@ -164,10 +164,10 @@ def test_the_finding_of_two_ranks_names_the_condition() -> None:
     )
 
     def said(source: dict[str, str]) -> Finding:
-        (f,) = collectives.rules(s, source=source.get)
+        (f,) = proved(s, source=source.get)
         return f
 
     f = said({FILE: text})
     assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "missing_rank", (0,), (1,))
-    assert f"only rank 0 comes there, by `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
+    assert f"only rank 0 gets there, by `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
     assert said({}).culprits == ()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
     Group,
     Life,
     Site,
+    Snapshot,
 )
-from distdiag.diagnosis.rules import endings
-from tests.diagnosis.made import LOOP, job, only, rank
+from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
+from tests.diagnosis.made import LOOP, findings, job, only, rank
+
+
+def ended(s: Snapshot, **known: Any) -> list[Finding]:
+    return findings(s, timeout, mismatch, deadlock, rank_lost, **known)
+
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"
 
@@ -21,7 +30,7 @@ def test_ranks_that_could_not_connect_blame_nobody() -> None:
     text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
     crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
     s = job(crashed, rank(1, life=Life.KILLED, signal=15, ended_s=9.5))
-    f = only(endings.rules(s))
+    f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
     assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
 
@@ -32,7 +41,7 @@ def test_the_first_end_that_is_no_echo_is_the_cause() -> None:
         rank(1, life=Life.CRASHED, exception="IndexError: list index out of range", ended_s=9.1),
         rank(2, life=Life.KILLED, signal=15, ended_s=9.5),
     )
-    f = only(endings.rules(s))
+    f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (1,), (0, 2))
     assert "IndexError" in f.message
 
@@ -41,7 +50,7 @@ def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
     s = job(
         *(rank(q, life=Life.CRASHED, exception="NameError: name 'x' is not defined", ended_s=9.0) for q in range(3))
     )
-    assert only(endings.rules(s)).culprits == (0, 1, 2)
+    assert only(ended(s)).culprits == (0, 1, 2)
 
 
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
@@ -49,7 +58,7 @@ def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
     s = job(
         rank(0, life=Life.KILLED, signal=number, ended_s=9.0), rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2)
     )
-    f = only(endings.rules(s))
+    f = only(ended(s))
     assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
 
 
@@ -63,7 +72,7 @@ def test_who_is_killed_after_another_timed_out_was_alive_and_late(number: int | 
         rank(0, life=Life.CRASHED, exception=TIMED_OUT, ended_s=9.0),
         rank(1, life=Life.KILLED, signal=number, ended_s=9.4),
     )
-    f = only(endings.rules(s, ((1,), (0,))))
+    f = only(ended(s, late=((1,), (0,))))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
 
 
@@ -76,13 +85,13 @@ def test_a_kill_after_a_sign_of_life_did_not_close_the_connection_before_it(
         rank(1, life=Life.KILLED, signal=9, ended_s=9.4, heartbeat_age_s=10.0 - last_beat_s),
         t_s=10.0,
     )
-    assert tuple(q for f in endings.rules(s) for q in f.culprits) == culprits
+    assert tuple(q for f in ended(s) for q in f.culprits) == culprits
 
 
 @pytest.mark.parametrize("number", [2, 9, 15])
 def test_a_job_ended_from_outside_has_no_finding(number: int) -> None:
     s = job(*(rank(q, life=Life.KILLED, signal=number, ended_s=9.0 + q / 10) for q in range(3)))
-    assert endings.rules(s) == []
+    assert ended(s) == []
 
 
 def test_a_rank_that_finished_while_others_went_on_is_the_cause_of_their_errors() -> None:
@@ -97,7 +106,7 @@ def test_a_rank_that_finished_while_others_went_on_is_the_cause_of_their_errors(
             completed={"default_pg": 59},
         ),
     )
-    f = only(endings.rules(s))
+    f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "rank_finished", (0,), (1,))
 
 
@@ -108,13 +117,13 @@ def test_a_timeout_names_the_late_rank() -> None:
         rank(0, life=Life.CRASHED, exception=text, ended_s=9.0, calls=(waiting,), enqueued={"default_pg": 7}),
         rank(1, enqueued={"default_pg": 6}),
     )
-    f = only(endings.rules(s))
+    f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
 
 
 def test_a_timeout_of_the_users_own_is_a_crash() -> None:
     s = job(rank(0, life=Life.CRASHED, exception="TimeoutError: dataset server timed out", ended_s=9.0), rank(1))
-    assert only(endings.rules(s)).kind == "rank_lost"
+    assert only(ended(s)).kind == "rank_lost"
 
 
 @pytest.mark.parametrize(("log", "culprits"), [((61, 121, 181), (1,)), ((61, 121, 170), (0,)), ((1, 50, 121, 170), ())])
@@ -132,6 +141,6 @@ def test_two_places_in_an_abort_of_gloo_and_who_is_out_of_rhythm(
              visits=before),
     )  # fmt: skip
     s = msgspec.structs.replace(s, groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")})
-    f = only(endings.rules(s))
+    f = only(ended(s))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", culprits)
     assert ("collectives" in f.message) == bool(culprits)

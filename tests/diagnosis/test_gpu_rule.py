@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import GpuState, RankState, Snapshot, Step
-from distdiag.diagnosis.rules import gpus as rules
+from distdiag.diagnosis.rules import gpu
+from tests.diagnosis.made import findings, only
 
 
 def card(**facts: object) -> GpuState:
@@ -20,58 +21,57 @@ def job(g: GpuState, device_bytes: int | None = 1 << 30, steps_ms: float = 500.0
     return Snapshot(t_s=t_s, world_size=4, ranks={3: rank}, groups={}, gpus=(g,))
 
 
-def only(found: list[Finding]) -> Finding:
-    assert len(found) == 1, found
-    return found[0]
+def cards(s: Snapshot) -> list[Finding]:
+    return findings(s, gpu)
 
 
 def test_an_xid_is_explained_and_names_the_rank() -> None:
-    assert rules.rules(job(card())) == []
-    f = only(rules.rules(job(card(xids=(79,)))))
+    assert cards(job(card())) == []
+    f = only(cards(job(card(xids=(79,)))))
     assert (f.kind, f.cause, f.severity, f.culprits) == ("gpu", "xid", "error", (3,))
     assert "79 (the card has fallen off the bus)" in f.message and "drain" in f.advice
-    assert "CUDA_LAUNCH_BLOCKING" in only(rules.rules(job(card(xids=(31,))))).advice
+    assert "CUDA_LAUNCH_BLOCKING" in only(cards(job(card(xids=(31,))))).advice
 
 
 def test_memory_errors_from_before_the_run_are_info() -> None:
-    assert only(rules.rules(job(card(ecc_before=2, ecc_uncorrected=2)))).severity == "info"
-    f = only(rules.rules(job(card(ecc_before=2, ecc_uncorrected=3))))
+    assert only(cards(job(card(ecc_before=2, ecc_uncorrected=2)))).severity == "info"
+    f = only(cards(job(card(ecc_before=2, ecc_uncorrected=3))))
     assert (f.cause, f.severity) == ("ecc", "error") and "1 uncorrected" in f.message
 
 
 def test_a_card_is_idle_after_a_minute_in_which_its_rank_made_steps() -> None:
     idle = card(most_used_pct=1.0)
-    f = only(rules.rules(job(idle)))
+    f = only(cards(job(idle)))
     assert (f.cause, f.culprits, f.severity) == ("idle", (3,), "warning")
-    assert rules.rules(job(card(most_used_pct=None))) == []  # not a minute yet, or a MIG instance
-    assert rules.rules(job(idle, device_bytes=None)) == []  # the rank never used the card
-    assert rules.rules(job(idle, steps_ms=20_000.0)) == []  # too few steps to say what they run on
-    assert rules.rules(job(card(most_used_pct=30.0))) == []
+    assert cards(job(card(most_used_pct=None))) == []  # not a minute yet, or a MIG instance
+    assert cards(job(idle, device_bytes=None)) == []  # the rank never used the card
+    assert cards(job(idle, steps_ms=20_000.0)) == []  # too few steps to say what they run on
+    assert cards(job(card(most_used_pct=30.0))) == []
 
 
 def test_a_lost_card_is_an_error_of_its_rank() -> None:
-    f = only(rules.rules(job(card(lost=True))))
+    f = only(cards(job(card(lost=True))))
     assert (f.cause, f.severity, f.culprits) == ("lost", "error", (3,)) and "nvidia-smi" in f.advice
 
 
 def test_nvlinks_that_retrain_or_go_down_during_the_run() -> None:
-    assert rules.rules(job(card(nvlink_active=18, nvlink_before=18, nvlink_recoveries=0))) == []
-    f = only(rules.rules(job(card(nvlink_active=18, nvlink_before=18, nvlink_recoveries=2))))
+    assert cards(job(card(nvlink_active=18, nvlink_before=18, nvlink_recoveries=0))) == []
+    f = only(cards(job(card(nvlink_active=18, nvlink_before=18, nvlink_recoveries=2))))
     assert (f.cause, f.severity) == ("nvlink", "warning") and "2 times" in f.message
-    f = only(rules.rules(job(card(nvlink_active=17, nvlink_before=18, nvlink_recoveries=0))))
+    f = only(cards(job(card(nvlink_active=17, nvlink_before=18, nvlink_recoveries=0))))
     assert (f.cause, f.severity) == ("nvlink", "error") and "17 of 18" in f.message
 
 
 def test_other_processes_on_the_card_are_info() -> None:
-    assert rules.rules(job(card(others=0))) == []
-    f = only(rules.rules(job(card(others=2))))
+    assert cards(job(card(others=0))) == []
+    f = only(cards(job(card(others=2))))
     assert (f.cause, f.severity) == ("shared", "info") and "2 other processes" in f.message
 
 
 def test_throttling_needs_most_of_a_minute() -> None:
     state = GpuState(node=0, gpu=0, rank=3, throttle="thermal (hardware)", throttled_share=0.4)
-    assert rules.rules(job(state)) == []
-    f = only(rules.rules(job(GpuState(node=0, gpu=0, rank=3, throttle="thermal (hardware)", throttled_share=0.6))))
+    assert cards(job(state)) == []
+    f = only(cards(job(GpuState(node=0, gpu=0, rank=3, throttle="thermal (hardware)", throttled_share=0.6))))
     assert (f.cause, f.culprits) == ("throttled", (3,))
 
 
@@ -80,9 +80,7 @@ def test_busy_cards_without_a_step_in_a_job_of_long_steps_are_nothing() -> None:
     still = RankState(rank=3, activity_since_s=20.0)
 
     def at(t_s: float, usual_s: float) -> list[Finding]:
-        return rules.rules(
-            Snapshot(t_s=t_s, world_size=1, ranks={3: still}, groups={}, gpus=(card,), usual_step_s=usual_s)
-        )
+        return cards(Snapshot(t_s=t_s, world_size=1, ranks={3: still}, groups={}, gpus=(card,), usual_step_s=usual_s))
 
     assert at(110.0, 30.0) == [] and at(70.0, 1.0) == []
     assert only(at(110.0, 1.0)).cause == "busy_without_progress"

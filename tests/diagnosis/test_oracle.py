@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from distdiag.diagnosis.model.findings import Certainty
 from distdiag.diagnosis.model.snapshot import DEAD, Life
-from distdiag.diagnosis.rules import collectives
 from distdiag.diagnosis.waits import graph
 from tests.diagnosis import programs
+from tests.diagnosis.made import proved
 from tests.diagnosis.programs import Job, Tape
 
 EXAMPLES = 2000
@@ -36,7 +36,7 @@ def check_rule(job: Job, expected: set[int]) -> None:
     snap = programs.snapshot(job)
     found = graph.build(snap)
     assert found.stuck == expected
-    findings = collectives.rules(snap, found)
+    findings = proved(snap, found)
     living = [f for f in findings if any(snap.ranks[r].life not in DEAD for r in (*f.victims, *f.culprits))]
     assert bool(living) == bool(expected)
     said: set[int] = set()
@@ -89,7 +89,7 @@ def test_the_programs_are_worth_judging() -> None:
         tape = Tape([rng.randrange(1 << 20) for _ in range(160)])
         job = programs.program(tape)
         programs.run(job, tape)
-        findings = collectives.rules(programs.snapshot(job))
+        findings = proved(programs.snapshot(job))
         for f in findings:
             seen[(f.kind, f.cause)] = seen.get((f.kind, f.cause), 0) + 1
         hung += bool(findings)

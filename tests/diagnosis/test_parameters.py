@@ -14,9 +14,14 @@ from distdiag.diagnosis.model.snapshot import (
     Model,
     Sample,
     Site,
+    Snapshot,
 )
-from distdiag.diagnosis.rules import parameters
-from tests.diagnosis.made import LOOP, MODEL, job, of_kind, only, rank
+from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
+from tests.diagnosis.made import LOOP, MODEL, findings, job, of_kind, only, rank
+
+
+def found_in(s: Snapshot) -> list[Finding]:
+    return findings(s, unused_parameters, replica_drift, nonfinite)
 
 
 def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse() -> None:
@@ -26,7 +31,7 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
     f = only(
         [
             f
-            for f in parameters.rules(job(rank(0, models=(unused,)), rank(1, models=(unused,))))
+            for f in found_in(job(rank(0, models=(unused,)), rank(1, models=(unused,))))
             if f.kind == "unused_parameters"
         ]
     )
@@ -34,7 +39,7 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
 
 
 @pytest.mark.parametrize(
-    ("never", "looks", "of_library", "severity"),
+    ("never", "checks", "of_library", "severity"),
     [
         ((("head.weight", 40),), 120, False, "warning"),
         ((("head.weight", 40),), 120, True, "info"),  # the script did not choose the flag, nor may it know the model
@@ -44,26 +49,22 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
     ],
 )
 def test_expected_unused_parameters_are_said_if_they_are_never_used(
-    never: tuple[tuple[str, int], ...], looks: int, of_library: bool, severity: str | None
+    never: tuple[tuple[str, int], ...], checks: int, of_library: bool, severity: str | None
 ) -> None:
     m = msgspec.structs.replace(
         MODEL, find_unused=True, flag_of_library=of_library, unused=(("head.weight", 40), ("body.bias", 4)),
-        unused_hits=3, unused_step=9, unused_checks=looks, never_trained=never,
+        unused_hits=3, unused_step=9, unused_checks=checks, never_trained=never,
     )  # fmt: skip
     other = msgspec.structs.replace(
         m, unused=(("body.weight", 9), ("head.weight", 40))
     )  # another branch at its last look
-    found = [
-        f
-        for f in parameters.rules(job(rank(0, models=(m,)), rank(1, models=(other,))))
-        if f.kind == "unused_parameters"
-    ]
+    found = [f for f in found_in(job(rank(0, models=(m,)), rank(1, models=(other,)))) if f.kind == "unused_parameters"]
     if severity is None:
         assert found == []
     else:
         f = only(found)
         assert (f.cause, f.severity, f.names) == ("never_used", severity, ("head.weight",))
-        assert f"at any of {looks} looks" in f.message
+        assert f"({checks} checks)" in f.message
 
 
 def drifting(
@@ -79,7 +80,7 @@ def drifting(
         return (*(Sample("parameters", k, values(q, k), key=5 | synced(q, k) << 32) for k in (2, 4, 8, 16)), *shares)
 
     ranks = [rank(q, samples=samples(q), **more) for q in range(3)]
-    return [f for f in parameters.rules(job(*ranks)) if f.kind == "replica_drift"]
+    return [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
 
 
 def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() -> None:
@@ -103,7 +104,7 @@ def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], 
         )
 
     ranks = [rank(q, step=16, models=(model,), samples=samples(q)) for q in range(3)]
-    return only(of_kind(parameters.rules(job(*ranks)), "replica_drift"))
+    return only(of_kind(found_in(job(*ranks)), "replica_drift"))
 
 
 def test_learning_rates_that_differ_are_the_reason() -> None:
@@ -169,20 +170,20 @@ def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
         rank(0, samples=(Sample("nonfinite_gradient", 12, float("nan")), Sample("nonfinite_loss", 13, float("nan")))),
         rank(1, samples=(Sample("nonfinite_loss", 12, float("inf"), site=LOOP),)),
     )
-    f = only([f for f in parameters.rules(s) if f.kind == "nonfinite"])
+    f = only([f for f in found_in(s) if f.kind == "nonfinite"])
     assert (f.cause, f.culprits, f.step) == ("loss", (1,), 12) and "inf" in f.message
     both = job(*(rank(q, samples=(Sample("nonfinite_loss", 12, float("nan")),)) for q in range(2)))
-    f = only([f for f in parameters.rules(both) if f.kind == "nonfinite"])
+    f = only([f for f in found_in(both) if f.kind == "nonfinite"])
     assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or too high a rate: nobody was first
 
 
 def test_a_trial_of_a_ranks_own_may_fail() -> None:
     """It is an error as soon as others have it, too: then what they train is one thing after all."""
     mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
-    f = only([f for f in parameters.rules(job(rank(0), mine)) if f.kind == "nonfinite"])
+    f = only([f for f in found_in(job(rank(0), mine)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("info", (1,)) and "by itself" in f.message
     other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
-    f = only([f for f in parameters.rules(job(other, mine)) if f.kind == "nonfinite"])
+    f = only([f for f in found_in(job(other, mine)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("error", (1,))
 
 
@@ -193,7 +194,7 @@ SEARCHED = msgspec.structs.replace(
 
 def not_needed(*models: Model, usual_step_s: float | None = 0.1) -> list[Finding]:
     ranks = [rank(q, models=(m,)) for q, m in enumerate(models)]
-    return of_kind(parameters.rules(job(*ranks, usual_step_s=usual_step_s)), "unused_parameters")
+    return of_kind(found_in(job(*ranks, usual_step_s=usual_step_s)), "unused_parameters")
 
 
 def test_a_search_that_never_found_anything_is_said_with_its_cost() -> None:
@@ -217,7 +218,7 @@ def test_a_search_that_found_something_once_on_one_rank_is_needed() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"unused_checks": 39}, {"search_ms": None}, {"search_ms": 0.05}, {"find_unused": False}],
-    ids=["few looks", "not timed", "costs nothing", "no flag"],
+    ids=["few checks", "not timed", "costs nothing", "no flag"],
 )
 def test_a_search_not_known_well_or_not_dear_is_not_worth_a_word(change: dict[str, Any]) -> None:
     assert not_needed(*[msgspec.structs.replace(SEARCHED, **change)] * 2) == []
@@ -228,7 +229,7 @@ def test_the_cost_of_a_search_needs_the_usual_step_and_all_ranks() -> None:
         assert not_needed(SEARCHED, msgspec.structs.replace(SEARCHED, **unknown)) == []
     assert not_needed(SEARCHED, SEARCHED, usual_step_s=None) == []
     s = job(rank(0, models=(SEARCHED,)), rank(1, models=(SEARCHED,)), usual_step_s=0.1, world_size=3)
-    assert of_kind(parameters.rules(s), "unused_parameters") == []  # the third has not reported
+    assert of_kind(found_in(s), "unused_parameters") == []  # the third has not reported
 
 
 def unused(*names: str) -> Model:
@@ -238,7 +239,7 @@ def unused(*names: str) -> Model:
 def test_a_branch_that_one_rank_skips_is_told_from_one_that_all_skip() -> None:
     waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=90.0)
     s = job(rank(0), rank(1, models=(unused("aux.weight", "aux.bias"),)), rank(2, blocked=waits, phase="backward"))
-    f = only(of_kind(parameters.rules(s), "unused_parameters"))
+    f = only(of_kind(found_in(s), "unused_parameters"))
     assert (f.cause, f.severity, f.certainty) == ("differs_between_ranks", "error", "proved")
     assert (f.culprits, f.victims, f.names) == ((1,), (0, 2), ("aux.weight", "aux.bias"))
     assert "(20 elements) got no gradient on rank 1" in f.message
@@ -246,14 +247,14 @@ def test_a_branch_that_one_rank_skips_is_told_from_one_that_all_skip() -> None:
 
 def test_ranks_that_skip_different_branches_are_all_in_it() -> None:
     s = job(rank(0, models=(unused("left.weight"),)), rank(1, models=(unused("right.weight"),)))
-    f = only(of_kind(parameters.rules(s), "unused_parameters"))
+    f = only(of_kind(found_in(s), "unused_parameters"))
     assert (f.cause, f.culprits, f.victims) == ("differs_between_ranks", (), (0, 1))
     assert f.names == ("left.weight", "right.weight")
 
 
 def test_a_difference_that_nothing_has_come_of_is_no_alarm() -> None:
-    """The looks of two ranks may have fallen on different steps."""
-    f = only(of_kind(parameters.rules(job(rank(0), rank(1, models=(unused("aux.weight"),)))), "unused_parameters"))
+    """Two ranks may have been checked at different steps."""
+    f = only(of_kind(found_in(job(rank(0), rank(1, models=(unused("aux.weight"),)))), "unused_parameters"))
     assert (f.cause, f.severity) == ("differs_between_ranks", "info")
 
 
@@ -263,8 +264,8 @@ def test_a_rank_that_was_not_looked_at_is_not_said_to_differ() -> None:
         job(rank(0, models=(unknown,)), rank(1, models=(unused("aux.weight"),))),
         job(rank(0, models=()), rank(1, models=(unused("aux.weight"),))),
     ):
-        assert only(of_kind(parameters.rules(s), "unused_parameters")).cause == "never_used"
-    assert of_kind(parameters.rules(job(rank(0), rank(1))), "unused_parameters") == []
+        assert only(of_kind(found_in(s), "unused_parameters")).cause == "never_used"
+    assert of_kind(found_in(job(rank(0), rank(1))), "unused_parameters") == []
 
 
 APART = msgspec.structs.replace(MODEL, broadcast_buffers=False)
@@ -275,7 +276,7 @@ def buffers(*values: float, model: Model = APART, at: tuple[int, ...] = (2, 4, 8
         rank(q, models=(model,), samples=tuple(Sample("buffers", k, v, key=5) for k in at))
         for q, v in enumerate(values)
     ]
-    return of_kind(parameters.rules(job(*ranks)), "replica_drift")
+    return of_kind(found_in(job(*ranks)), "replica_drift")
 
 
 def test_buffers_that_differ_where_they_are_not_broadcast_are_said() -> None:
@@ -303,11 +304,11 @@ def test_buffers_that_differ_once_or_agree_again_are_no_drift(apart_at: tuple[in
         )
         for q in (0, 1)
     ]
-    assert of_kind(parameters.rules(job(*ranks)), "replica_drift") == []
+    assert of_kind(found_in(job(*ranks)), "replica_drift") == []
 
 
 def test_buffers_of_different_models_are_not_compared() -> None:
     ranks = [
         rank(q, models=(APART,), samples=tuple(Sample("buffers", k, 1.0 + q, key=q) for k in (2, 4))) for q in (0, 1)
     ]
-    assert of_kind(parameters.rules(job(*ranks)), "replica_drift") == []
+    assert of_kind(found_in(job(*ranks)), "replica_drift") == []

@@ -6,7 +6,7 @@ import msgspec
 
 from distdiag.diagnosis.culprit import call_order
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
-from distdiag.diagnosis.rules import collectives
+from tests.diagnosis.made import proved
 
 
 def message(op: str, peer: int, line: int, tag: int = 0, nth: int = 1) -> Call:
@@ -87,7 +87,7 @@ def test_the_finding_names_it() -> None:
         },
         groups={"default_pg": Group(name="default_pg", ranks=(0, 1))},
     )  # fmt: skip
-    (f,) = collectives.rules(s)
+    (f,) = proved(s)
     assert (f.kind, f.cause, f.culprits, f.certainty) == ("deadlock", "missing_rank", (1,), "proved")
     assert f.message.startswith("rank 1 has not sent what rank 0 waits for in recv from rank 1")
 
@@ -105,9 +105,7 @@ def test_who_is_stuck_behind_a_circle_of_messages_is_no_measure() -> None:
     )
     last = stage(2, message("recv", 1, 49, nth=7), {"pipe.py:49": 7, "pipe.py:60": 5}, recv1=7, send1=5)
     groups = {"default_pg": Group(name="default_pg", ranks=(0, 1, 2))}
-    (f,) = collectives.rules(
-        Snapshot(t_s=9.0, world_size=3, ranks=dict(enumerate((first, middle, last))), groups=groups)
-    )
+    (f,) = proved(Snapshot(t_s=9.0, world_size=3, ranks=dict(enumerate((first, middle, last))), groups=groups))
     assert (f.cause, f.culprits, f.victims) == ("p2p_cycle", (), (1, 2))
 
 
@@ -136,7 +134,7 @@ def verdict(one: RankState, other: RankState) -> tuple[str, str | None, tuple[in
         ranks=ranks,
         groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")},
     )
-    (f,) = collectives.rules(s)
+    (f,) = proved(s)
     return f.kind, f.cause, f.culprits
 
 

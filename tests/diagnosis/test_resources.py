@@ -12,8 +12,16 @@ from distdiag.diagnosis.model.snapshot import (
     Site,
     Snapshot,
 )
-from distdiag.diagnosis.rules import gpus, resources, silent
-from tests.diagnosis.made import CARD, GIB, job, of_kind, only, rank
+from distdiag.diagnosis.rules import gpu, memory, mismatch
+from tests.diagnosis.made import CARD, GIB, findings, job, of_kind, only, rank
+
+
+def findings_of(s: Snapshot) -> list[Finding]:
+    return findings(s, memory)
+
+
+def cards(s: Snapshot) -> list[Finding]:
+    return findings(s, gpu)
 
 
 def test_growth_needs_steady_growth_after_the_first_steps() -> None:
@@ -24,10 +32,10 @@ def test_growth_needs_steady_growth_after_the_first_steps() -> None:
             rank(1, memory=tuple((t, 400_000_000) for t, _ in points), warm_since_s=5.0),
         )
 
-    f = only([f for f in resources.rules(grows(10e6)) if f.cause == "growth"])
+    f = only([f for f in findings_of(grows(10e6)) if f.cause == "growth"])
     assert f.culprits == (0,)
-    assert [f for f in resources.rules(grows(10e6, until=20)) if f.cause == "growth"] == []
-    assert [f for f in resources.rules(grows(1e6)) if f.cause == "growth"] == []
+    assert [f for f in findings_of(grows(10e6, until=20)) if f.cause == "growth"] == []
+    assert [f for f in findings_of(grows(1e6)) if f.cause == "growth"] == []
 
 
 def test_growth_of_a_device_and_when_it_will_be_full() -> None:
@@ -35,7 +43,7 @@ def test_growth_of_a_device_and_when_it_will_be_full() -> None:
         points = tuple((float(t), int(4e9 + per_s * t)) for t in range(seconds))
         card = {"device_total_bytes": int(80e9), "warm_since_s": 5.0}
         ranks = (rank(0, device_memory=points, **card), rank(1, device_memory=((59.0, 4_000_000_000),), **card))
-        return [f for f in resources.rules(job(*ranks)) if f.cause == "growth"]
+        return [f for f in findings_of(job(*ranks)) if f.cause == "growth"]
 
     f = only(grows(100e6))  # 70.1 GB are left, at 100 MB/s
     assert f.culprits == (0,) and f.message.startswith("device memory of rank 0") and "full in 12 minutes" in f.message
@@ -48,7 +56,7 @@ def test_growth_of_a_host_says_how_long_it_has() -> None:
     def grows(per_s: float, seconds: int) -> list[Finding]:
         points = tuple((float(t), int(4e8 + per_s * t)) for t in range(seconds))
         ranks = [rank(q, memory=points, warm_since_s=5.0) for q in range(2)]
-        return resources.rules(job(*ranks, host_available_bytes=int(144e9)))
+        return findings_of(job(*ranks, host_available_bytes=int(144e9)))
 
     assert "full in 2 hours at this rate" in only(grows(10e6, 160)).message  # two ranks, 10 MB/s each
     assert grows(10e6, 100) == []
@@ -61,7 +69,7 @@ def test_imbalance_is_what_matters_on_this_host() -> None:
             rank(q, memory=tuple((float(t), int(4e8 + (q == 0) * more)) for t in range(30)), warm_since_s=5.0)
             for q in (0, 1)
         ]
-        return [f.culprits for f in resources.rules(job(*ranks, host_memory_bytes=int(host))) if f.cause == "imbalance"]
+        return [f.culprits for f in findings_of(job(*ranks, host_memory_bytes=int(host))) if f.cause == "imbalance"]
 
     assert holds(1e9, host=24e9) == [(0,)]
     assert holds(0.3e9, host=24e9) == []  # what is left of a file that one rank read for all
@@ -75,7 +83,7 @@ def test_a_collective_that_completed_with_different_types_is_said() -> None:
         )
 
     met = Met("default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)})
-    f = only(silent.rules(job(rank(0), rank(1), rank(2), met=(met,))))
+    f = only(mismatch.completed(job(rank(0), rank(1), rank(2), met=(met,))))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9
 
 
@@ -85,7 +93,7 @@ def headroom(*used_gib: float | None, card_gib: float | None = 80.0) -> list[Fin
         rank(q, device_bytes=None if used is None else int(used * GIB), device_total_bytes=total)
         for q, used in enumerate(used_gib)
     ]
-    return of_kind(resources.rules(job(*ranks)), "memory", "headroom")
+    return of_kind(findings_of(job(*ranks)), "memory", "headroom")
 
 
 def test_a_card_that_is_nearly_full_is_said_with_its_rank() -> None:
@@ -101,11 +109,11 @@ def test_a_card_with_room_or_of_unknown_size_is_not_worth_a_word() -> None:
 
 
 def test_a_card_on_fewer_lanes_than_it_has_is_said() -> None:
-    f = only(gpus.rules(job(rank(0), rank(1), gpus=(CARD,))))
+    f = only(cards(job(rank(0), rank(1), gpus=(CARD,))))
     assert (f.kind, f.cause, f.severity, f.culprits) == ("gpu", "pcie_degraded", "warning", (1,))
     assert "x8 of x16" in f.message and "distdiag probe gpu" in f.advice
     unused = msgspec.structs.replace(CARD, rank=None)  # a card of nobody: said, and nobody is blamed
-    assert only(gpus.rules(job(rank(0), rank(1), gpus=(unused,)))).culprits == ()
+    assert only(cards(job(rank(0), rank(1), gpus=(unused,)))).culprits == ()
 
 
 @pytest.mark.parametrize(
@@ -113,4 +121,4 @@ def test_a_card_on_fewer_lanes_than_it_has_is_said() -> None:
 )
 def test_a_full_or_unknown_width_is_no_fault(width: int | None, most: int | None) -> None:
     card = msgspec.structs.replace(CARD, pcie_width=width, pcie_width_max=most)
-    assert gpus.rules(job(rank(0), rank(1), gpus=(card,))) == []
+    assert cards(job(rank(0), rank(1), gpus=(card,))) == []

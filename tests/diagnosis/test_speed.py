@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis import step_times
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Arrival,
     Loader,
@@ -17,13 +18,17 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
     Step,
 )
-from distdiag.diagnosis.rules import batches, gpus, parameters, resources, speed, stalls
-from distdiag.diagnosis.waits.graph import build
-from tests.diagnosis.made import CARD, GIB, LOOP, job, loader, of_kind, only, rank, steps
+from distdiag.diagnosis.rules import RULES, comm_bound, straggler, uneven_batches
+from distdiag.diagnosis.rules import input_bound as input_bound_rule
+from tests.diagnosis.made import CARD, GIB, LOOP, findings, job, loader, of_kind, only, rank, steps
+
+
+def speeds(s: Snapshot) -> list[Finding]:
+    return findings(s, straggler, input_bound_rule, comm_bound)
 
 
 def stragglers(s: Snapshot) -> list[Finding]:
-    return [f for f in speed.rules(s) if f.kind == "straggler"]
+    return [f for f in speeds(s) if f.kind == "straggler"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:
 def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them() -> None:
     def found(*ranks: tuple[int, float]) -> list[Finding]:
         states = (rank(q, steps=sized(batch, scale)) for q, (batch, scale) in enumerate(ranks))
-        return [f for f in batches.rules(job(*states), lambda _: None) if f.cause == "size"]
+        return [f for f in findings(job(*states), uneven_batches) if f.cause == "size"]
 
     assert only(found((8, 1.0), (20, 1.0))).severity == "warning"
     assert found((8, 0.6), (12, 0.9), (20, 1.5)) == []  # sums over samples, divided by what all ranks have
@@ -153,15 +158,22 @@ def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them()
     assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # nothing is known of such losses
 
 
+def compared(*of_ranks: tuple[Step, ...]) -> dict[int, list[Step]]:
+    window = step_times.window(job(*(rank(q, steps=x) for q, x in enumerate(of_ranks))))
+    assert isinstance(window, step_times.Window)
+    return window.steps
+
+
 def test_the_same_steps_of_all_ranks_are_compared_whichever_each_has() -> None:
     every = steps(n=80)
     ahead, behind, gaps = every[10:75], every[:70], tuple(x for x in every if x.step != 30)[:70]
-    whole = speed._window(job(rank(0, steps=ahead), rank(1, steps=behind)))
-    assert whole is not None and [x.step for x in whole[0]] == [x.step for x in whole[1]] == list(range(21, 71))
-    holes = speed._window(job(rank(0, steps=ahead), rank(1, steps=gaps)))
-    assert holes is not None and [x.step for x in holes[0]] == [x.step for x in holes[1]]
+    whole = compared(ahead, behind)
+    assert [x.step for x in whole[0]] == [x.step for x in whole[1]] == list(range(21, 71))
+    holes = compared(ahead, gaps)
+    assert [x.step for x in holes[0]] == [x.step for x in holes[1]]
     assert holes[0][-1].step == 71 and 30 not in [x.step for x in holes[0]] and len(holes[0]) == 50
-    assert speed._window(job(rank(0, steps=every[60:]), rank(1, steps=every[:62]))) is None
+    few = step_times.window(job(rank(0, steps=every[60:]), rank(1, steps=every[:62])))
+    assert isinstance(few, Abstained) and "2 of 30 steps" in few.reason
 
 
 @pytest.mark.parametrize("world", [2, 4, 100])
@@ -191,10 +203,10 @@ def arrivals(shared_ms: float, period_ms: float = 50.0, n: int = 60) -> tuple[Ar
 
 
 def test_loops_without_an_optimizer_are_bound_by_what_all_ranks_wait() -> None:
-    f = only(speed.rules(job(rank(0), rank(1), arrivals=arrivals(30.0))))
+    f = only(speeds(job(rank(0), rank(1), arrivals=arrivals(30.0))))
     assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
-    assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
-    assert speed.rules(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
+    assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
+    assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
 
 
 def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job() -> None:
@@ -212,7 +224,7 @@ def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job
 
 def input_bound(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
     ranks = [rank(q, steps=x, loaders=(feeding(),)) for q, x in enumerate(of_ranks)]
-    return of_kind(speed.rules(job(*ranks, **more)), "input_bound")
+    return of_kind(speeds(job(*ranks, **more)), "input_bound")
 
 
 def feeding() -> Loader:
@@ -248,6 +260,5 @@ def test_a_loop_that_waits_for_nobody_has_no_finding_at_all() -> None:
         usual_step_s=0.1,
         gpus=tuple(msgspec.structs.replace(CARD, gpu=q, rank=q, pcie_width=16) for q in (0, 1)),
     )  # fmt: skip
-    found = [*resources.rules(ordinary), *gpus.rules(ordinary), *stalls.rules(ordinary, build(ordinary))]
-    found += [*parameters.rules(ordinary), *batches.rules(ordinary, lambda _: None), *speed.rules(ordinary)]
+    found = [*findings(ordinary, *RULES)]
     assert found == []

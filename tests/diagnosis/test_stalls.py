@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.snapshot import Call, Group
-from distdiag.diagnosis.rules import stalls
+from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
-from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
+from tests.diagnosis.made import LOOP, findings, job, only, rank, waits_for_rank_one
 
 
 @pytest.mark.parametrize(
@@ -23,17 +24,17 @@ from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
 )
 def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: float, said: bool) -> None:
     s = waits_for_rank_one(100.0 - waited_s, 100.0, activity=activity)
-    assert bool(stalls.rules(s, build(s))) is said
+    assert bool(findings(s, rank_lost, stall)) is said
 
 
 def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:
     s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_usual_s=15.0)
-    assert stalls.rules(s, build(s)) == []
+    assert findings(s, rank_lost, stall) == []
 
 
 def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
     s = waits_for_rank_one(99.0, 100.0, activity="lock", holds_up=(0,))
-    f = only(stalls.lock_cycles(s, build(s)))
+    f = only([deadlock.lock_finding(s, lock) for lock in lock_cycles(s, build(s))])
     assert (f.kind, f.certainty, f.victims) == ("deadlock", "proved", (0, 1))
 
 
@@ -43,19 +44,19 @@ def test_a_lock_is_waited_for_with_a_collective_in_flight_that_others_never_come
     s = waits_for_rank_one(80.0, 100.0, activity="lock")
     s = msgspec.structs.replace(s, ranks={**s.ranks, 1: msgspec.structs.replace(s.ranks[1], **open_save)})
     s.groups["save"] = Group(name="save", ranks=(0, 1))
-    f = only(stalls.rules(s, build(s)))
+    f = only(findings(s, rank_lost, stall))
     assert f.kind == "stall" and f.culprits == (1,)
-    assert "while it has a collective #3 (save) in flight, to which rank 0 has not come" in f.message
-    assert "rank 0 must come to a collective #3 (save), too" in f.advice
+    assert "while it has a collective #3 (save) in flight, which rank 0 has not entered" in f.message
+    assert "rank 0 must enter a collective #3 (save), too" in f.advice
     come = msgspec.structs.replace(s.ranks[0], enqueued={**s.ranks[0].enqueued, "save": 3})
     s = msgspec.structs.replace(s, ranks={**s.ranks, 0: come})
-    assert "in flight" not in only(stalls.rules(s, build(s))).message
+    assert "in flight" not in only(findings(s, rank_lost, stall)).message
 
 
 @pytest.mark.parametrize(("waited_s", "severity"), [(9.0, "warning"), (25.0, "error")])
 def test_a_rank_stuck_in_native_code_stalls_the_others(waited_s: float, severity: str) -> None:
     s = waits_for_rank_one(100.0 - waited_s, 100.0, activity="gil_held")
-    f = only(stalls.rules(s, build(s)))
+    f = only(findings(s, rank_lost, stall))
     assert (f.kind, f.cause, f.severity, f.certainty) == ("stall", "gil_held", severity, "suspected")
     assert (f.culprits, f.victims) == ((1,), (0,))
     assert f.where[0].state == "gil_held" and (f.where[0].file, f.where[0].line) == (LOOP.file, LOOP.line)
@@ -64,12 +65,12 @@ def test_a_rank_stuck_in_native_code_stalls_the_others(waited_s: float, severity
 
 def test_native_code_that_nobody_waits_for_long_is_no_stall() -> None:
     s = waits_for_rank_one(95.0, 100.0, activity="gil_held")
-    assert stalls.rules(s, build(s)) == []
+    assert findings(s, rank_lost, stall) == []
     alone = job(rank(0, enqueued={"default_pg": 6}), rank(1, enqueued={"default_pg": 6}, activity="gil_held"))
-    assert stalls.rules(alone, build(alone)) == []
+    assert findings(alone, rank_lost, stall) == []
     unknown = Call(op="all_reduce", group="default_pg", seq=7, entered_s=None)  # since when is not known
     s = job(
         rank(0, blocked=unknown, enqueued={"default_pg": 7}, activity="waiting"),
         rank(1, enqueued={"default_pg": 6}, activity="gil_held"),
     )
-    assert stalls.rules(s, build(s)) == []
+    assert findings(s, rank_lost, stall) == []

@@ -134,8 +134,8 @@ def monitor(tmp_path: Path) -> Iterator[Monitor]:
     monitor.close()
 
 
-def warns(said: bool, severity: Severity = Severity.WARNING) -> Record:
-    return Record(Finding(kind="straggler", severity=severity), said=said)
+def warns(reported: bool, severity: Severity = Severity.WARNING) -> Record:
+    return Record(Finding(kind="straggler", severity=severity), reported=reported)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def warns(said: bool, severity: Severity = Severity.WARNING) -> Record:
         ([], 60.0, True, LOOK_S),  # a core is free: a look takes nothing from the ranks
         ([], 200.0, True, LOOK_S),
         ([], 200.0, False, UNREAD_LOOK_S),
-        ([warns(said=False)], 60.0, False, LOOK_S),  # what is suspected is looked at until it can be said
-        ([warns(said=False)], 200.0, False, LOOK_S),
-        ([warns(said=True)], 60.0, False, CALM_LOOK_S),
-        ([warns(said=False, severity=Severity.INFO)], 60.0, False, CALM_LOOK_S),
+        ([warns(reported=False)], 60.0, False, LOOK_S),  # what is suspected is looked at until it can be said
+        ([warns(reported=False)], 200.0, False, LOOK_S),
+        ([warns(reported=True)], 60.0, False, CALM_LOOK_S),
+        ([warns(reported=False, severity=Severity.INFO)], 60.0, False, CALM_LOOK_S),
     ],
 )
 def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_suspected(

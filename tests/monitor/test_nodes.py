@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
-from distdiag.diagnosis.rules import stalls
-from distdiag.diagnosis.waits.graph import build
+from distdiag.diagnosis.rules import rank_lost, stall
 from distdiag.monitor.nodes import STALE_S, Nodes, NodeState
 from tests.jobs import distdiag, free_port, start, wait_for
 
@@ -84,7 +84,8 @@ def test_ranks_of_a_node_that_falls_silent_are_named_once_others_wait_for_them(
         waiting = msgspec.structs.replace(snapshot(0, 1, entered_s=1.0), t_s=by_s)
         whole = here.merged(waiting, began)[0]
         assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4
-        return stalls.rules(whole, build(whole))
+        facts = Facts(whole)
+        return [f for rule in (rank_lost, stall) for f in rule.evaluate(facts) if isinstance(f, Finding)]
 
     assert later(STALE_S + 1) == []
     (f,) = later(40.0)

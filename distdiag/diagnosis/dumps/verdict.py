@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.dumps import culprits as dump_stalls
 from distdiag.diagnosis.dumps import guard
 from distdiag.diagnosis.dumps.culprits import Blame
@@ -17,8 +18,9 @@ from distdiag.diagnosis.dumps.missing import any_call, unreadable, where_of, wit
 from distdiag.diagnosis.dumps.snapshot import ANALYSIS, LoadReport, load
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.rules import collectives
+from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label, verb
+from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, seconds
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait, build, call_at
@@ -112,7 +114,7 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: dict[str,
     if not loaded.files:
         raise NoDumps(loaded)
     graph = build(snapshot)
-    proofs = collectives.rules(snapshot, graph)
+    proofs = [incident_finding(snapshot, verdict) for verdict in judge(snapshot, graph)]
     conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     found: list[Finding] = list(conflicts)
@@ -334,7 +336,7 @@ def _words(
             f"{who} never made group {group_label(snapshot, unmade)}, which {rank_list(made_by)} {verb(made_by, 'has', 'have')} "
             f"made and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, where the others wait"
         )
-        return message, collectives.NEW_GROUP_ADVICE
+        return message, NEW_GROUP_ADVICE
     if blame.circle and not culprits:
         texts = [f"rank {r:,} in {collective_text(snapshot, w, w.calls[r])}" for w in blame.circle for r in w.ranks]
         shown = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")

@@ -91,6 +91,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cost: str = ""
     advice: str = ""
     evidence: tuple[str, ...] = ()
+    collective_completed: bool = False  # although the ranks' calls differ: the job goes on, with wrong values
 
     @property
     def key(self) -> str:
@@ -137,3 +138,10 @@ def size_text(n: int | None) -> str:
             return f"{v:.0f} B" if unit == "B" else f"{v:.1f} {unit}"
         v /= 1024
     raise AssertionError("unreachable")
+
+
+class Abstained(msgspec.Struct, frozen=True):
+    """Why a rule has found nothing: an input is missing, or a veto applied to what it measured."""
+
+    reason: str
+    checked: bool = False  # its inputs were complete: `reason` is the veto

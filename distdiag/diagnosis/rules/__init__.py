@@ -1,0 +1,66 @@
+"""The rules: one file per finding kind, named after it. Each module is a `Rule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.kinds import Kind
+from distdiag.diagnosis.model.findings import Abstained, Finding
+from distdiag.diagnosis.rules import (
+    comm_bound,
+    deadlock,
+    duplicate_data,
+    gpu,
+    input_bound,
+    memory,
+    mismatch,
+    nonfinite,
+    rank_lost,
+    replica_drift,
+    stall,
+    straggler,
+    timeout,
+    uneven_batches,
+    unused_parameters,
+)
+
+
+class Rule(Protocol):
+    """What a module in this package has.
+
+    Attributes:
+        kind: Of its findings; how they are evaluated, held and cleared is in `kinds`.
+        limits: Frozen dataclass; under each field its unit, its meaning, and where it comes from.
+    """
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def limits(self) -> Any: ...
+
+    def evaluate(self, facts: Facts) -> Iterable[Finding | Abstained]:
+        """Yield findings, and reasons why there is none."""
+        ...
+
+
+# In the order of evaluation: a rule sees in `facts.found` what those before it have found.
+RULES: tuple[Rule, ...] = (
+    timeout,
+    mismatch,
+    deadlock,
+    rank_lost,
+    stall,
+    unused_parameters,
+    uneven_batches,
+    duplicate_data,
+    replica_drift,
+    nonfinite,
+    memory,
+    gpu,
+    straggler,
+    input_bound,
+    comm_bound,
+)

@@ -29,6 +29,14 @@ def seconds(s: float) -> str:
     return f"{s:.0f} s" if s < 180 else f"{s / 60:.0f} min"
 
 
+def rough_time(s: float) -> str:
+    """Return `40 s`, `3 hours`, `12 days`: minutes or days are what matters."""
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if s >= 2 * size:
+            return f"{s / size:.0f} {unit}"
+    return f"{s:.0f} s"
+
+
 def op_text(call: Call) -> str:
     """`all_reduce #417 (default_pg)`, `recv from rank 2`."""
     if call.op in ("send", "isend"):
@@ -61,6 +69,11 @@ def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None,
             break
         out.append(where(r, state, s))
     return tuple(out) or (where(r, state),)
+
+
+def count(n: int, noun: str) -> str:
+    """Return `1 parameter`, `4,096 elements`."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def percent(share: float) -> str:

@@ -1,0 +1,54 @@
+"""Witnesses by counts: who has sent fewer messages than its peers, or visited a site more or less often than all others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from distdiag.diagnosis.culprit.call_site import standing
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.waits import messages
+from distdiag.diagnosis.waits.incidents import Incident
+
+
+def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
+    """Rank m waits for a message of p, who stands in a collective with others: did all of these send m theirs, and p not?"""
+    states = snapshot.ranks
+    for w in incident.waits:
+        if not w.p2p or len(w.ranks) != 1 or len(w.missing) != 1:
+            continue
+        (m,), (p,) = w.ranks, w.missing
+        call = w.calls.get(m)
+        if call is None or messages.direction_of(call) != "recv":
+            continue
+        together = next((x.ranks for x in incident.waits if not x.p2p and p in x.ranks), [])
+        sent = {q: messages.count(states[q], "send", m, call.tag, call.group) for q in together if q != m}
+        others = [n for q, n in sent.items() if q != p]
+        if others and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
+            return (p,)
+    return ()
+
+
+def visits_differ(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> tuple[int, ...]:
+    """Rank m waits alone for p at a site that all others know: has m been there once too often, or p once too seldom?"""
+    states = snapshot.ranks
+    found: set[int] = set()
+    for w in incident.waits if len(incident.waits) == 2 else ():
+        inside = [r for r in w.ranks if r in incident.members]
+        awaited = w.missing & incident.members
+        if w.p2p or len(inside) != 1 or len(awaited) != 1:
+            continue  # of messages, who is stuck behind the circle has been at its ends less often for that alone
+        (m,), (p,) = inside, awaited
+        site = here.get(m)
+        if site is None:
+            continue
+        others = [st for q, st in states.items() if q not in incident.members and st.sites.get(site)]
+        if not others:
+            continue
+        usual = Counter(st.sites[site] for st in others).most_common(1)[0][0]
+        before = Counter(st.sites[site] - (standing(st, st.blocked) == site) for st in others).most_common(1)[0][0]
+        n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
+        if n_m > usual:
+            found.add(m)
+        elif before >= n_m > n_p > 0:  # who has never been there has another part to play
+            found.add(p)
+    return (found.pop(),) if len(found) == 1 else ()

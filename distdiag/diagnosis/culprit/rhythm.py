@@ -1,0 +1,105 @@
+"""Witness by rhythm: who came to a site too early, or is not at one that is due, by the collectives between its visits.
+
+A rank that comes to the barrier of its epoch after fewer collectives than ever has left its loop early; one that is in
+its loop when that barrier is due has stayed too long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from distdiag.diagnosis.culprit.call_site import standing
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.diagnosis.waits.graph import Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """A rank at a site that all ranks of an incident have come to before, in collectives of the group since its last visit."""
+
+    ranks: tuple[int, ...]  # out of rhythm
+    gap: int  # that the ranks at the site made this time
+    usual: int  # and the times before
+
+    @property
+    def early(self) -> bool:
+        """Whether they came too early; else they have not come although they were due."""
+        return self.gap < self.usual
+
+    @property
+    def text(self) -> str:
+        """What tells, as the end of a sentence about the two places."""
+        who = rank_list(self.ranks)
+        if self.early:
+            return f"{who} came there after {self.gap:,} collectives, all ranks after {self.usual:,} the times before"
+        return (
+            f"{who} should be at the other place, too: it was due after {self.usual:,} collectives, as the times before"
+        )
+
+
+def _gaps(
+    states: Mapping[int, RankState],
+    meeting: tuple[str, int],
+    here: Mapping[int, str | None],
+    side: Collection[int],
+    others: Collection[int],
+) -> tuple[int, int] | None:
+    """(collectives since the last visit, the usual number) of a side at its site; None where there is no common rhythm.
+
+    Of the times before all that are known (two at most) must be alike, on both sides.
+    """
+    group, seq = meeting
+    found: set[tuple[int, int]] = set()
+    for r in side:
+        key = here.get(r) or ""
+        seen = states[r].visits.get(group, {}).get(key, ())
+        if len(seen) < 3 or seen[-1] != seq:
+            return None
+        gaps = [b - a for a, b in itertools.pairwise(seen)]
+        if len(set(gaps[:-1])) != 1:
+            return None
+        for q in others:
+            theirs = states[q].visits.get(group, {}).get(key, ())
+            if theirs[1 - len(seen) :] != seen[:-1]:
+                return None
+        found.add((gaps[-1], gaps[0]))
+    return found.pop() if len(found) == 1 else None
+
+
+def out_of_rhythm(
+    states: Mapping[int, RankState],
+    meeting: tuple[str, int],
+    here: Mapping[int, str | None],
+    first: Collection[int],
+    second: Collection[int],
+) -> Rhythm | None:
+    """Which of two sides came too early to its call, or stays away from one that is due.
+
+    Args:
+        meeting: (group, sequence number) of the collective in which they met.
+        here: Site at which each stands.
+        first, second: The sides.
+    """
+    gaps = _gaps(states, meeting, here, first, second), _gaps(states, meeting, here, second, first)
+    early = [g is not None and g[0] < g[1] for g in gaps]
+    if all(early):
+        return None
+    for side, g, too_early in zip((first, second), gaps, early, strict=True):
+        if g is not None and too_early:
+            return Rhythm(tuple(sorted(side)), *g)
+    due = [g[1] if g is not None and g[0] == g[1] else 0 for g in gaps]
+    if due[0] == due[1]:
+        return None
+    return Rhythm(tuple(sorted(second if due[0] > due[1] else first)), max(due), max(due))
+
+
+def rhythm_of(snapshot: Snapshot, wait: Wait) -> Rhythm | None:
+    """The same, of a collective whose calls do not fit together."""
+    if wait.p2p or wait.seq is None or len(wait.sides) != 2:
+        return None
+    states = snapshot.ranks
+    here = {r: standing(states.get(r), c) for r, c in wait.calls.items()}
+    return out_of_rhythm(states, (wait.group, wait.seq), here, *wait.sides)

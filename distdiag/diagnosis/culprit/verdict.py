@@ -1,0 +1,243 @@
+"""What one incident of the wait-for graph is: kind and cause, culprits, and the wait it is about.
+
+Different operations in one collective are a mismatch if the ranks do different things with the same data, and a deadlock
+if they have reached different places of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit.call_site import standing
+from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.culprit.witnesses import Case, Reason, hear
+from distdiag.diagnosis.endings import ECHOES, ends
+from distdiag.diagnosis.kinds import Kind
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.incidents import Incident, Root, find
+
+SETTLED_S = 5.0  # with nothing issued for so long, a rank that is on its way no longer comes in time to vote
+_OTHER_PLACE = (
+    Reason.EXHAUSTED, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One incident, judged."""
+
+    kind: Kind
+    cause: str
+    incident: Incident
+    culprits: tuple[int, ...]
+    victims: tuple[int, ...]
+    reason: Reason
+    wait: Wait  # the one the finding is about
+    call: Call | None  # a call in it
+    waits: tuple[Wait, ...]  # those that its places are taken from
+    ended: tuple[int, ...] = ()  # ranks that are gone or stopped
+    stuck: tuple[int, ...] = ()  # ranks that cannot continue because of them
+
+
+def judge(
+    snapshot: Snapshot,
+    graph: WaitGraph,
+    exhausted: Collection[int] = (),
+    source: Source | None = None,
+    without: Collection[str] = (),
+) -> list[Verdict]:
+    """Return what every incident of a wait-for graph is.
+
+    Args:
+        exhausted: Ranks that ran out of batches while others have some left.
+        source: Text of a source file by path, or None: conditions on the rank are read from it.
+        without: Witnesses that are not asked.
+    """
+    found = (judge_incident(snapshot, graph, i, exhausted, source, without) for i in find(graph))
+    return [verdict for verdicts in found for verdict in verdicts]
+
+
+def judge_incident(
+    snapshot: Snapshot,
+    graph: WaitGraph,
+    incident: Incident,
+    exhausted: Collection[int] = (),
+    source: Source | None = None,
+    without: Collection[str] = (),
+) -> list[Verdict]:
+    """Return what an incident is; nothing while more has to be seen, several if ranks ended for different reasons."""
+    if incident.root is Root.GONE:
+        return _gone(snapshot, graph, incident, exhausted, without)
+    case = Case(snapshot, graph, incident, exhausted, source)
+    found = _conflict(case, without) if incident.root is Root.CONFLICT else _cycle(case, without)
+    return [] if found is None else [found]
+
+
+def _conflict(case: Case, without: Collection[str]) -> Verdict | None:
+    wait = case.wait
+    culprits, reason = hear(case, without)
+    if _undecided(case, reason):
+        return None
+    kind, cause = _kind_of_conflict(case, culprits, reason)
+    return Verdict(
+        kind=kind,
+        cause=cause,
+        incident=case.incident,
+        culprits=culprits,
+        victims=tuple(sorted(case.incident.victims - set(culprits))),
+        reason=reason,
+        wait=wait,
+        call=next((wait.calls[r] for side in wait.sides for r in sorted(side) if r not in culprits), None),
+        waits=(wait, *(w for w in case.graph.waits if w.ranks)),
+    )
+
+
+def _undecided(case: Case, reason: Reason) -> bool:
+    """True while ranks are on their way into the collective whose call could still change the majority."""
+    snapshot, graph, wait = case.snapshot, case.graph, case.wait
+    if snapshot.source == "dumps" or reason is Reason.EXHAUSTED:
+        return False
+    coming = [q for q in wait.missing if q not in graph.gone and q not in graph.stuck]
+    if not coming:
+        return False
+    first, second, *_ = sorted((len(s) for s in wait.sides), reverse=True)
+    if first > second + len(coming):
+        return False
+    since = snapshot.stable_since_s
+    return since is None or snapshot.t_s - since < SETTLED_S
+
+
+def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> tuple[Kind, str]:
+    wait, states = case.wait, case.states
+    cause = wait.conflict or "op"
+    mismatch, missing = (kinds.MISMATCH, "op"), (kinds.DEADLOCK, "missing_rank")
+    if cause != "op" or wait.p2p:
+        return kinds.MISMATCH, cause
+    if reason in _OTHER_PLACE:
+        return missing
+    here = {r: standing(states.get(r), c) for r, c in wait.calls.items()}
+    sides = [[r for r in side if r in states] for side in wait.sides]
+    if any(not side or any(here[r] is None for r in side) for side in sides) or _same_data(wait):
+        return mismatch
+    known = [
+        all(here[b] in states[a].sites for a in sides[i] for b in sides[j] if here[b] != here[a])
+        for i, j in ((0, 1), (1, 0))
+    ]
+    if len({here[r] for side in sides for r in side}) == 1:
+        return mismatch
+    if culprits:
+        return missing if any(known) else mismatch
+    return (kinds.DEADLOCK, "order_mismatch") if all(known) else mismatch
+
+
+def _same_data(wait: Wait) -> bool:
+    """True if both sides are in one function with an equal tensor: operations were swapped, not the program's path."""
+    calls = [next(wait.calls[r] for r in sorted(side)) for side in wait.sides]
+    first = calls[0]
+    return all(
+        c.shape is not None
+        and c.shape == first.shape
+        and compatible.dtype_name(c.dtype) == compatible.dtype_name(first.dtype)
+        and c.site is not None
+        and first.site is not None
+        and (c.site.file, c.site.function) == (first.site.file, first.site.function)
+        for c in calls
+    )
+
+
+# -- ranks that are gone or stopped ----------------------------------------------------------------------------------
+
+
+def _gone(
+    snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], without: Collection[str]
+) -> list[Verdict]:
+    """The end that came first and is nobody's echo; what it does not explain is due to the next."""
+    states, ended = snapshot.ranks, ends(snapshot)
+    out: list[Verdict] = []
+    left, victims = set(incident.members), set(incident.victims)
+    while left and victims:
+        first = [q for q in left if ended.get(q) not in ECHOES] or sorted(left)
+        earliest = min(first, key=lambda q: (states[q].ended_s is None, states[q].ended_s or 0.0, q))
+        cause = _cause_of_end(states[earliest])
+        named = tuple(sorted(q for q in first if _cause_of_end(states[q]) == cause))
+        stuck = (graph.victims_of(named) & victims) if left != set(named) else victims
+        if stuck:
+            out.append(_ended(Case(snapshot, graph, incident, exhausted, ended=named), cause, sorted(stuck), without))
+        left -= set(named)
+        victims -= stuck
+    return out
+
+
+def _ended(case: Case, cause: str, stuck: list[int], without: Collection[str]) -> Verdict:
+    waits = tuple(w for w in case.incident.waits if w.missing & set(case.ended))
+    case = Case(
+        case.snapshot, case.graph, case.incident, case.exhausted, ended=case.ended, waits=waits, stuck=frozenset(stuck)
+    )
+    wait = next((w for w in waits if not w.p2p), waits[0])
+    culprits, reason = hear(case, without)
+    return Verdict(
+        kind=kinds.DEADLOCK,
+        cause="missing_rank" if reason is Reason.HISTORY else cause,
+        incident=case.incident,
+        culprits=culprits or case.ended,
+        victims=tuple(sorted(set(stuck) - set(culprits or case.ended))),
+        reason=reason,
+        wait=wait,
+        call=next((wait.calls[r] for r in wait.ranks if r in wait.calls), None),
+        waits=waits,
+        ended=case.ended,
+        stuck=tuple(stuck),
+    )
+
+
+def _cause_of_end(state: RankState) -> str:
+    if state.life == Life.STOPPED:
+        return "rank_stopped"
+    if state.life == Life.FINISHED and not state.exit_code:
+        return "rank_finished"
+    return "rank_exited"
+
+
+# -- cycles ----------------------------------------------------------------------------------------------------------
+
+
+def _cycle(case: Case, without: Collection[str]) -> Verdict:
+    incident = case.incident
+    culprits, reason = hear(case, without)
+    by_message = any(w.p2p for w in incident.waits)
+    kind, cause = kinds.DEADLOCK, "p2p_cycle" if by_message else "group_cycle"
+    mixed = None if by_message or reason not in (Reason.NONE, Reason.ALONE) else _one_site(incident)
+    if mixed is not None:
+        kind, cause, culprits = kinds.MISMATCH, "group", mixed
+    elif culprits:
+        cause = "missing_rank"
+    victims = incident.victims if culprits else incident.members
+    waits = sorted(incident.waits, key=lambda w: (-len(w.ranks), w.p2p, min(w.ranks)))
+    main = next((w for w in waits if not set(culprits) & set(w.ranks)), waits[0])
+    return Verdict(
+        kind=kind,
+        cause=cause,
+        incident=incident,
+        culprits=culprits,
+        victims=tuple(sorted(victims - set(culprits))),
+        reason=reason,
+        wait=main,
+        call=next((main.calls[r] for r in main.ranks if r in main.calls), None),
+        waits=incident.waits,
+    )
+
+
+def _one_site(incident: Incident) -> tuple[int, ...] | None:
+    """Return the minority if one and the same call used two groups: some ranks were given the other group."""
+    if len(incident.waits) != 2:
+        return None
+    a, b = sorted(incident.waits, key=lambda w: -len(w.ranks))
+    sites = {(c.op, c.site) for w in (a, b) for c in w.calls.values()}
+    op, site = next(iter(sites))
+    if len(sites) != 1 or site is None or a.group == b.group or op == "new_group":
+        return None
+    return tuple(sorted(b.ranks)) if len(a.ranks) > len(b.ranks) else None

@@ -1,0 +1,288 @@
+"""Ranks that ended abnormally: which end is the cause, and which are its echo.
+
+When one rank dies, the others' collectives fail with "connection closed", a timeout, or the launcher's SIGTERM. The
+cause is the first end in time that is none of these. If every end is an echo, the cause is a rank that ended normally
+while the others continued, or one that was late beyond the group's timeout.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from dataclasses import dataclass
+from enum import StrEnum
+
+from distdiag.diagnosis.culprit.rhythm import Rhythm, out_of_rhythm
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+
+Late = tuple[tuple[int, ...], tuple[int, ...]]  # (late ranks, ranks that waited for them)
+
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|reset by peer|broken pipe|closed by peer|socket (is )?closed"
+    r"|remote process exited|remote rank|communicator was aborted|nccl ?(communicator|comm).*abort|ncclRemoteError"
+    r"|recvValue failed|sendBytes failed|failed to recv|peer may have|unhandled system error|DistNetworkError"
+    r"|The server socket|heartbeat|store->get|SocketTimeout",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
+CONNECT = re.compile(r"connectFullMesh|timed out connecting|failed to connect|connection refused", re.IGNORECASE)
+_IN_TORCH = re.compile(
+    r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
+    r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
+    re.IGNORECASE,
+)
+# torch's own words, and Lightning's
+UNUSED = re.compile(r"finished reduction in the prior iteration|parameters that were not used in producing the loss")
+MODEL = re.compile(
+    r"expects same model across all ranks|params? .*inconsistent|verify_params|appears not to match", re.I
+)
+MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
+ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end brought
+_OUTSIDE = {signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT}
+
+
+def ending_kind(r: RankState) -> str:
+    """Return cause, echo, timeout, unused, model, mismatch, outside (a launcher's or a person's signal); '' while alive."""
+    if r.life == Life.KILLED:
+        if r.signal in _OUTSIDE:
+            return "outside"
+        return "mismatch" if r.signal == signals.SIGABRT else "cause"
+    if r.life != Life.CRASHED:
+        return ""
+    text = r.exception or ""
+    if text.startswith(("KeyboardInterrupt", "SignalException")):
+        return "outside"
+    if UNUSED.search(text):
+        return "unused"
+    if MODEL.search(text):
+        return "model"
+    if MISMATCH.search(text):
+        return "mismatch"
+    if _TIMEOUT.search(text) and _IN_TORCH.search(text):
+        return "timeout"
+    return "echo" if _ECHO.search(text) else "cause"
+
+
+def ends(s: Snapshot) -> dict[int, str]:
+    """Return the kind of every abnormal end. A rank killed after another had failed was killed by launcher cleanup."""
+    kinds = {r.rank: k for r in s.ranks.values() if (k := ending_kind(r))}
+    swept = [
+        q
+        for q, k in kinds.items()
+        if k == "cause" and any(_outlived(s, s.ranks[q], s.ranks[o], kinds[o]) for o in kinds if o != q)
+    ]
+    return kinds | dict.fromkeys(swept, "outside")
+
+
+def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:
+    """True if this SIGKILL came after `failed` crashed: launcher cleanup, not the cause.
+
+    A launcher's SIGTERM reads as no signal at all if it has reaped the rank before anybody could see it. A failure caused
+    by a lost peer is told from a later one by the rank's last sign of life: its end itself is seen late.
+    """
+    if killed.life != Life.KILLED or killed.signal not in (None, signals.SIGKILL):
+        return False
+    if failed.life != Life.CRASHED or failed.ended_s is None or killed.ended_s is None:
+        return False
+    if kind == "echo":
+        age_s = killed.heartbeat_age_s
+        return age_s is not None and s.t_s - age_s > failed.ended_s
+    return killed.ended_s > failed.ended_s
+
+
+class End(StrEnum):
+    """What the abnormal ends of a job have in common."""
+
+    NONE = "none"  # nothing that is known yet
+    LOST = "lost"  # ranks crashed or were killed, and nothing in the job explains it
+    MODEL = "model"  # DDP refused to wrap modules that differ between ranks
+    ABORTED = "aborted"  # the backend aborted ranks whose calls have different sizes
+    FINISHED = "finished"  # a rank ended normally while the others continued
+    TIMEOUT = "timeout"  # a collective ran into its timeout although the late rank was alive
+    UNCONNECTED = "unconnected"  # ranks could not connect to each other at the start
+    OUT_OF_BATCHES = "out_of_batches"  # a rank ran out of batches and continued with what follows the loop
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """The abnormal ends of a job as one incident."""
+
+    end: End
+    ranks: tuple[int, ...] = ()  # that caused it; nobody for a tie
+    others: tuple[int, ...] = ()  # that ended, or failed, because of them
+    sites: tuple[tuple[int, ...], ...] = ()  # of ABORTED: the ranks at each site
+    rhythm: Rhythm | None = None  # of ABORTED: what decided
+
+
+NO_CASCADE = Cascade(End.NONE)
+
+
+def cascade(snapshot: Snapshot, kinds: dict[int, str], late: Late | None = None) -> Cascade:
+    """Return what the abnormal ends have in common.
+
+    Args:
+        kinds: `ends(snapshot)`.
+        late: Who was late, as last seen before the first end; None: not seen.
+    """
+    causes = [snapshot.ranks[q] for q, k in kinds.items() if k == "cause"]
+    if not kinds or _killed_together(snapshot, causes):
+        return NO_CASCADE
+    if causes:
+        return _lost(snapshot, causes)
+    found = set(kinds.values())
+    if found & {"unused", "model", "mismatch"}:
+        return _refused(snapshot, kinds)
+    echoes = {q for q, k in kinds.items() if k in ("echo", "timeout")}
+    finished = tuple(sorted(q for q, state in snapshot.ranks.items() if state.life == Life.FINISHED))
+    if finished and echoes:
+        return Cascade(End.FINISHED, finished, tuple(sorted(echoes)))
+    if "timeout" in found:
+        return _timeout(snapshot, kinds, late)
+    return NO_CASCADE
+
+
+def _killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
+    """True if every rank was killed by SIGKILL within a second: from outside (a scheduler, the launcher's death)."""
+    if len(causes) < 2 or len(causes) < len(snapshot.ranks):
+        return False
+    times = [state.ended_s for state in causes if state.ended_s is not None]
+    return all(state.life == Life.KILLED and state.signal in (None, signals.SIGKILL) for state in causes) and (
+        len(times) == len(causes) and max(times) - min(times) < 1.0
+    )
+
+
+def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:
+    """The first end, with those of the same kind within two seconds; the first rank in time is the first of `ranks`."""
+    causes = sorted(causes, key=lambda r: (r.ended_s if r.ended_s is not None else snapshot.t_s, r.rank))
+    first = causes[0]
+    start_s = first.ended_s if first.ended_s is not None else snapshot.t_s
+    together = tuple(
+        state.rank
+        for state in causes
+        if state is first
+        or (
+            exception_name(state) == exception_name(first)
+            and state.life == first.life
+            and state.signal == first.signal
+            and (state.ended_s or snapshot.t_s) - start_s < 2.0
+        )
+    )
+    return Cascade(End.LOST, together, tuple(sorted(q for q in snapshot.ranks if q not in together)))
+
+
+def exception_name(state: RankState) -> str:
+    """Return `IndexError` of a rank that crashed with "IndexError: list index out of range"."""
+    return (state.exception or "").split(":", 1)[0]
+
+
+def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
+    """DDP or the backend refused what the ranks did."""
+    if "model" in kinds.values() and len(shapes := model_shapes(snapshot)) > 1:
+        ranks = {q for side in shapes for q in side}
+        odd = tuple(sorted(_minority(shapes)))
+        return Cascade(End.MODEL, odd, tuple(sorted(ranks - set(odd))))
+    if "unused" in kinds.values():
+        return NO_CASCADE
+    # what ranks were about to call decides a mismatch: that is read from the wait-for graph; here only a bare abort
+    aborted = [snapshot.ranks[q] for q, k in kinds.items() if k == "mismatch" and snapshot.ranks[q].life == Life.KILLED]
+    return (_aborted(snapshot, aborted, kinds) or _lost(snapshot, aborted)) if aborted else NO_CASCADE
+
+
+def model_shapes(snapshot: Snapshot) -> list[list[int]]:
+    """Return the ranks that wrap equal modules, one list for each different module."""
+    shapes: dict[int, list[int]] = {}
+    for state in snapshot.ranks.values():
+        if state.models:
+            shapes.setdefault(state.models[-1].shape_hash, []).append(state.rank)
+    return list(shapes.values())
+
+
+def _minority(sides: list[list[int]]) -> list[int]:
+    most = max(map(len, sides))
+    return [q for side in sides if len(side) < most for q in side]
+
+
+def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Cascade | None:
+    """gloo aborts a rank that receives more bytes than its own call has room for: the calls have different sizes.
+
+    Each rank's last site is known: the culprit is the rank at a site where no other rank has been.
+    """
+    states = snapshot.ranks
+    if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in snapshot.groups.values()):
+        return None
+    by_site: dict[str, list[int]] = {}
+    dead = [states[q] for q, k in kinds.items() if k in ("mismatch", "echo", "timeout")]
+    for state in dead:
+        if state.place is not None:
+            by_site.setdefault(state.place.key, []).append(state.rank)
+    if len(by_site) < 2:
+        return None
+    odd = _minority(list(by_site.values()))
+    if not odd:  # a tie: the one at a site where the other never was, if it knows the other's
+        strange = [
+            q
+            for site, members in by_site.items()
+            for q in members
+            if not any(states[o].sites.get(site) for o in states if o not in members)
+            and all(states[q].sites.get(other) for other in by_site if other != site)
+        ]
+        odd = strange if len(strange) < len(dead) else []
+    beat = _rhythm(snapshot, by_site) if not odd and len(by_site) == 2 else None
+    odd = odd or list(beat.ranks if beat is not None else ())
+    rest = {state.rank for state in dead} - set(odd)
+    return Cascade(
+        End.ABORTED, tuple(sorted(odd)), tuple(sorted(rest)), tuple(tuple(side) for side in by_site.values()), beat
+    )
+
+
+def _rhythm(snapshot: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:
+    """Return which of two sites has the wrong ranks, by their earlier visits; the collective is that of an open call."""
+    here = {q: site for site, members in by_site.items() for q in members}
+    for q in here:
+        call = snapshot.ranks[q].calls[-1] if snapshot.ranks[q].calls else None
+        if (
+            call is not None
+            and call.completed_s is None
+            and call.seq is not None
+            and call.site
+            and call.site.key == here[q]
+        ):
+            return out_of_rhythm(snapshot.ranks, (call.group, call.seq), here, *by_site.values())
+    return None
+
+
+def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:
+    """Return the ranks whose collective ran into its timeout, the first first."""
+    ranks = (snapshot.ranks[q] for q, k in kinds.items() if k == "timeout")
+    return sorted(ranks, key=lambda r: r.ended_s or snapshot.t_s)
+
+
+def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Cascade:
+    victims = timed_out(snapshot, kinds)
+    call = last_wait(victims[0])
+    who: tuple[int, ...] = ()
+    if late is not None and late[0]:
+        who = late[0]
+    elif call is not None and call.seq is not None and call.group in snapshot.groups:
+        members = (q for q in snapshot.groups[call.group].ranks if q in snapshot.ranks)
+        who = tuple(q for q in members if snapshot.ranks[q].enqueued.get(call.group, 0) < call.seq)
+    who = tuple(sorted(q for q in who if kinds.get(q) != "timeout"))
+    if who:
+        return Cascade(End.TIMEOUT, who, tuple(r.rank for r in victims))
+    tried = tuple(
+        q for q in sorted(kinds) if kinds[q] == "timeout" and CONNECT.search(snapshot.ranks[q].exception or "")
+    )
+    return Cascade(End.UNCONNECTED, (), tried) if tried else NO_CASCADE
+
+
+def last_wait(state: RankState) -> Call | None:
+    """Return what a rank waits in, or waited in last until it failed."""
+    if state.blocked is not None:
+        return state.blocked
+    for call in reversed(state.calls):
+        if call.failed or call.completed_s is None:
+            return call
+    for group, seq in state.enqueued.items():
+        if state.completed.get(group, seq) < seq:
+            return Call(op="", group=group, seq=state.completed[group] + 1)
+    return None

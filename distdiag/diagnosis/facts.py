@@ -1,0 +1,95 @@
+"""What the rules may know at one poll: the snapshot, what follows from it, and what was found before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from distdiag.diagnosis import endings, kinds, step_times
+from distdiag.diagnosis.culprit import verdict
+from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.endings import NO_CASCADE, Cascade, End
+from distdiag.diagnosis.locks import LockCycle
+from distdiag.diagnosis.model.findings import Abstained, Finding
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, uneven_ranks
+from distdiag.diagnosis.waits.graph import WaitGraph, build
+
+
+def _no_source(file: str) -> str | None:
+    return None
+
+
+@dataclass
+class Facts:
+    """Input of every rule. What depends on earlier polls has the value for a single snapshot by default."""
+
+    snapshot: Snapshot
+    source: Callable[[str], str | None] = _no_source  # text of a source file by path; None: cannot be read
+    late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
+    ends_settled: bool = True  # the first abnormal end was long enough ago that its cause has been seen, too
+    waits_settled: bool = True  # nothing moved since the poll before: what the waits prove may be reported
+    kept: tuple[Finding, ...] = ()  # findings about ranks that wait for good, kept as reported at this poll
+    locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the poll before
+    reported: tuple[Finding, ...] = ()  # open findings of earlier polls
+    found: list[Finding] = field(default_factory=list)  # findings of this poll so far
+
+    @cached_property
+    def graph(self) -> WaitGraph:
+        return build(self.snapshot)
+
+    @cached_property
+    def ends(self) -> dict[int, str]:
+        """Kind of every abnormal end, by rank; see `endings.ends`."""
+        return endings.ends(self.snapshot)
+
+    @cached_property
+    def exhausted(self) -> tuple[int, ...]:
+        """Ranks that ran out of batches while others have some left."""
+        return exhausted_ranks(self.snapshot)
+
+    @cached_property
+    def cascade(self) -> Cascade:
+        """What the abnormal ends have in common; `End.NONE` while that is not settled or already explained."""
+        if not self.ends_settled or not self.ends:
+            return NO_CASCADE
+        found = endings.cascade(self.snapshot, self.ends, self.late)
+        if found.end in (End.MODEL, End.ABORTED, End.FINISHED):
+            # a rank that ran out of batches continues with what follows the loop: that causes the rest
+            uneven = uneven_ranks(self.snapshot)
+            if set(uneven) & {*found.ranks, *found.others}:
+                return Cascade(End.OUT_OF_BATCHES)
+        return found
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What the wait-for graph proves at this poll: one verdict for each incident."""
+        if self.kept or self.locks:
+            return ()
+        conflict_died = any(wait.conflict and wait.died for wait in self.graph.waits)
+        if not (self.waits_settled or conflict_died):
+            return ()
+        out = verdict.judge(self.snapshot, self.graph, self.exhausted, self.source)
+        if not self.waits_settled or self.cascade.end not in (End.NONE, End.OUT_OF_BATCHES):
+            return tuple(v for v in out if v.kind is kinds.MISMATCH)
+        if self.ends:  # a rank ended abnormally, and the cause is not settled yet
+            return tuple(v for v in out if v.cause not in ("rank_exited", "rank_finished"))
+        return tuple(out)
+
+    @cached_property
+    def window(self) -> step_times.Window | Abstained:
+        """The same last steps of every rank; why there are none otherwise."""
+        return step_times.window(self.snapshot)
+
+    @cached_property
+    def shadows(self) -> tuple[int, ...]:
+        """Ranks that have run out of data and only shadow the collectives of the others."""
+        if isinstance(self.window, Abstained):
+            return ()
+        return tuple(rank for rank, steps in self.window.steps.items() if only_shadows(steps))
+
+    @property
+    def stopped(self) -> bool:
+        """True if an open finding, or one of this poll, stops the job for good."""
+        return any(map(kinds.stops_job, (*self.reported, *self.found)))

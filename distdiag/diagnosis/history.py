@@ -1,0 +1,112 @@
+"""What is known from earlier polls: whether waits and ends are settled, and how long ranks kept the others waiting.
+
+A proof must be the same at two polls between which nothing moved. The cause of an abnormal end is named only after a
+moment: the end that caused it may be seen later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from distdiag.diagnosis import endings, kinds
+from distdiag.diagnosis.endings import Late
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.locks import lock_cycles
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
+from distdiag.diagnosis.waits.graph import WaitGraph, build
+
+SETTLE_S = 0.4  # after the first end, before its cause is named: another end may come before it in time
+ECHO_S = 2.0  # the same, while all ends that are seen are echoes
+LATE_S = 5.0  # before the first end: who was waited for then is who was late
+
+
+def all_ended(s: Snapshot) -> bool:
+    """True if every rank that has reported is gone."""
+    return all(r.life in DEAD for r in s.ranks.values())
+
+
+@dataclass
+class History:
+    """Facts of a poll, with what the polls before tell.
+
+    Attributes:
+        recovered: Longest time in seconds that each rank kept others waiting and let them continue.
+    """
+
+    recovered: dict[int, float] = field(default_factory=dict)
+    _mark: tuple = ()
+    _lock_mark: tuple = ()
+    _first_end_s: float | None = None
+    _late: tuple[float, Late] | None = None
+    _episodes: dict[int, float] = field(default_factory=dict)
+
+    def facts(
+        self, s: Snapshot, source: Callable[[str], str | None], reported: Sequence[Finding], final: bool
+    ) -> Facts:
+        """Return the facts of this poll.
+
+        Args:
+            source: Text of a source file by path, or None.
+            reported: Open findings.
+            final: It is the last poll.
+        """
+        graph = build(s)
+        self._follow_waits(s, graph)
+        facts = Facts(s, source, reported=tuple(reported))
+        facts.graph = graph
+        facts.ends_settled = self._ends_settled(s, facts, final)
+        if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
+            facts.late = self._late[1]
+        self._settle_waits(s, facts)
+        return facts
+
+    def _ends_settled(self, s: Snapshot, facts: Facts, final: bool) -> bool:
+        if not facts.ends:
+            self._first_end_s = None
+            return False
+        if any(map(kinds.blocks, facts.reported)):
+            return False  # whatever ends now, ends because of it
+        if self._first_end_s is None:
+            self._first_end_s = s.t_s
+        waited_s = s.t_s - self._first_end_s
+        only_echoes = all(end in endings.ECHOES for end in facts.ends.values())
+        gone = all_ended(s) and waited_s > 0
+        return final or gone or waited_s >= (ECHO_S if only_echoes else SETTLE_S)
+
+    def _settle_waits(self, s: Snapshot, facts: Facts) -> None:
+        blocked = tuple(f for f in facts.reported if kinds.blocks(f))
+        if blocked and facts.ends:
+            facts.waits_settled, facts.kept = False, blocked  # as proved; that its ranks end now tells nothing new
+            return
+        mark = tuple(
+            (q, b.group, b.seq, b.nth, b.peer, b.entered_s, s.ranks[q].life)
+            for q in sorted(facts.graph.stuck)
+            if (b := s.ranks[q].blocked) is not None
+        )
+        locks = lock_cycles(s, facts.graph)
+        same_locks, self._lock_mark = bool(locks) and locks == self._lock_mark, locks
+        if same_locks:
+            facts.waits_settled, facts.locks = False, locks
+            return
+        facts.waits_settled = bool(mark) and mark == self._mark
+        self._mark = mark
+        died_in_conflict = any(wait.conflict and wait.died for wait in facts.graph.waits)
+        if mark and not (facts.waits_settled or died_in_conflict):
+            facts.kept = blocked
+
+    def _follow_waits(self, s: Snapshot, graph: WaitGraph) -> None:
+        """Whom the others wait for, remembered past its end; and how long a rank usually keeps them waiting."""
+        waiting = tuple(sorted(graph.victims_of(graph.sinks))) if graph.sinks else ()
+        if waiting:
+            self._late = (s.t_s, (tuple(graph.sinks), waiting))
+        for rank in graph.sinks:
+            blocked = (s.ranks[v].blocked for v in graph.victims_of(rank))
+            since = [b.entered_s for b in blocked if b is not None and b.entered_s is not None]
+            if since:
+                self._episodes[rank] = max(self._episodes.get(rank, 0.0), s.t_s - min(since))
+        for rank in [q for q in self._episodes if q not in graph.sinks]:
+            waited_s = self._episodes.pop(rank)
+            if s.ranks.get(rank) is not None and s.ranks[rank].life == Life.RUNNING:
+                self.recovered[rank] = max(self.recovered.get(rank, 0.0), waited_s)

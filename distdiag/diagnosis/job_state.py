@@ -1,0 +1,72 @@
+"""The state of the whole job, in one word and one line."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.history import all_ended
+from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.model.snapshot import Life, Snapshot
+from distdiag.diagnosis.text.phrases import op_text, seconds
+from distdiag.diagnosis.waits.graph import WaitGraph
+
+LONG_WAIT_S = 2.0  # of some ranks in a collective, before the state mentions it
+_WORST_FIRST = (State.DEADLOCKED, State.STALLED, State.DEGRADED)
+
+
+def job_state(s: Snapshot, graph: WaitGraph, findings: list[Finding], final: bool) -> tuple[State, str]:
+    """Return the state, and what to show with it.
+
+    Args:
+        findings: Reported and open.
+        final: It is the last poll.
+    """
+    worst = [f for f in findings if at_least(f.severity, Severity.ERROR)]
+    expected = s.expected or s.world_size
+    if s.ranks and all_ended(s) and (final or len(s.ranks) >= expected):
+        return _ended(s, worst)
+    for state in _WORST_FIRST:
+        for f in findings:
+            if kinds.of(f).state is state and _decides(f):
+                return state, f.message
+    lives = [r.life for r in s.ranks.values()]
+    starting = all(x == Life.STARTING for x in lives) and not any(r.step for r in s.ranks.values())
+    if len(lives) < expected or starting:
+        return State.WAITING, _missing(s, expected)
+    if worst:
+        return State.DEGRADED, worst[0].message
+    return State.RUNNING, _waits(s, graph)
+
+
+def _decides(f: Finding) -> bool:
+    kind = kinds.of(f)
+    if kind.blocks:
+        return kinds.blocks(f)
+    return not kind.fatal or at_least(f.severity, Severity.ERROR)
+
+
+def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
+    bad = [r for r in s.ranks.values() if r.life != Life.FINISHED]
+    if bad:
+        first = min(bad, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
+        how = first.exception or (f"signal {first.signal}" if first.signal else "an unknown end")
+        return State.FAILED, f"rank {first.rank}: {how[:120]}; {len(bad)} of {len(s.ranks)} failed"
+    if any(kinds.of(f).fatal for f in worst):
+        return State.FAILED, worst[0].message
+    steps = max((r.step for r in s.ranks.values()), default=0)
+    return State.ENDED, f"all ranks ended normally after {steps:,} steps"
+
+
+def _missing(s: Snapshot, expected: int) -> str:
+    missing = sorted(set(range(s.world_size)) - set(s.ranks)) if expected == s.world_size else []
+    listed = f"; missing {', '.join(map(str, missing[:8]))}" if missing else ""
+    return f"{len(s.ranks)} of {expected} ranks have reported{listed}"
+
+
+def _waits(s: Snapshot, graph: WaitGraph) -> str:
+    waiting = [q for q in graph.of_rank if s.ranks[q].blocked is not None]
+    call = s.ranks[waiting[0]].blocked if waiting and len(waiting) < len(s.ranks) else None
+    if call is None or call.entered_s is None or s.t_s - call.entered_s <= LONG_WAIT_S:
+        return ""
+    return (
+        f"{len(waiting)} of {len(s.ranks)} ranks have waited in {op_text(call)} for {seconds(s.t_s - call.entered_s)}"
+    )

@@ -1,0 +1,210 @@
+"""The registry of finding kinds: how each is evaluated, when it is reported, when it is cleared, and what it explains.
+
+This is the only place with such policy: the engine, the job's state and the documentation read it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explains:
+    """Findings of `kind` that are not reported because another finding already explains them."""
+
+    kind: str
+    causes: tuple[str, ...] = ()  # only with one of these causes; empty: any
+    only_new: bool = False  # one that was reported before stays
+    only_members: bool = False  # only if its culprits are members of the explaining finding
+    only_errors: bool = False  # only if the explaining finding is an error
+    only_stopped: bool = False  # only if the explaining finding stops the job
+
+    def covers(self, finding: Finding, other: Finding, new: bool) -> bool:
+        """True if `finding`, whose kind has this entry, explains `other`."""
+        return (
+            other.kind == self.kind
+            and (not self.causes or other.cause in self.causes)
+            and (new or not self.only_new)
+            and (not self.only_members or set(other.culprits) <= {*finding.culprits, *finding.victims})
+            and (not self.only_errors or at_least(finding.severity, Severity.ERROR))
+            and (not self.only_stopped or stops_job(finding))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of finding. An evaluation is one poll, or one second; see `every_poll`."""
+
+    name: str
+    severities: tuple[Severity, ...]  # that its findings may have
+    causes: tuple[str, ...] = ()
+    every_poll: bool = False  # evaluated at every poll (a quarter of a second); else once a second
+    while_blocked: bool = True  # evaluated although ranks stall or the job has stopped
+    suspends: bool = False  # while one is open, kinds without `while_blocked` are not evaluated
+    hold: int = 1  # evaluations in a row that must find it before it is reported
+    hold_of_cause: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # overrides `hold`
+    release: int = 5  # evaluations in a row that no longer find it before it is cleared
+    sticky: bool = False  # never cleared
+    fatal: bool = False  # it stops the job for good (unless the collective it is about has completed)
+    blocks: bool = False  # ranks wait for good; it is kept as reported while its ranks end
+    superseded: bool = False  # cleared, with severity info, once a finding that stops the job appears
+    cleared_by_success: bool = False  # cleared if every rank finishes normally
+    stacks: bool = False  # stacks and flight records are kept as its evidence
+    state: State | None = None  # of the job while such a finding is open
+    explains: tuple[Explains, ...] = ()
+
+
+_ERROR, _WARNING, _INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
+_ECHO_OF_END = Explains(kind="deadlock", causes=("rank_exited", "rank_finished"), only_new=True)
+_STALL = Explains(kind="stall", only_stopped=True)
+_LOSS = Explains(kind="rank_lost", only_new=True, only_members=True)
+
+DEADLOCK = Kind(
+    name="deadlock",
+    severities=(_ERROR,),
+    causes=(
+        "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped"
+    ),
+    every_poll=True,
+    release=2,
+    fatal=True,
+    blocks=True,
+    stacks=True,
+    state=State.DEADLOCKED,
+    explains=(_STALL,),
+)  # fmt: skip
+MISMATCH = Kind(
+    name="mismatch",
+    severities=(_ERROR,),
+    causes=("op", "shape", "dtype", "root", "group", "model"),
+    every_poll=True,
+    release=2,
+    fatal=True,
+    blocks=True,
+    stacks=True,
+    state=State.DEADLOCKED,
+    explains=(_STALL, _LOSS, _ECHO_OF_END),
+)
+STALL = Kind(
+    name="stall",
+    severities=(_WARNING, _ERROR),
+    causes=("user_code", "data", "gil_held", "checkpoint", "unknown"),
+    every_poll=True,
+    release=2,
+    suspends=True,
+    superseded=True,
+    cleared_by_success=True,
+    stacks=True,
+    state=State.STALLED,
+)
+TIMEOUT = Kind(
+    name="timeout",
+    severities=(_ERROR,),
+    causes=("late_rank",),
+    every_poll=True,
+    sticky=True,
+    fatal=True,
+    stacks=True,
+    state=State.DEGRADED,
+    explains=(_STALL, _LOSS, _ECHO_OF_END),
+)
+RANK_LOST = Kind(
+    name="rank_lost",
+    severities=(_ERROR,),
+    causes=("killed", "crashed", "silent"),
+    every_poll=True,
+    sticky=True,
+    fatal=True,
+    state=State.DEGRADED,
+    explains=(_STALL, _ECHO_OF_END),
+)
+UNUSED_PARAMETERS = Kind(
+    name="unused_parameters",
+    severities=(_INFO, _WARNING, _ERROR),
+    causes=("never_used", "differs_between_ranks", "frozen", "flag_not_needed"),
+    hold_of_cause=MappingProxyType({"flag_not_needed": 2}),
+    sticky=True,
+    explains=tuple(
+        Explains(kind=kind, only_errors=True) for kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch")
+    ),
+)
+UNEVEN_BATCHES = Kind(
+    name="uneven_batches",
+    severities=(_WARNING, _ERROR),
+    causes=("count", "size"),
+    hold_of_cause=MappingProxyType({"size": 2}),
+    release=3,
+)
+STRAGGLER = Kind(
+    name="straggler",
+    severities=(_WARNING,),
+    causes=("data", "forward", "backward", "optimizer", "host", "rotating"),
+    while_blocked=False,
+    hold=3,
+    release=20,
+)
+INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
+COMM_BOUND = Kind(name="comm_bound", severities=(_INFO,), while_blocked=False, hold=3)
+DUPLICATE_DATA = Kind(
+    name="duplicate_data",
+    severities=(_INFO, _WARNING),
+    causes=("same_batches_on_ranks", "same_order_every_epoch"),
+    sticky=True,
+)
+REPLICA_DRIFT = Kind(
+    name="replica_drift",
+    severities=(_ERROR,),
+    causes=("gradients_not_synced", "different_init", "buffers"),
+    sticky=True,
+)
+NONFINITE = Kind(name="nonfinite", severities=(_INFO, _ERROR), causes=("loss", "gradient"), sticky=True)
+MEMORY = Kind(
+    name="memory", severities=(_INFO, _WARNING), causes=("growth", "imbalance", "headroom"), hold=2, release=60
+)
+GPU = Kind(
+    name="gpu",
+    severities=(_INFO, _WARNING, _ERROR),
+    causes=("throttled", "ecc", "pcie_degraded", "xid", "idle", "busy_without_progress", "lost", "nvlink", "shared"),
+    release=10,
+)
+# Reported by the monitor about itself, and by the reader of dumps: it has no rule here.
+RECORDER = Kind(
+    name="recorder",
+    severities=(_INFO, _WARNING),
+    causes=("disk_full", "clock_skew", "dropped", "unsupported_torch", "missing_dump", "unreadable_dump"),
+    sticky=True,
+)
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {kind.name: kind for kind in list(globals().values()) if isinstance(kind, Kind)}
+)
+
+
+def of(finding: Finding) -> Kind:
+    """Return the kind of a finding."""
+    return KINDS[finding.kind]
+
+
+def hold(finding: Finding) -> int:
+    """Return how many evaluations in a row must find it before it is reported."""
+    kind = of(finding)
+    return kind.hold_of_cause.get(finding.cause or "", kind.hold)
+
+
+def stops_job(finding: Finding) -> bool:
+    """True if the finding ends the job or stops it for good."""
+    return of(finding).fatal and not finding.collective_completed
+
+
+def blocks(finding: Finding) -> bool:
+    """True if ranks wait for good because of an open finding."""
+    return of(finding).blocks and finding.cleared_s is None and not finding.collective_completed
+
+
+def explains(finding: Finding, other: Finding, new: bool) -> bool:
+    """True if `other` follows from `finding`. `new`: `other` has not been seen at an earlier poll."""
+    return any(entry.covers(finding, other, new) for entry in of(finding).explains)

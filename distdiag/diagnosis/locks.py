@@ -1,0 +1,39 @@
+"""File locks across collectives: a rank waits for a lock whose holder waits, in a collective, for that rank.
+
+The kernel's own table tells who holds a lock; no continuation of either rank can free the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.waits.graph import WaitGraph
+
+
+@dataclass(frozen=True, slots=True)
+class LockCycle:
+    """One such cycle.
+
+    Attributes:
+        rank: Waits for the lock.
+        holders: Hold it, and wait for the rank.
+        members: All that are stuck because of it.
+    """
+
+    rank: int
+    holders: tuple[int, ...]
+    members: tuple[int, ...]
+
+
+def lock_cycles(s: Snapshot, graph: WaitGraph) -> tuple[LockCycle, ...]:
+    """Return every cycle through a file lock."""
+    out = []
+    for rank in graph.sinks:
+        if rank not in s.ranks:
+            continue
+        waiting = graph.victims_of(rank)
+        holders = tuple(h for h in s.ranks[rank].holds_up if h in waiting and s.ranks[h].blocked is not None)
+        if holders:
+            out.append(LockCycle(rank, holders, tuple(sorted({rank, *waiting}))))
+    return tuple(out)

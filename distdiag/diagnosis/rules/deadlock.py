@@ -1,0 +1,103 @@
+"""deadlock: ranks wait for something that no continuation of the living ranks can bring about. Proved, not timed out.
+
+A cycle of waits, a wait for a rank that ended or is stopped, calls at different places of the program in one collective, a
+file lock held across a collective, or a rank that finished while the others continued.
+
+Faulty jobs: unet_cells, tensor_rows, mesh_factors, heat_halo, pipe_chunks, ring_attention, polite_night, contrastive_nb,
+fsdp_notes, spawn_early, health_check, plateau_break, shard_votes, gpipe_padding, cache_flock, quiet_except.
+Healthy look-alikes: main_eval, groups_apart, pipe_three, exit_zero, rebuild_pg, staged_team, split_dev.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.endings import End, last_wait
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.locks import LockCycle
+from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where
+
+kind = kinds.DEADLOCK
+
+
+@dataclass(frozen=True)
+class Limits:
+    """None: a proof must be the same at two polls between which nothing moved; see `history`."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the deadlocks."""
+    if facts.cascade.end is End.FINISHED:
+        yield _finished(facts)
+    yield from (f for f in facts.kept if f.kind == kind.name)
+    yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
+    yield from proved(facts)
+    if facts.graph.stuck and not facts.waits_settled:
+        yield Abstained("ranks are stuck, but something moved since the last poll")
+
+
+def proved(facts: Facts) -> Iterator[Finding]:
+    """Yield the deadlocks that the wait-for graph proves."""
+    for verdict in facts.verdicts:
+        if verdict.kind is kind:
+            yield incident_finding(facts.snapshot, verdict, facts.source)
+
+
+# -- the words of what is not read from the wait-for graph -----------------------------------------------------------
+
+
+def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
+    """Return the finding of a file lock whose holders wait for the rank that wants it."""
+    r, holders = s.ranks[lock.rank], lock.holders
+    call = s.ranks[holders[0]].blocked
+    assert call is not None
+    return Finding(
+        kind=kind.name,
+        cause="missing_rank",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        victims=lock.members,
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes),
+        where=(where(r, "lock"), *(where(s.ranks[h], "waiting") for h in holders)),
+        waiting=tuple(where(s.ranks[v]) for v in lock.members if v != r.rank and v not in holders),
+        step=r.step,
+        message=f"rank {r.rank} waits{at(r.place)} for a file lock that {rank_list(holders)} {verb(holders, 'holds', 'hold')}, "
+        f"and {rank_list(holders)} {verb(holders, 'waits', 'wait')} for rank {r.rank} in "
+        f"{op_text(call)}{at(s.ranks[holders[0]].place)}",
+        cost=NO_PROGRESS,
+        advice="release the lock before the collective: hold no lock across one",
+    )
+
+
+def _finished(facts: Facts) -> Finding:
+    s, culprits, victims = facts.snapshot, facts.cascade.ranks, facts.cascade.others
+    finished = [s.ranks[q] for q in culprits]
+    call = last_wait(s.ranks[victims[0]])
+    first_echo_s = min((s.ranks[q].ended_s or s.t_s for q in facts.ends), default=s.t_s)
+    return Finding(
+        kind=kind.name,
+        cause="rank_finished",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call else None,
+        where=tuple(where(r, "finished") for r in finished),
+        waiting=tuple(where(s.ranks[q]) for q in victims),
+        step=finished[0].step,
+        first_seen_s=min((r.ended_s for r in finished if r.ended_s is not None), default=first_echo_s),
+        message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} continued"
+        + (f" and waited in {op_text(call)}" if call and call.op else ""),
+        cost="the others wait for a rank that will not come, and fail",
+        advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for an "
+        "exit (sys.exit, os._exit in a thread) on some ranks only",
+    )

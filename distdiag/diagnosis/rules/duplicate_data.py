@@ -1,0 +1,196 @@
+"""duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are compared by fingerprints.
+
+Faulty jobs: same_shuffle, frozen_order, char_windows. Healthy look-alikes: param_server, groups_apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Loader, Snapshot
+from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.training_data import not_one_model, training_loaders
+
+kind = kinds.DUPLICATE_DATA
+
+
+@dataclass(frozen=True)
+class Limits:
+    fingerprints: int = 3
+    """Batches that must have equal fingerprints: one or two of a small set of labels are equal by chance."""
+    group_uses: int = 2
+    """Collectives of a smaller group up to which it counts as not used."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield findings about data that is read twice."""
+    s = facts.snapshot
+    loaders = training_loaders(s)
+    if (veto := not_one_model(s)) is not None:
+        yield veto
+    elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
+        yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
+    elif len(loaders) < 2:
+        yield Abstained("not every rank trains from a DataLoader that is known")
+    else:
+        if (found := _same_batches(loaders)) is not None:
+            yield _same_batches_finding(s, found)
+        if (ranks := _same_order(loaders)) and len(ranks) == len(loaders):
+            yield _same_order_finding(s, loaders, ranks)
+
+
+def _used(s: Snapshot, name: str) -> bool:
+    return any(r.enqueued.get(name, 0) > limits.group_uses for r in s.ranks.values())
+
+
+# -- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+def _halves(prints: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (fingerprints of the labels, of the values)."""
+    return tuple(p >> 32 for p in prints), tuple(p & 0xFFFFFFFF for p in prints)
+
+
+def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """True if the first batches of two rows of fingerprints are the same data, by labels or by values."""
+    n = min(len(a), len(b))
+    if n < limits.fingerprints:
+        return False
+    return any(x == y and 0 not in x and len(set(x)) == n for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
+
+
+def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """True if the labels are equal while the values of the same batches are known and differ."""
+    n = min(len(a), len(b))
+    x, y = _halves(a[:n])[1], _halves(b[:n])[1]
+    return 0 not in (*x, *y) and x != y
+
+
+# -- the same batches on several ranks -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Doubled:
+    """Groups of ranks whose first batches are the same."""
+
+    groups: list[list[int]]
+    loaders: dict[int, Loader]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(q for g in self.groups for q in g))
+
+    @cached_property
+    def made_up(self) -> bool:
+        """No loader: what is made up on the spot, to measure or to try something, is often equal on purpose."""
+        return all(self.loaders[q].fed for q in self.ranks)
+
+    @cached_property
+    def labels(self) -> bool:
+        """Only the labels are equal: the same samples, augmented by each rank, or others whose labels follow one pattern."""
+        prints = {q: self.loaders[q].first_fingerprints for q in self.ranks}
+        return any(_only_labels_equal(prints[g[0]], prints[q]) for g in self.groups for q in g)
+
+    @cached_property
+    def shared(self) -> bool:
+        """All ranks read one dataset, and none has a DistributedSampler."""
+        loaders = [self.loaders[q] for q in self.ranks]
+        return all(x.dataset_length is not None and not x.distributed_sampler for x in loaders)
+
+
+def _same_batches(loaders: dict[int, Loader]) -> _Doubled | None:
+    if len({x.iterations_started for x in loaders.values()}) != 1:
+        return None
+    groups: list[list[int]] = []
+    near: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}  # groups by their first fingerprints: no pair by pair
+    for q, x in sorted(loaders.items()):
+        begins = list(enumerate(_halves(x.first_fingerprints[: limits.fingerprints])))
+        known = [g for b in begins for g in near.get(b, ())]
+        found = next((g for g in known if same_data(loaders[g[0]].first_fingerprints, x.first_fingerprints)), None)
+        if found is None:
+            groups.append(found := [])
+            for b in begins:
+                if len(b[1]) == limits.fingerprints and 0 not in b[1]:
+                    near.setdefault(b, []).append(found)
+        found.append(q)
+    doubled = [g for g in groups if len(g) > 1]
+    return _Doubled(doubled, loaders) if doubled else None
+
+
+def _same_order(loaders: dict[int, Loader]) -> list[int]:
+    """Return the ranks whose sampler shuffles and whose epoch began like the one before."""
+    return [
+        q
+        for q, x in sorted(loaders.items())
+        if x.distributed_sampler
+        and x.shuffle
+        and x.iterations_started >= 2
+        and same_data(x.first_fingerprints, x.previous_fingerprints)
+    ]
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+# (made up, only the labels are equal, all read one dataset without a DistributedSampler) -> (severity, advice); first match
+_SAME_BATCHES: tuple[tuple[tuple[bool | None, bool | None, bool | None], Severity, str], ...] = (
+    ((True, None, None), Severity.INFO,
+     "unless the data are made up: draw them with a seed that differs between ranks (seed + rank), or from a shard per rank"),
+    ((False, True, False), Severity.INFO,
+     "compare a few samples of two ranks; nothing to do if each rank reads shards of its own"),
+    ((False, None, None), Severity.WARNING, ""),
+)  # fmt: skip
+
+
+def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
+    x = found.loaders[found.ranks[0]]
+    case = (found.made_up, found.labels, found.shared)
+    severity, advice = next(
+        (severity, advice)
+        for pattern, severity, advice in _SAME_BATCHES
+        if all(p is None or p == c for p, c in zip(pattern, case, strict=True))
+    )
+    sampler = (
+        "give the DistributedSampler the right rank and num_replicas"
+        if x.distributed_sampler
+        else "give the DataLoader a DistributedSampler(dataset)"
+    )
+    return Finding(
+        kind=kind.name,
+        cause="same_batches_on_ranks",
+        certainty=Certainty.SUSPECTED if found.labels else Certainty.PROVED,
+        severity=severity,
+        victims=found.ranks,
+        where=tuple(where(s.ranks[q], "data", found.loaders[q].site) for q in found.ranks),
+        step=min(r.step for r in s.ranks.values()),
+        message=f"{rank_list(found.ranks)} train on batches with the same labels{at(x.site)}: the same samples, augmented by "
+        "each rank, or others whose labels follow one pattern"
+        if found.labels
+        else f"{rank_list(found.ranks)} train on the same batches{at(x.site)}",
+        cost=f"{len(found.ranks) - len(found.groups)} of {s.world_size} ranks compute what another has computed",
+        advice=advice or sampler,
+    )
+
+
+def _same_order_finding(s: Snapshot, loaders: dict[int, Loader], ranks: list[int]) -> Finding:
+    x = loaders[ranks[0]]
+    return Finding(
+        kind=kind.name,
+        cause="same_order_every_epoch",
+        certainty=Certainty.PROVED,
+        severity=Severity.WARNING,
+        victims=tuple(ranks),
+        where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
+        step=min(r.step for r in s.ranks.values()),
+        message=f"every epoch has the same order on all ranks{at(x.site)}: DistributedSampler shuffles by its "
+        f"epoch number, which stays {x.sampler_epoch}",
+        cost="training sees the same batches in the same order in every epoch",
+        advice="call sampler.set_epoch(epoch) at the start of each epoch",
+    )

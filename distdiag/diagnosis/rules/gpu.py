@@ -1,0 +1,129 @@
+"""gpu: what a card's driver reports, what slows it, and cards that are idle or busy while the job is the opposite.
+
+Faulty jobs: none in the collection, which runs without a GPU (tests/diagnosis/test_gpu_rule.py). Healthy look-alikes: all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import GpuState, Life, Snapshot
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, seconds
+
+kind = kinds.GPU
+
+
+@dataclass(frozen=True)
+class Limits:
+    idle_pct: float = 2.0
+    """Per cent of use; a card with only a display server stays below."""
+    still_s: float = 60.0
+    """Seconds for which a card is idle, or no rank makes a step."""
+    still_steps: float = 5.0
+    """Usual steps, the same, if they are longer."""
+    idle_steps: int = 10
+    """Steps that a rank made meanwhile."""
+    busy_pct: float = 95.0
+    """Per cent of use of a kernel that spins."""
+    throttled_share: float = 0.5
+    """Share of the last minute's samples."""
+
+
+limits = Limits()
+# The driver's error numbers, by what they mean for the card: NVIDIA's list of Xid errors.
+XIDS = {
+    13: "an exception in the program's kernel", 31: "an access of the program outside its memory", 32: "a corrupted command",
+    43: "the program's channel was reset", 45: "the program was torn down after an earlier error", 48: "a double-bit memory error",
+    62: "the card's controller has halted", 63: "a memory row was remapped", 64: "a memory row could not be remapped",
+    74: "an NVLink error", 79: "the card has fallen off the bus", 92: "many single-bit memory errors",
+    94: "a contained memory error", 95: "an uncontained memory error", 119: "the card's system processor does not answer",
+    120: "the card's system processor failed",
+}  # fmt: skip
+XIDS_OF_PROGRAM = {13, 31, 32, 43, 45}
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield findings about GPUs, from NVML's readings and the job's own progress."""
+    s = facts.snapshot
+    if not s.gpus:
+        yield Abstained("no GPU is measured")
+        return
+    for g in s.gpus:
+        yield from _card(g)
+    idle = tuple(g.rank for g in s.gpus if g.rank is not None and _idle(s, g))
+    if idle:
+        yield _finding("idle", idle, Severity.WARNING,
+                       f"{rank_list(idle)} make steps, but their GPUs were below {limits.idle_pct:.0f} % use for a minute",
+                       "the steps run on the CPU", "move the model and its inputs to the device")  # fmt: skip
+    still_s = max(limits.still_s, limits.still_steps * (s.usual_step_s or 0.0))
+    stuck = [r for r in s.ranks.values() if r.activity_since_s is not None and s.t_s - r.activity_since_s > still_s]
+    busy = tuple(g.rank for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > limits.busy_pct)
+    if stuck and busy and len(stuck) == len(s.ranks) and len(busy) >= len(s.ranks):
+        yield _finding("busy_without_progress", busy, Severity.WARNING,
+                       f"GPUs show over {limits.busy_pct:.0f} % use, but no rank made a step for {seconds(still_s)}: kernels spin "
+                       "in a collective", NO_PROGRESS, "run `distdiag dump` to see where every rank is")  # fmt: skip
+
+
+def _card(g: GpuState) -> Iterator[Finding]:
+    who = (g.rank,) if g.rank is not None else ()
+    name = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
+    if g.lost:
+        yield _finding("lost", who, Severity.ERROR, f"{name}: the driver has lost the card",
+                       "its rank fails or hangs at its next CUDA call",
+                       "drain the node and reset the card; `nvidia-smi` and the kernel log name the reason")  # fmt: skip
+    if g.nvlink_active is not None and g.nvlink_before is not None and g.nvlink_active < g.nvlink_before:
+        yield _finding("nvlink", who, Severity.ERROR,
+                       f"{name}: {g.nvlink_active} of {g.nvlink_before} NVLinks are left; the others went down during the run",
+                       "slower or hanging collectives", "drain the node; `nvidia-smi nvlink -s` shows the links")  # fmt: skip
+    elif g.nvlink_recoveries:
+        yield _finding("nvlink", who, Severity.WARNING,
+                       f"{name}: its NVLinks were retrained {g.nvlink_recoveries} times in the last minute",
+                       "collectives wait for the link each time",
+                       "watch the card; `nvidia-smi nvlink -e` counts errors by link")  # fmt: skip
+    if g.others:
+        yield _finding("shared", who, Severity.INFO,
+                       f"{name}: {g.others} other process{'es' if g.others > 1 else ''} on it",
+                       "they take time and memory of the card", "`nvidia-smi` lists them")  # fmt: skip
+    if g.xids:
+        errors = ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids)))
+        by_program = set(g.xids) <= XIDS_OF_PROGRAM
+        yield _finding("xid", who, Severity.ERROR, f"{name}: the driver reported Xid {errors}",
+                       "the process that used it fails, or has failed",
+                       "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel" if by_program
+                       else "drain the node; the kernel log (`dmesg | grep Xid`, closed in containers) has the driver's text")  # fmt: skip
+    new = (g.ecc_uncorrected or 0) - (g.ecc_before or 0)
+    if new > 0:
+        yield _finding("ecc", who, Severity.ERROR, f"{name}: {new} uncorrected memory errors during this run",
+                       "wrong results, or the next crash", "drain the node and have the card replaced")  # fmt: skip
+    elif g.ecc_uncorrected:
+        yield _finding("ecc", who, Severity.INFO,
+                       f"{name}: {g.ecc_uncorrected} uncorrected memory errors before this run, none since",
+                       "none so far", "have the card checked: they tend to come back")  # fmt: skip
+    if g.throttled_share is not None and g.throttled_share > limits.throttled_share and g.throttle:
+        yield _finding("throttled", who, Severity.WARNING,
+                       f"{name}: throttled ({g.throttle}) in {g.throttled_share:.0%} of the last minute",
+                       "lower clocks on the rank that all wait for", "check cooling and power of that node")  # fmt: skip
+    if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
+        yield _finding("pcie_degraded", who, Severity.WARNING,
+                       f"{name}: PCIe x{g.pcie_width} of x{g.pcie_width_max}", "slower copies to and from the host",
+                       "reseat the card, or check the riser; `distdiag probe gpu` measures the copies")  # fmt: skip
+
+
+def _idle(s: Snapshot, g: GpuState) -> bool:
+    """True if a rank with memory on this card makes steps while the card has had nothing to do for a minute."""
+    r = s.ranks.get(g.rank) if g.rank is not None else None
+    if r is None or not r.device_bytes or g.most_used_pct is None or g.most_used_pct > limits.idle_pct:
+        return False
+    steps = [x for x in r.steps if s.t_s - x.end_s < limits.still_s]
+    return r.life == Life.RUNNING and len(steps) >= limits.idle_steps and s.t_s - steps[-1].end_s < limits.still_s / 4
+
+
+def _finding(cause: str, ranks: tuple[int, ...], severity: Severity, what: str, cost: str, do: str) -> Finding:
+    return Finding(
+        kind=kind.name, cause=cause, certainty=Certainty.PROVED, severity=severity, culprits=ranks,
+        message=what, cost=cost, advice=do,
+    )  # fmt: skip

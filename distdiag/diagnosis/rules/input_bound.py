@@ -1,0 +1,64 @@
+"""input_bound: every rank loses this share of its step time to waiting for data.
+
+If only one rank waits for data it is a straggler.
+
+Faulty jobs: decode_bound. Healthy look-alikes: worker_pool, rate_limited.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.step_times import Window
+from distdiag.diagnosis.text.phrases import at, percent, where
+
+kind = kinds.INPUT_BOUND
+
+
+@dataclass(frozen=True)
+class Limits:
+    share: float = 0.3
+    """Share of step time that the rank which waits least for its data must lose."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the share of step time that all ranks lose to data."""
+    window = facts.window
+    if isinstance(window, Abstained):
+        yield window
+    elif facts.shadows:
+        yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
+    elif (share := _share(window)) >= limits.share:
+        yield _finding(facts.snapshot, window, share)
+
+
+def _share(window: Window) -> float:
+    totals = {q: sum(x.step_ms for x in steps) for q, steps in window.steps.items()}
+    if min(totals.values()) <= 0:
+        return 0.0
+    return min(sum(x.data_ms for x in steps) / totals[q] for q, steps in window.steps.items())
+
+
+def _finding(s: Snapshot, window: Window, share: float) -> Finding:
+    ms = statistics.median(x.data_ms for steps in window.steps.values() for x in steps)
+    loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
+    site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
+    return Finding(
+        kind=kind.name,
+        certainty=Certainty.PROVED,
+        severity=Severity.INFO,
+        victims=tuple(window.ranks),
+        where=tuple(where(s.ranks[q], "data", site) for q in window.ranks),
+        message=f"every rank waits for data: {percent(share)} of step time (p50 {ms:.0f} ms){at(site)}",
+        cost=f"up to {percent(share)} of step time",
+        advice=f"raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
+    )

@@ -1,0 +1,143 @@
+"""mismatch: the ranks' calls in one collective differ in operation, shape, dtype, root or group; or the wrapped models do.
+
+Proved by the wait-for graph while the ranks wait, by how the backend aborted them, or by a collective that completed
+although the calls differ: then the job continues with wrong values.
+
+Faulty jobs: grad_reduce, asr_preds, lesion_metrics, best_worker, active_sites, vocab_build, tagger_heads, gan_scores,
+charlm_clip. Healthy look-alikes: padded_gather, cyclegan_fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.endings import Cascade, End, model_shapes
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Call, Life, Met, Snapshot
+from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.phrases import at, where
+
+kind = kinds.MISMATCH
+
+
+@dataclass(frozen=True)
+class Limits:
+    """None: calls differ or they do not. How long a rank on its way may still vote: `culprit.verdict.SETTLED_S`."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the mismatches of ranks that wait, that were aborted, and of collectives that completed."""
+    match facts.cascade.end:
+        case End.MODEL:
+            yield _model(facts.snapshot, facts.cascade)
+        case End.ABORTED:
+            yield _aborted(facts)
+    yield from (f for f in facts.kept if f.kind == kind.name)
+    yield from proved(facts)
+    yield from completed(facts.snapshot)
+
+
+def proved(facts: Facts) -> Iterator[Finding]:
+    """Yield the mismatches that the wait-for graph proves."""
+    for verdict in facts.verdicts:
+        if verdict.kind is kind:
+            yield incident_finding(facts.snapshot, verdict, facts.source)
+
+
+def completed(s: Snapshot) -> list[Finding]:
+    """Return one finding per cause for collectives that completed although the ranks' calls differ: its first occurrence."""
+    seen: dict[str, Met] = {}
+    for met in s.met:
+        seen.setdefault(met.cause, met)
+    return [_completed(s, met) for met in seen.values() if all(q in s.ranks for q in met.calls)]
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+
+def _completed(s: Snapshot, met: Met) -> Finding:
+    sides: dict[str, list[int]] = {}
+    for q, call in sorted(met.calls.items()):
+        sides.setdefault(_what(call, met.cause), []).append(q)
+    most = max(map(len, sides.values()))
+    odd = tuple(sorted(q for side in sides.values() if len(side) < most for q in side))
+    call = next(iter(met.calls.values()))
+    text = "; ".join(f"{rank_list(side)}: {what}{at(met.calls[side[0]].site)}" for what, side in sides.items())
+    rest = tuple(q for q in sorted(met.calls) if q not in odd)
+    return Finding(
+        kind=kind.name,
+        cause=met.cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=rest,
+        collective=CollectiveRef(call.op, met.group, met.seq, call.bytes),
+        where=tuple(where(s.ranks[q], "user_code", met.calls[q].site) for q in odd or rest),
+        waiting=tuple(where(s.ranks[q], "user_code", met.calls[q].site) for q in rest) if odd else (),
+        first_seen_s=call.entered_s,
+        message=f"{call.op} #{met.seq} ({met.group}) completed, but the ranks called it with different arguments: {text}",
+        cost="the result is wrong on every rank, without an error",
+        advice="make dtype, root and operation the same on every rank before the call",
+        collective_completed=True,
+    )
+
+
+def _what(call: Call, cause: str) -> str:
+    if cause == "dtype":
+        return call.dtype or "?"
+    return f"root {call.root}" if cause == "root" else call.op
+
+
+def _aborted(facts: Facts) -> Finding:
+    s, cascade = facts.snapshot, facts.cascade
+    odd, rest = cascade.ranks, cascade.others
+    dead = sorted({*odd, *rest})
+    killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
+    sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].place)}" for side in cascade.sites)
+    return Finding(
+        kind=kind.name,
+        cause="shape",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=rest,
+        where=tuple(where(s.ranks[q], "killed" if q in killed else "crashed") for q in odd or dead),
+        waiting=tuple(where(s.ranks[q]) for q in rest) if odd else (),
+        step=s.ranks[killed[0]].step,
+        first_seen_s=min((t for q in dead if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
+        message=f"ranks called one collective with tensors of different sizes, and gloo aborted {rank_list(killed)}: {sites}"
+        + (f"; {cascade.rhythm.text}" if cascade.rhythm is not None else ""),
+        cost="the job ended",
+        advice="compare the two call sites: every rank must make the same collective calls in the same order",
+    )
+
+
+def _model(s: Snapshot, cascade: Cascade) -> Finding:
+    shapes = model_shapes(s)
+    ranks = [s.ranks[q] for side in shapes for q in side]
+    odd = cascade.ranks
+    sizes = {r.rank: f"{r.models[-1].parameters:,} parameters of {r.models[-1].elements:,} elements" for r in ranks}
+    groups = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in shapes)
+    if len(set(sizes.values())) == 1:
+        groups += ", in different shapes"
+    places = tuple(where(r, "crashed", r.models[-1].site) for r in ranks)
+    return Finding(
+        kind=kind.name,
+        cause="model",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=cascade.others,
+        where=tuple(w for w in places if w.rank in odd or not odd),
+        waiting=tuple(w for w in places if odd and w.rank not in odd),
+        first_seen_s=min((r.ended_s for r in ranks if r.ended_s is not None), default=s.t_s),
+        message=f"the wrapped module differs between ranks: {groups}",
+        cost="DDP refuses to start",
+        advice="build the same module, in the same order, on every rank; compare what the ranks' configurations say",
+    )

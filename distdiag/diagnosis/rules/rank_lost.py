@@ -1,0 +1,141 @@
+"""rank_lost: a rank was killed, crashed, or went silent while the job continues, and nothing in the job explains it.
+
+Of several ends the first that is no echo of another is the cause; see `endings`.
+
+Faulty jobs: video_oom, oom_rank, fused_norm, parquet_rows, custom_grad, label_guard, resume_opt, quiet_except.
+Healthy look-alikes: exit_zero, spawn_fine, no_dist.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.endings import End
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.text.phrases import at, place_text, seconds, where, where_stack
+from distdiag.diagnosis.waits.graph import WaitGraph
+
+kind = kinds.RANK_LOST
+
+
+@dataclass(frozen=True)
+class Limits:
+    silent_s: float = 30.0
+    """Seconds without a heartbeat, while others wait: files of a network file system may be seen seconds late."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the ranks that were lost."""
+    match facts.cascade.end:
+        case End.LOST:
+            yield _lost(facts)
+        case End.UNCONNECTED:
+            yield _unconnected(facts.snapshot, facts.cascade.others)
+    stalled = any(f.kind == kinds.STALL.name for f in facts.reported)
+    if facts.stopped or (stalled and facts.ends) or facts.cascade.end in (End.LOST, End.UNCONNECTED):
+        return
+    yield from _silent(facts.snapshot, facts.graph)
+
+
+def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
+    """Ranks of a node without heartbeat, while others wait for them. If nobody waits it may be its monitor that is gone."""
+    ranks = tuple(
+        q
+        for q in sorted(graph.sinks)
+        if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= limits.silent_s
+    )
+    victims = sorted({v for q in ranks for v in graph.victims_of(q) if s.ranks[v].blocked is not None})
+    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+    if since and s.t_s - min(since) >= limits.silent_s:
+        yield _silent_finding(s, ranks, victims)
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+_KILLED_ADVICE = {
+    "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else find who sent it",
+    "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
+    "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
+}
+
+
+def _lost(facts: Facts) -> Finding:
+    s, culprits = facts.snapshot, tuple(sorted(facts.cascade.ranks))
+    first = s.ranks[facts.cascade.ranks[0]]
+    victims = facts.cascade.others
+    who = rank_list(culprits)
+    if first.life == Life.KILLED:
+        name = signals.Signals(first.signal).name if first.signal else "a signal"
+        message = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {name}{at(first.place)}"
+        advice = _KILLED_ADVICE.get(
+            name, "read the rank's own stderr above: what did the library print before it died?"
+        )
+    else:
+        message = f"{who} ended by {(first.exception or f'exit code {first.exit_code}')[:200]}{at(first.place)}"
+        advice = f"fix {place_text(first.place) or 'the exception'}; the other ranks' errors are its echo"
+    state = "killed" if first.life == Life.KILLED else "crashed"
+    echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
+    together = [s.ranks[q] for q in facts.cascade.ranks]
+    return Finding(
+        kind=kind.name,
+        cause=state,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        where=tuple(w for r in together for w in where_stack(r, r.user_stack, state, 3)),
+        waiting=tuple(where(r) for r in s.ranks.values() if r.rank in victims and (r.blocked or r.rank in echoes)),
+        step=first.step,
+        first_seen_s=first.ended_s if first.ended_s is not None else s.t_s,
+        message=message,
+        cost="the job cannot continue without it" if victims else "the job ended",
+        advice=advice,
+    )
+
+
+def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
+    """Ranks that never made a first collective together: nobody is to blame by what is known."""
+    tried: list[RankState] = [s.ranks[q] for q in ranks]
+    first = tried[0]
+    return Finding(
+        kind=kind.name,
+        cause="crashed",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        victims=ranks,
+        where=tuple(w for r in tried for w in where_stack(r, r.user_stack, None, 2)),
+        first_seen_s=min((r.ended_s for r in tried if r.ended_s is not None), default=None),
+        message=f"{rank_list(ranks)} could not connect: {(first.exception or '').splitlines()[0][:160]}{at(first.place)}",
+        cost="the job did not begin",
+        advice="check that every rank started, and that its address and port are reachable from the others; "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+    )
+
+
+def _silent_finding(s: Snapshot, ranks: tuple[int, ...], victims: list[int]) -> Finding:
+    hosts = ", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in ranks))
+    silent_s = max(s.ranks[q].heartbeat_age_s or 0.0 for q in ranks)
+    return Finding(
+        kind=kind.name,
+        cause="silent",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=ranks,
+        victims=tuple(victims),
+        where=tuple(where(s.ranks[q]) for q in ranks),
+        waiting=tuple(where(s.ranks[v]) for v in victims),
+        first_seen_s=s.t_s - silent_s,
+        message=f"{rank_list(ranks)} ({hosts}) {'has' if len(ranks) == 1 else 'have'} sent no heartbeat for "
+        f"{seconds(silent_s)}; {rank_list(victims)} {'waits' if len(victims) == 1 else 'wait'} for "
+        f"{'it' if len(ranks) == 1 else 'them'}",
+        cost=f"{len(victims)} of {s.world_size} ranks make no progress",
+        advice="check that the host is up and still sees the run directory; look at its console and its network",
+    )

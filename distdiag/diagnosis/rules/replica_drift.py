@@ -1,0 +1,247 @@
+"""replica_drift: replicas of one model that differ, by checksums of the same elements at the same steps.
+
+Faulty jobs: module_forward, hand_average, local_stats, thawed_layers, token_schedule.
+Healthy look-alikes: local_sgd, fsdp_shared, layer_drop, joined_uneven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.text.phrases import where
+from distdiag.diagnosis.training_data import synchronous
+
+kind = kinds.REPLICA_DRIFT
+
+
+@dataclass(frozen=True)
+class Limits:
+    relative: float = 1e-5
+    """Relative difference of parameter checksums; float32 sums in another order differ by less."""
+    buffers_relative: float = 0.3
+    """The same for buffers: statistics of different batches of the same data differ by some per cent, and may."""
+    samples: int = 2
+    """Samples in common, and the newest in a row that differ."""
+    constant: float = 0.75
+    """Share of the newest distance that the first has if replicas do not move apart."""
+    constant_at_first: float = 0.9
+    """The same, until there are four times as many steps: what moves apart does so by the root of the steps at least."""
+    averaged: float = 0.9
+    """Share of the steps in which gradients are averaged, from which on they are."""
+    reduced: tuple[float, float] = (0.999, 1.05)
+    """Elements reduced per parameter between which all gradients are averaged. Fewer: some are meant to be a rank's own
+    (experts, personal layers), or they are averaged now and then. More: activations of a split model are reduced."""
+
+
+limits = Limits()
+
+
+@dataclass(frozen=True)
+class _Drift:
+    """Checksums that differ.
+
+    Attributes:
+        cause: Of the finding, as the models' structure tells.
+        steps: At which they differ.
+        values: The newest checksums, by rank.
+        began_equal: They were equal at some steps before.
+    """
+
+    cause: str
+    steps: list[int]
+    values: dict[int, float]
+    began_equal: bool
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the drift of replicas, or why none is seen."""
+    s = facts.snapshot
+    if s.world_size < 2:
+        yield Abstained("there is one rank only")
+    elif len(s.ranks) < s.world_size or len(s.ranks) < 2:
+        yield Abstained(f"{len(s.ranks)} of {s.world_size} ranks have reported")
+    elif any(r.in_join for r in s.ranks.values()):
+        yield Abstained("the ranks are in torch's Join context: those that have run out do not step", checked=True)
+    else:
+        yield from _evaluate(s)
+
+
+def _evaluate(s: Snapshot) -> Iterator[Finding | Abstained]:
+    for kind_of in ("parameters", "buffers"):
+        found = _drift(s, kind_of)
+        if isinstance(found, _Drift):
+            yield _finding(s, found)
+            return
+        yield found
+
+
+def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
+    ranks = sorted(s.ranks)
+    samples = {q: _by_step(s.ranks[q], kind_of) for q in ranks}
+    common = sorted(set.intersection(*(set(x) for x in samples.values())))
+    common = [k for k in common if _comparable([samples[q][k].key for q in ranks])]
+    if len(common) < limits.samples:
+        return Abstained(f"{len(common)} of {limits.samples} checksums of {kind_of} at the same steps")
+    relative = limits.relative if kind_of == "parameters" else limits.buffers_relative
+    steps = [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
+    if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
+        return Abstained(f"the checksums of {kind_of} agree", checked=True)
+    cause = _cause(s, kind_of, steps)
+    if cause is None:
+        return Abstained(f"{kind_of} differ, and may by the structure of the model", checked=True)
+    began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
+    spreads = [max(v) - min(v) for k in steps for v in [[samples[q][k].value for q in ranks]]]
+    averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
+    if averaged and not began_equal and _constant(steps, spreads):
+        cause = "different_init"
+    return _Drift(cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, began_equal)
+
+
+def _constant(steps: list[int], spreads: list[float]) -> bool:
+    """True if replicas are as far apart as at the first sample; those that move apart are further with each step."""
+    return spreads[0] >= (limits.constant if steps[-1] >= 4 * steps[0] else limits.constant_at_first) * spreads[-1]
+
+
+def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
+    return {x.step: x for x in r.samples if x.kind == kind}
+
+
+def _comparable(keys: list[int]) -> bool:
+    """True if checksums are of the same elements, averaged in the same group (`SampleRecord.key`), at the same point of the job.
+
+    Ranks that had each trained by themselves before enter one model with different numbers of steps. A rank that skips a
+    step now and then is not far from the others.
+    """
+    synced = [k >> 32 for k in keys]
+    return len({k & 0xFFFFFFFF for k in keys}) == 1 and max(synced) - min(synced) <= 2 + min(max(synced) // 20, 14)
+
+
+def _differ(values: list[float], relative: float) -> bool:
+    scale = max(abs(v) for v in values) + 1e-3
+    return (max(values) - min(values)) / scale > relative or any(v != v for v in values) != all(v != v for v in values)
+
+
+def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
+    """Return why replicas differ; None if they may differ by design."""
+    models = [m for r in s.ranks.values() for m in r.models]
+    over_all = [m for m in models if (g := s.groups.get(m.group or "")) is not None and len(g.ranks) == s.world_size]
+    if kind == "buffers":
+        return "buffers" if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
+    if over_all and len(over_all) >= s.world_size:
+        # Parameters that are averaged now and then, not their gradients at each step, differ between those times (local
+        # SGD). Otherwise: no backward is synchronised, or the parameters that are stepped are not those that DDP wraps.
+        averaged = max((x.value for r in s.ranks.values() for x in r.samples if x.kind == "averaged"), default=0.0)
+        return "gradients_not_synced" if averaged < limits.averaged else None
+    if models:
+        return None
+    reduced = {q: _by_step(s.ranks[q], "reduced") for q in s.ranks}
+    shares = [reduced[q][k].value for q in s.ranks for k in drifting if k in reduced[q]]
+    least, most = limits.reduced
+    if not shares or min(shares) < least or max(shares) > most:
+        return None
+    return "different_init"
+
+
+def _averages(r: RankState) -> bool:
+    """True if DDP averages gradients in each step of this rank; with accumulation not in each backward."""
+    return bool(r.models) and all(
+        m.synced_backwards >= limits.averaged * min(m.forwards, max(r.step, 1)) > 0 for m in r.models
+    )
+
+
+def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
+    """Return each rank's learning rate at the newest step (up to the newest that drifts) at which they differed; or nothing."""
+    samples = {q: _by_step(r, "learning_rate") for q, r in s.ranks.items()}
+    common = set.intersection(*(set(x) for x in samples.values()))
+    for k in sorted(common, reverse=True):
+        values = {q: x[k].value for q, x in samples.items()}
+        if k <= drifting[-1] and len(set(values.values())) > 1:
+            return values
+    return {}
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+_WHAT = {
+    "gradients_not_synced": "their gradients are not averaged",
+    "different_init": "gradients are averaged, but the replicas began with different values",
+    "buffers": "their buffers differ, and broadcast_buffers is off",
+    "rates": "gradients are averaged, but learning rates differ",
+    "update": "gradients are averaged and the replicas were equal before, but not every rank does the same with its parameters",
+}
+_ADVICE = {
+    "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
+    "wraps",
+    "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
+    "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
+    "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
+    "rates": "let the scheduler see the same on all ranks: a metric that is reduced over them, steps and not a rank's samples or "
+    "tokens, the same length of an epoch",
+    "update": "check whether weights are loaded, or a step skipped, clipped or scaled, by what only one rank sees; let all ranks "
+    "decide it together (all_reduce, broadcast), and reduce in one order on all ranks: that of a set differs",
+}
+
+
+def _finding(s: Snapshot, drift: _Drift) -> Finding:
+    models = [m for r in s.ranks.values() for m in r.models]
+    averaged = drift.cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
+    averaged = averaged and drift.cause != "buffers"
+    rates = _rates(s, drift.steps) if averaged else {}
+    cause, words = drift.cause, drift.cause
+    if rates:
+        cause, words = "gradients_not_synced", "rates"
+    elif averaged and drift.began_equal:
+        cause, words = "gradients_not_synced", "update"
+    what = _WHAT[words] + (f" ({_rates_text(rates)})" if rates else "")
+    in_ddp = " in DDP" if words == "different_init" and models else ""
+    odd = _fewer(rates or drift.values)
+    spread = max(drift.values.values()) - min(drift.values.values())
+    by_hand = (drift.cause == "different_init") and not models
+    return Finding(
+        kind=kind.name,
+        cause=cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=tuple(sorted(set(drift.values) - set(odd))),
+        where=tuple(where(s.ranks[q], None, _site(s.ranks[q], by_hand)) for q in sorted(drift.values)),
+        step=drift.steps[0],
+        message=f"replicas drift apart since step {drift.steps[0]}: {what} "
+        f"(checksums differ by {spread:.3g} at step {drift.steps[-1]})",
+        cost="each rank trains a different model; only one of them is saved",
+        advice=_ADVICE[words + in_ddp],
+    )
+
+
+def _site(r: RankState, by_hand: bool) -> Site | None:
+    """Return where gradients are averaged: by hand, the newest all_reduce of more than a number or two; else backward."""
+    calls = (c.site for c in reversed(r.calls) if c.op == "all_reduce" and (c.bytes or 0) > 16)
+    site = next(calls, None) if by_hand else None
+    stack = r.phase_stacks.get("backward") or r.user_stack
+    return site or (stack[0] if stack else None)
+
+
+def _by_value(values: dict[int, float]) -> dict[float, list[int]]:
+    """Return the ranks that have each value."""
+    out: dict[float, list[int]] = {}
+    for q, v in sorted(values.items()):
+        out.setdefault(v, []).append(q)
+    return out
+
+
+def _fewer(values: dict[int, float]) -> tuple[int, ...]:
+    """Return the ranks whose value fewer ranks have than another; nobody if no two agree."""
+    by_value = _by_value(values)
+    most = max(len(v) for v in by_value.values())
+    return tuple(sorted(q for v in by_value.values() if len(v) < most for q in v)) if most > 1 else ()
+
+
+def _rates_text(rates: dict[int, float]) -> str:
+    by_rate = _by_value(rates)
+    shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in sorted(by_rate.items(), key=lambda x: -len(x[1]))]
+    return ", ".join(shown[:4]) + (", …" if len(shown) > 4 else "")

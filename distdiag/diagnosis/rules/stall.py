@@ -1,0 +1,190 @@
+"""stall: ranks wait for one that is alive and busy, unusually long for this job. A suspicion, cleared if it recovers.
+
+Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
+quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import (
+    Abstained,
+    Certainty,
+    CollectiveRef,
+    Finding,
+    Severity,
+    rank_list,
+    size_text,
+)
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import at, op_text, seconds, where, where_stack
+
+kind = kinds.STALL
+
+
+@dataclass(frozen=True)
+class Limits:
+    patience_s: Mapping[str, float] = field(
+        default_factory=lambda: MappingProxyType({
+            "stdin": 5.0, "gil_held": 8.0, "lock": 10.0, "queue": 10.0, "socket": 12.0, "data": 12.0, "sleep": 10.0,
+            "user_code": 20.0, "checkpoint": 60.0,
+        })
+    )  # fmt: skip
+    """Seconds that the others may wait for a rank, by what it does. A person asked at a terminal will not answer; a
+    checkpoint to a slow disk takes its time."""
+    first_step_s: float = 60.0
+    """Seconds, before the first step: compilation, lazy initialisation, reading an index."""
+    second_step_s: float = 30.0
+    """The same, if some collectives have been made already."""
+    few_calls: int = 4
+    """Collectives up to which it is the start of the job."""
+    usual_factor: float = 3.0
+    """Times the longest that this rank kept the others waiting before, and let them continue."""
+    error_factor: float = 3.0
+    """Times the patience, after which it is an error."""
+
+
+limits = Limits()
+_CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield one stall per living rank that others have waited for longer than usual."""
+    if facts.stopped:
+        yield Abstained("the job is stopped for good by another finding", checked=True)
+        return
+    stalled = [f for f in facts.reported if f.kind == kind.name]
+    if stalled and facts.ends:  # as it was seen: what ranks do that are ending now tells nothing new
+        yield from stalled
+        return
+    s, graph = facts.snapshot, facts.graph
+    if not graph.sinks:
+        yield Abstained("no rank is waited for by the others", checked=True)
+    for rank in graph.sinks:
+        state = s.ranks.get(rank)
+        if state is None or state.life not in (Life.RUNNING, Life.STARTING):
+            continue
+        victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)
+        since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+        if not since:
+            continue
+        waited_s, limit_s = s.t_s - min(since), patience_s(state)
+        if waited_s < limit_s:
+            usual = f"rank {rank} has kept the others waiting {seconds(waited_s)}, {seconds(limit_s)} is usual for it"
+            yield Abstained(usual, checked=True)
+        else:
+            yield _finding(s, state, victims, waited_s, limit_s)
+
+
+def patience_s(r: RankState) -> float:
+    """Return the seconds that others may wait for this rank before it is a finding, by what it does and has done before."""
+    doing = _doing(r)
+    base = limits.patience_s.get(doing, limits.patience_s["user_code"])
+    if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock"):
+        base = max(base, limits.first_step_s if len(r.calls) < limits.few_calls else limits.second_step_s)
+    return max(base, limits.usual_factor * r.longest_usual_s)
+
+
+def _doing(r: RankState) -> str:
+    return "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
+
+
+def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
+    """Return a collective that this rank has issued, in another thread or to wait for it later, and who has not entered it."""
+    for name, issued in r.enqueued.items():
+        done, group = r.completed.get(name, issued), s.groups.get(name)
+        if done >= issued or group is None:
+            continue
+        missing = tuple(q for q in group.ranks if q in s.ranks and s.ranks[q].enqueued.get(name, 0) <= done)
+        if missing:
+            known = (c for c in r.calls if c.group == name and c.seq == done + 1)
+            return next(known, Call(op="", group=name, seq=done + 1)), missing
+    return None
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+_DOES = {
+    "stdin": "waits for standard input",
+    "gil_held": "is stuck in C code that holds the GIL",
+    "lock": "waits for a lock",
+    "queue": "waits on a queue",
+    "socket": "waits on a socket, a pipe or a key of a store",
+    "data": "waits for its data loader",
+    "checkpoint": "writes a checkpoint",
+    "sleep": "sleeps",
+    "user_code": "is busy in its own code",
+}
+_DO = {
+    "stdin": "remove the prompt, or answer it before the launch; only rank 0 may ask, and the others must not wait for it",
+    "data": "check the loader's workers of that rank (dead, stuck on storage?); `distdiag dump` shows them",
+    "lock": "find who holds the lock; hold no lock across a collective",
+    "queue": "find who should fill or drain that queue",
+    "socket": "check the other end of that connection (who should send, or set the key?), and give it a timeout",
+    "gil_held": "check the native call at that line",
+    "checkpoint": "wait, or write checkpoints asynchronously",
+}
+_DO_OTHERWISE = "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues"
+
+
+def _finding(s: Snapshot, r: RankState, victims: list[int], waited_s: float, limit_s: float) -> Finding:
+    doing = _doing(r)
+    call = s.ranks[victims[0]].blocked
+    assert call is not None
+    workers = [w for w in r.workers if w is not None] if doing == "data" else []
+    left_open = _left_open(s, r) if doing in ("lock", "queue") else None
+    if workers:
+        advice = "check that line of the dataset: storage that hangs, a lock, a loop"
+    elif left_open is not None:
+        advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or nobody: find what started it, maybe a thread"
+    else:
+        advice = _DO.get(doing, _DO_OTHERWISE)
+    return Finding(
+        kind=kind.name,
+        cause=_CAUSE.get(doing, "user_code" if r.place else "unknown"),
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
+        culprits=(r.rank,),
+        victims=tuple(victims),
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
+        where=(
+            *where_stack(r, r.user_stack, r.activity),
+            *(where(r, "data_worker", w) for w in dict.fromkeys(workers)),
+        ),
+        waiting=tuple(where(s.ranks[v]) for v in victims),
+        step=r.step,
+        first_seen_s=s.t_s - waited_s,
+        message=_message(r, doing, call, victims, waited_s, left_open),
+        cost=f"{len(victims)} of {s.world_size} ranks make no progress",
+        advice=advice,
+    )
+
+
+def _message(
+    r: RankState,
+    doing: str,
+    call: Call,
+    victims: list[int],
+    waited_s: float,
+    left_open: tuple[Call, tuple[int, ...]] | None,
+) -> str:
+    size = f", {size_text(call.bytes)}" if call.bytes else ""
+    does = f"it {_DOES.get(doing, 'is busy')}{at(r.place)}"
+    worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
+    if worker is not None:
+        does += f", and {'a worker of it' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"
+    if left_open is not None:
+        open_call, missing = left_open
+        does += (
+            f" while it has {op_text(open_call)}{at(open_call.site)} in flight, which {rank_list(missing)} "
+            f"{verb(missing, 'has', 'have')} not entered"
+        )
+    usual = f" (its longest so far: {seconds(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
+    waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {seconds(waited_s)}{usual}"
+    return f"rank {r.rank} has not entered {op_text(call)}{size}; {does}; {waited}"

@@ -1,0 +1,416 @@
+"""straggler: a rank is late in a sustained share of steps, and the others wait for it.
+
+Who is slow is found by who waits least (see `step_times`); the cost is counterfactual: the step time if this rank were
+like the others. If the slowest rank changes all the time the cause is `rotating` and nobody is blamed. A loop without
+optimizer steps is judged by who enters its collectives last.
+
+Faulty jobs: slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
+Healthy look-alikes: worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot, Step
+from distdiag.diagnosis.step_times import LIMITS as STEPS
+from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
+from distdiag.diagnosis.text.phrases import at, percent, where, where_stack
+
+kind = kinds.STRAGGLER
+
+
+@dataclass(frozen=True)
+class Limits:
+    recurrence: float = 0.75
+    """Share of the window's steps in which it is the slowest. Chance gives 1 / ranks."""
+    least_ms: float = 3.0
+    """Milliseconds a step that the others would gain. Below it is the jitter of an idle host."""
+    shares: tuple[tuple[float, float], ...] = ((3.0, 0.05), (1.6, 0.15))
+    """(its slowest phase is so many times the others', then this share of the step must be lost to it). A core that is slower
+    than its neighbour, or shared with another job, stretches all computing by some tens of per cent and is no fault of the
+    job; work or waiting that only one rank has is many times what the others have."""
+    shares_quiet_host: tuple[tuple[float, float], ...] = ((3.0, 0.05), (1.6, 0.15), (1.3, 0.10))
+    """The same if the host has cores to spare."""
+    busy_host_pct: float = 85.0
+    """Per cent of all cores, above which ranks compete for them and their jitter says nothing about the job."""
+    starved: float = 0.1
+    """Share of the time in which a loader's workers could run and had no CPU; above it they lack one."""
+    asleep: float = 0.3
+    """Cores used by a loader's workers; below it they wait for something other than a CPU."""
+    control_ms: float = 0.3
+    """Milliseconds of optimizer time from which on it tells how fast a rank's core is: that work is the same on all ranks."""
+    enough: int = 24
+    """Ranks whose median is that of all; more cost time and tell nothing new."""
+    rotating_share: float = 0.35
+    """Share of the step that is lost to whoever is slow. Two ranks on shared cores lose a third to chance."""
+    rotating_ms: float = 20.0
+    """Milliseconds a step, the same."""
+    rotating_steps: int = 40
+    """Steps, so that every rank of a small job has its turn."""
+    rotating_changes: float = 0.4
+    """Changes of the slowest rank, per step."""
+    arrivals: int = 60
+    """Collectives of a loop without optimizer steps that are judged, the last ones."""
+    arrivals_share: float = 0.15
+    """Share of the time between collectives that the others wait for the last."""
+
+
+limits = Limits()
+CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
+JUDGED_BY_ARRIVAL = (
+    "all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"
+)  # fmt: skip
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the straggler, or why there is none."""
+    if isinstance(facts.window, Abstained):
+        yield _by_arrivals(facts.snapshot) or facts.window
+        return
+    found = _straggler(facts.snapshot, facts.window)
+    if isinstance(found, Finding):
+        if facts.shadows:
+            found = _veto(f"{rank_list(facts.shadows)} ran out of data and only shadow the collectives")
+        yield found
+        return
+    rotating = _rotating(facts.snapshot, facts.window)
+    yield rotating or found
+
+
+def _veto(reason: str) -> Abstained:
+    return Abstained(reason, checked=True)
+
+
+# -- one rank, or those of one node ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Slow:
+    """Ranks that work longest in most steps.
+
+    Attributes:
+        count: Steps in which they are the slowest.
+        gain_ms: What the others would gain per step if they were not.
+        step_ms: A step.
+    """
+
+    ranks: list[int]
+    count: int
+    gain_ms: float
+    step_ms: float
+
+
+def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
+    slow = _slow(s, window)
+    if isinstance(slow, Abstained):
+        return slow
+    if not _arrives_last(window, slow.ranks):
+        return _veto(f"{rank_list(slow.ranks)} works longest but does not arrive last: nobody waits for it")
+    rest = [q for q in window.ranks if q not in slow.ranks]
+    rest = rest[:: max(1, len(rest) // limits.enough)]
+    found = _phase_of(s, window, slow, rest)
+    if isinstance(found, Abstained):
+        return found
+    rank, phase, excess_ms = found
+    if _lacks_cpu(s, slow.ranks, phase, rest):
+        return _veto(f"the loader workers of {rank_list(slow.ranks)} wait for a CPU, as those of all ranks may")
+    return _finding(s, window, slow, rank, phase, excess_ms)
+
+
+def _slow(s: Snapshot, window: Window) -> _Slow | Abstained:
+    n = len(window.columns)
+    ranks, count, gains = _slowest(window)
+    if count < limits.recurrence * n and not any(r.p2p_issued for r in s.ranks.values()):  # stages differ by design
+        ranks, count, gains = _slow_together(window)
+    if count < limits.recurrence * n or not ranks:
+        return _veto(f"no rank is the slowest in {percent(limits.recurrence)} of the last {n} steps")
+    gain_ms = statistics.median(gains)
+    step_ms = statistics.median(x.step_ms for x in window.steps[ranks[0]])
+    least_ms = max(limits.least_ms, min(share for _, share in limits.shares_quiet_host) * step_ms)
+    if gain_ms < least_ms:
+        return _veto(f"{rank_list(ranks)} costs {gain_ms:.1f} ms per step, below {least_ms:.1f} ms")
+    return _Slow(ranks, count, gain_ms, step_ms)
+
+
+def _slowest(window: Window) -> tuple[list[int], int, list[float]]:
+    """Return ([the rank that most often works longest], in how many steps, what others would gain in each if it did not)."""
+    slowest: Counter[int] = Counter()
+    gains: list[float] = []
+    for column in window.columns:
+        top = max(column)
+        at_top = column.index(top)
+        slowest[window.ranks[at_top]] += 1
+        gains.append(top - max(max(column[:at_top], default=0.0), max(column[at_top + 1 :], default=0.0)))
+    q, count = slowest.most_common(1)[0]
+    return [q], count, gains
+
+
+def _slow_together(window: Window) -> tuple[list[int], int, list[float]]:
+    """The same for several ranks, half of them at most, that all work longer than the rest: those of a slow node, say."""
+    ranks, columns = window.ranks, window.columns
+    totals = [sum(row) for row in window.rows]
+    order = sorted(range(len(ranks)), key=lambda i: -totals[i])
+    k = max(range(2, len(ranks) // 2 + 1), key=lambda k: totals[order[k - 1]] - totals[order[k]], default=0)
+    if not k or totals[order[k - 1]] - totals[order[k]] < limits.least_ms * len(columns):
+        return [], 0, []
+    slow, rest = order[:k], order[k:]
+    count, gains = 0, []
+    for column in columns:
+        usual = max(column[i] for i in rest)
+        count += min(column[i] for i in slow) > usual
+        gains.append(max(column) - usual)
+    return sorted(ranks[i] for i in slow), count, gains
+
+
+def _arrives_last(window: Window, slow: list[int]) -> bool:
+    """True if the slow ranks are usually the last at a synchronisation of the steps, or none was timed on all ranks.
+
+    Ranks leave the first one together (in DDP with buffers, the forward's broadcast): there the last one alone does not
+    show who was late.
+    """
+    ranks, steps, timed = window.ranks, window.steps, False
+    for times in ([[x.arrived_s for x in steps[q]] for q in ranks], [[x.ready_s for x in steps[q]] for q in ranks]):
+        known = [column for column in zip(*times, strict=True) if None not in column]
+        if len(known) <= len(window.columns) // 2:
+            continue
+        timed = True
+        if sum(ranks[column.index(max(column))] in slow for column in known) >= limits.recurrence * len(known):
+            return True
+    return not timed
+
+
+def _phase_of(s: Snapshot, window: Window, slow: _Slow, rest: list[int]) -> tuple[int, str, float] | Abstained:
+    """Return (the slowest rank, its phase, milliseconds above the others), if all slow ranks are slow in that phase."""
+    steps, n = window.steps, len(window.columns)
+    # per step, so that a slow step of all ranks is nobody's fault
+    others = [statistics.median_low([self_ms(steps[k][i]) for k in rest]) for i in range(n)]
+    usual = {
+        p: statistics.median(statistics.median_low([part_ms(steps[k][i], p) for k in rest]) for i in range(n))
+        for p in PHASES
+    }
+    found: list[tuple[int, str, float]] = []
+    for q in slow.ranks[:: max(1, len(slow.ranks) // limits.enough)]:
+        excess = _excess(s, steps[q], others, usual, slow)
+        if isinstance(excess, Abstained):
+            return excess
+        found.append((q, *excess))
+    most = max(found, key=lambda x: x[2])
+    if any(phase != most[1] for _, phase, _ in found):
+        return _veto(f"{rank_list(slow.ranks)} are slow, each in another phase")
+    return most
+
+
+def _excess(
+    s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], slow: _Slow
+) -> tuple[str, float] | Abstained:
+    """Return (phase in which one rank takes longer than usual, by how many ms).
+
+    Args:
+        steps: Of that rank.
+        others: `self_ms` that is usual for the others, by step.
+        usual: Milliseconds that are usual for them, by phase.
+    """
+    excess = statistics.median(self_ms(x) - b for x, b in zip(steps, others, strict=True))
+    excesses = {p: statistics.median(part_ms(x, p) for x in steps) - usual[p] for p in PHASES}
+    phase = max(PHASES, key=lambda p: excesses[p])
+    ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
+    busy = busy_host(s)
+    if busy and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
+        # what it computes in optimizer.step is the same on all ranks: if that takes longer, too, the core is the cause
+        ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
+    needed = [share for factor, share in (limits.shares if busy else limits.shares_quiet_host) if ratio >= factor]
+    if not needed:
+        return _veto(f"its {phase} takes {ratio:.1f} times that of the others: a slower core does as much")
+    if min(slow.gain_ms, excess) < max(limits.least_ms, needed[0] * slow.step_ms):
+        return _veto(
+            f"it costs {percent(min(slow.gain_ms, excess) / slow.step_ms)} of the step, below {percent(needed[0])}"
+        )
+    return phase, excesses[phase]
+
+
+def busy_host(s: Snapshot) -> bool:
+    """True if ranks compete for cores, or that is not known."""
+    return s.host_cpu_pct is None or s.host_cpu_pct > limits.busy_host_pct
+
+
+def _lacks_cpu(s: Snapshot, slow: list[int], phase: str, rest: list[int]) -> bool:
+    """True if loader workers of a slow rank wait for a CPU. If all loaders are at their limit, the one that is slower by a
+    little makes all the waiting, and the others' queues are full because of it: what they could do is not known."""
+    if phase != "data":
+        return False
+    busy = busy_host(s)
+    for r in (s.ranks[q] for q in slow):
+        asleep = r.workers_busy is not None and r.workers_busy < limits.asleep
+        computing = any(x.workers for x in r.loaders) and not asleep
+        starved = busy or (r.workers_starved or 0.0) > limits.starved
+        if computing and starved and not _more_to_load(s, r, rest):
+            return True
+    return False
+
+
+def _more_to_load(s: Snapshot, r: RankState, others: list[int]) -> bool:
+    """True if a rank's loader has more than twice the work of any other's, whatever CPU they get. Ranks take their batches in
+    step, so the time for which workers run or wait for a CPU is their work for the same number of batches."""
+    busy = [s.ranks[k].workers_busy for k in others if any(x.workers for x in s.ranks[k].loaders)]
+    known = [x for x in busy if x is not None]
+    return r.workers_busy is not None and 0 < len(known) == len(busy) and r.workers_busy > 2 * max(known)
+
+
+# -- the slowest rank changes ----------------------------------------------------------------------------------------
+
+
+def _rotating(s: Snapshot, window: Window) -> Finding | None:
+    ranks, columns, n = window.ranks, window.columns, len(window.columns)
+    if n < limits.rotating_steps:
+        return None
+    tops = [column.index(max(column)) for column in columns]
+    slowest = [ranks[at_top] for at_top in tops]
+    changes = sum(a != b for a, b in itertools.pairwise(slowest))
+    # of many ranks not every one has its turn in so few steps: most of those that chance alone would pick
+    by_chance = len(ranks) * (1 - (1 - 1 / len(ranks)) ** n)
+    enough = len(ranks) if len(ranks) <= 8 else 0.75 * by_chance
+    most = Counter(slowest).most_common(1)[0][1]
+    if most > 0.6 * n or len(set(slowest)) < enough or changes < limits.rotating_changes * n:
+        return None
+    skew_ms = statistics.median(
+        column[i] - statistics.median_low(column[:i] + column[i + 1 :]) for column, i in zip(columns, tops, strict=True)
+    )
+    step_ms = statistics.median(x.step_ms for x in window.steps[ranks[0]])
+    if skew_ms < max(limits.rotating_ms, limits.rotating_share * step_ms):
+        return None
+    phase = max(PHASES, key=lambda p: statistics.median(_spread(window, p, i) for i in range(n)))
+    excess = [
+        part_ms(window.steps[slowest[i]][i], phase)
+        / max(0.1, statistics.median_low([part_ms(window.steps[q][i], phase) for q in ranks if q != slowest[i]]))
+        for i in range(n)
+    ]
+    if statistics.median(excess) < (3.0 if busy_host(s) else 1.5):
+        return None
+    return _rotating_finding(s, window, phase, changes, skew_ms, step_ms)
+
+
+def _spread(window: Window, phase: str, i: int) -> float:
+    parts = [part_ms(window.steps[q][i], phase) for q in window.ranks]
+    return max(parts) - min(parts)
+
+
+# -- loops without an optimizer --------------------------------------------------------------------------------------
+
+
+def _by_arrivals(s: Snapshot) -> Finding | None:
+    by_group: dict[str, list[Arrival]] = {}
+    for a in s.arrivals:
+        group = s.groups.get(a.group) if a.op in JUDGED_BY_ARRIVAL else None
+        if group is not None and len(group.ranks) == s.world_size:
+            by_group.setdefault(a.group, []).append(a)
+    for arrivals in by_group.values():
+        recent = arrivals[-limits.arrivals :]
+        if len(recent) < STEPS.least:
+            continue
+        q, count = Counter(a.late_rank for a in recent).most_common(1)[0]
+        # an asynchronous operation may be entered late and cost nobody anything
+        skew_ms = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
+        period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
+        enough = skew_ms >= max(limits.least_ms, limits.arrivals_share * period_ms)
+        if count >= limits.recurrence * len(recent) and enough and q in s.ranks:
+            return _arrival_finding(s, s.ranks[q], recent, count, skew_ms, period_ms)
+    return None
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+_ADVICE = {
+    "data": "check storage and CPU load for the loader of {who}; use more workers or prefetching",
+    "forward": "compare the input sizes of that rank with the others'; if they are equal, check its device clocks and "
+    "what else runs on its host",
+    "backward": "compare the input sizes of that rank with the others'; if they are equal, check its device clocks and "
+    "what else runs on its host",
+    "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
+    "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
+}
+
+
+def _finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, excess_ms: float) -> Finding:
+    r, n = s.ranks[rank], len(window.columns)
+    stack = _stack_of(r, phase)
+    place: Site | None = stack[0] if stack else None
+    rest = tuple(q for q in window.ranks if q not in slow.ranks)
+    alone = len(slow.ranks) == 1
+    whose, up_to = f"{'its' if alone else 'their'} own code between steps", "" if alone else "up to "
+    slower = "slowest" if alone else "slower than all of them"
+    others = (
+        where(s.ranks[k], "user_code", next(iter(_stack_of(s.ranks[k], phase)), None)) for k in slow.ranks if k != rank
+    )
+    return Finding(
+        kind=kind.name,
+        cause=CAUSES[phase],
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        culprits=tuple(slow.ranks),
+        victims=rest,
+        where=(*(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)), *others),
+        step=r.step,
+        message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
+        f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
+        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
+        f"{percent(slow.gain_ms / slow.step_ms)} of step time",
+        advice=_ADVICE[phase].format(who=rank_list(slow.ranks)),
+    )
+
+
+def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
+    """Return where samples of that phase fell most; `other` also shows as user-named phases."""
+    names = ("other", "checkpoint", "validate", "init") if phase == "other" else (phase,)
+    best: tuple[Site, ...] = ()
+    most = 0
+    for name in names:
+        places = r.phase_places.get(name, ())
+        if places and places[0][1] > most:
+            most = places[0][1]
+            best = r.phase_stacks.get(name, (places[0][0],))
+    return best
+
+
+def _rotating_finding(s: Snapshot, window: Window, phase: str, changes: int, skew_ms: float, step_ms: float) -> Finding:
+    ranks = window.ranks
+    return Finding(
+        kind=kind.name,
+        cause="rotating",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        victims=tuple(ranks),
+        where=tuple(where(s.ranks[q], None, (_stack_of(s.ranks[q], phase) or (None,))[0]) for q in ranks),
+        step=s.ranks[ranks[0]].step,
+        message=f"no single rank is slow: the slowest changed {changes} times in {len(window.columns)} steps, "
+        f"skew p50 {skew_ms:.0f} ms, mostly in {'code between steps' if phase == 'other' else phase}",
+        cost=f"{percent(skew_ms / step_ms)} of step time is waiting for whoever is slow",
+        advice="look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
+    )
+
+
+def _arrival_finding(
+    s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
+) -> Finding:
+    stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
+    stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_places.get(name)), stack)
+    return Finding(
+        kind=kind.name,
+        cause="host",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        culprits=(r.rank,),
+        victims=tuple(k for k in sorted(s.ranks) if k != r.rank),
+        where=where_stack(r, stack) if stack else (where(r),),
+        message=f"rank {r.rank} enters {recent[-1].op} last in {count} of the last {len(recent)}, "
+        f"{skew_ms:.0f} ms after the first{at(stack[0] if stack else None)}",
+        cost=f"the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
+        advice=f"look at what rank {r.rank} does between its collectives that the others do not",
+    )

@@ -1,0 +1,203 @@
+"""uneven_batches: ranks cannot run the same number of steps, or their batches differ in size.
+
+`count` is predicted at the start of an epoch from the loaders' lengths, where the loop cannot end before its loader does,
+or seen when a rank ran out of batches while the others wait for it. `size`: DDP averages ranks, not samples.
+
+Faulty jobs: strided_sampler, shard_stream, nlp_langs, budget_hours, batch_by_memory.
+Healthy look-alikes: joined_uneven, bucketed_lengths, agreed_stop.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.endings import End
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.loop_source import may_end_early
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
+from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.training_data import not_one_model, only_shadows, training_loaders, uneven_ranks
+
+kind = kinds.UNEVEN_BATCHES
+
+
+@dataclass(frozen=True)
+class Limits:
+    size_steps: int = 24
+    """Steps after which a difference in local batch size is no accident of the last batch."""
+    size_window: int = 40
+    """Steps that are compared, the last ones."""
+    same_size: float = 0.9
+    """Share of a rank's steps with one size; below it the sizes vary on purpose: token budgets, buckets."""
+    weighed: float = 0.5
+    """Exponent of the batch ratio above which the ratio of the losses follows it: the loss is a sum over samples."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield findings about the number and the size of batches."""
+    s = facts.snapshot
+    seen = _seen(facts)
+    if seen is not None:
+        yield seen
+        return
+    if (veto := not_one_model(s)) is not None:
+        yield veto
+        return
+    yield _count(facts)
+    yield _size(s)
+
+
+# -- number of batches -----------------------------------------------------------------------------------------------
+
+
+def _seen(facts: Facts) -> Finding | None:
+    """The ranks that ran out of batches, if ranks are stuck or ended because of that."""
+    s = facts.snapshot
+    stuck = not facts.kept and any(f.kind == kinds.DEADLOCK.name for f in facts.found)
+    if not (stuck or facts.cascade.end is End.OUT_OF_BATCHES) or not uneven_ranks(s):
+        return None
+    loaders = training_loaders(s)
+    return _count_finding(s, loaders, {q: x.batches for q, x in loaders.items()}, predicted=False)
+
+
+def _count(facts: Facts) -> Finding | Abstained:
+    """Lengths that cannot agree, at the start of an epoch."""
+    s = facts.snapshot
+    loaders = training_loaders(s)
+    if len(loaders) < 2:
+        return Abstained("not every rank trains from a DataLoader that is known")
+    if any(x.length is None or x.site is None for x in loaders.values()):
+        return Abstained("the length of a loader is not known")
+    if any(r.life in DEAD for r in s.ranks.values()):
+        return Abstained("a rank has ended")
+    lengths = {q: x.length or 0 for q, x in loaders.items()}
+    if len(set(lengths.values())) < 2:
+        return Abstained("the loaders of all ranks have the same length", checked=True)
+    if any(x.batches > (x.length or 0) for x in loaders.values()):
+        return Abstained("a loader gave more batches than its length", checked=True)
+    for x in loaders.values():
+        assert x.site is not None
+        if x.promised:
+            continue
+        text = facts.source(x.site.file)
+        if text is None or may_end_early(text, x.site.line):
+            return Abstained(f"the loop{at(x.site)} may end before its loader does", checked=text is not None)
+    return _count_finding(s, loaders, lengths, predicted=True)
+
+
+# -- size of batches -------------------------------------------------------------------------------------------------
+
+
+def _size(s: Snapshot) -> Finding | Abstained:
+    usual: dict[int, int] = {}
+    for r in s.ranks.values():
+        sizes = [x.batch for x in r.steps[-limits.size_window :] if x.batch]
+        if len(sizes) < limits.size_steps:
+            return Abstained(f"{len(sizes)} of {limits.size_steps} steps with a known batch size")
+        size, n = sizes[0], sizes.count(sizes[0])
+        if n < limits.same_size * len(sizes):
+            size, n = Counter(sizes).most_common(1)[0]
+        if n < limits.same_size * len(sizes):
+            return Abstained("batch sizes vary from step to step", checked=True)
+        if only_shadows(r.steps[-limits.size_window :]):
+            return Abstained(f"rank {r.rank} only shadows the collectives of the others", checked=True)
+        usual[r.rank] = size
+    if len(set(usual.values())) < 2:
+        return Abstained("all ranks have the same batch size", checked=True)
+    if _weighed(s, usual):
+        return Abstained("the losses are weighed by batch size", checked=True)
+    return _size_finding(s, usual)
+
+
+def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
+    """True if the losses' ratio is that of the batches rather than 1: sums over samples, weighed on purpose. Late in training
+    losses scatter, and their ratio with them."""
+    small, large = min(usual, key=lambda q: usual[q]), max(usual, key=lambda q: usual[q])
+    losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None and x.loss > 0} for q in (small, large)]
+    ratios = [math.log(losses[1][k] / losses[0][k]) for k in losses[0].keys() & losses[1].keys()]
+    expected = math.log(usual[large] / usual[small])
+    return len(ratios) >= limits.size_steps and statistics.median(ratios) > limits.weighed * expected
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+
+def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
+    """The ranks with fewest batches are the culprits."""
+    fewest = min(counts.values())
+    short = tuple(sorted(q for q, n in counts.items() if n == fewest))
+    rest = tuple(sorted(q for q in counts if q not in short))
+    x = loaders[short[0]]
+    by_count = "; ".join(
+        f"{rank_list([q for q, n in counts.items() if n == k])}: {k:,}" for k in sorted(set(counts.values()))
+    )
+    if predicted:
+        message = f"ranks have different numbers of batches per epoch: {by_count}{at(x.site)}"
+    elif rest:
+        message = f"ranks ran out of batches at different steps: {by_count}{at(x.site)}"
+    else:
+        message = f"{rank_list(_exhausted(loaders))} ran out of batches after {fewest:,}{at(x.site)}"
+    waiting = rest or tuple(q for q in counts if q not in _exhausted(loaders))
+    out = short if rest else _exhausted(loaders)
+    samplers = all(v.distributed_sampler for v in loaders.values())
+    return Finding(
+        kind=kind.name,
+        cause="count",
+        certainty=Certainty.PROVED if not predicted else Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=out,
+        victims=waiting,
+        where=tuple(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
+        waiting=tuple(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])),
+        step=s.ranks[out[0]].step,
+        message=message,
+        cost=f"after batch {fewest:,} {rank_list(waiting)} hang{'s' if len(waiting) == 1 else ''}: "
+        f"{rank_list(out)} {'has' if len(out) == 1 else 'have'} no batch left",
+        advice="give every rank the same number of samples: pad or drop in the sampler"
+        if samplers
+        else "use DistributedSampler (it pads), drop_last, or torch's Join context",
+    )
+
+
+def _exhausted(loaders: dict[int, Loader]) -> tuple[int, ...]:
+    return tuple(sorted(q for q, x in loaders.items() if x.exhausted))
+
+
+def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
+    """Return where a rank waits or ended, once it does, and the loop that its batches are counted in."""
+    loop = where(r, "data", x.site)
+    there = r.blocked is not None or r.life in DEAD
+    return (where(r), loop) if there and r.place is not None and r.place != x.site else (loop,)
+
+
+def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:
+    most = Counter(usual.values()).most_common()
+    majority = most[0][0] if len(most) == 1 or most[0][1] > most[1][1] else None
+    odd = tuple(sorted(q for q, n in usual.items() if majority is not None and n != majority))
+    text = "; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most)
+    smallest, largest = min(usual.values()), max(usual.values())
+    return Finding(
+        kind=kind.name,
+        cause="size",
+        certainty=Certainty.PROVED,
+        severity=Severity.WARNING,
+        culprits=odd,
+        victims=tuple(sorted(set(usual) - set(odd))),
+        where=tuple(
+            where(s.ranks[q], "data", next((x.site for x in s.ranks[q].loaders if x.in_training), None))
+            for q in odd or sorted(usual)
+        ),
+        step=min(r.step for r in s.ranks.values()),
+        message=f"local batch sizes differ, step after step: {text}",
+        cost=f"DDP averages ranks, not samples: a sample of the small batch weighs {largest / smallest:.1f}x as much",
+        advice="use the same batch size on every rank, or weigh each rank's loss by its number of samples",
+    )

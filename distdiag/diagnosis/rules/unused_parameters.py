@@ -1,0 +1,266 @@
+"""unused_parameters: parameters that got no gradient, by name; or a search for such that is paid for and finds none.
+
+DDP without find_unused_parameters refuses the forward after a backward that left one out. With it they are only never
+trained. Frozen ones (requires_grad False) are reported once as info, so that nobody takes them for unused.
+
+Faulty jobs: pose_heads, lang_adapters, safe_flag. Healthy look-alikes: frozen_backbone, layer_drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.endings import UNUSED
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Model, RankState, Snapshot
+from distdiag.diagnosis.text.phrases import at, count, where
+
+kind = kinds.UNUSED_PARAMETERS
+
+
+@dataclass(frozen=True)
+class Limits:
+    some_checks: int = 30
+    """Checks of all gradients, where DDP expects unused parameters, before what never had one is mentioned."""
+    never_checks: int = 100
+    """The same, before it is a warning: a branch that is taken rarely has had its turn."""
+    not_needed_checks: int = 40
+    """Checks without a miss before find_unused_parameters is called unneeded."""
+    not_needed_share: float = 0.001
+    """Share of the step that the search takes; below it is not worth a line."""
+
+
+limits = Limits()
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield findings about parameters without gradient."""
+    snapshot = facts.snapshot
+    models = [m for r in snapshot.ranks.values() for m in r.models]
+    if not models:
+        yield Abstained("no module is wrapped in DistributedDataParallel")
+        return
+    if not any(m.unused_checks for m in models):
+        yield Abstained("no backward has been checked for missing gradients")
+    case = _Case(snapshot)
+    if case.having and (found := _unused(case)) is not None:
+        yield found
+    yield from _frozen(snapshot)
+    yield _not_needed(snapshot)
+
+
+# -- unused ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The ranks whose DDP module had parameters without gradient, each with the newest such module."""
+
+    snapshot: Snapshot
+    having: dict[int, Model] = field(init=False)
+
+    def __post_init__(self) -> None:
+        having = {r.rank: m for r in self.snapshot.ranks.values() if (m := _model_of(r)) is not None}
+        object.__setattr__(self, "having", having)
+
+    @cached_property
+    def first(self) -> Model:
+        return next(iter(self.having.values()))
+
+    @cached_property
+    def refused(self) -> set[int]:
+        """Ranks whose forward DDP has refused because of them."""
+        ranks = self.snapshot.ranks
+        return {
+            q
+            for q, m in self.having.items()
+            if m.unused_site is not None or UNUSED.search(ranks[q].exception or ranks[q].caught or "")
+        }
+
+    @cached_property
+    def expected(self) -> bool:
+        """DDP has been told that there may be unused parameters."""
+        return bool(self.first.find_unused) or self.first.static_graph
+
+    @cached_property
+    def checks(self) -> int:
+        return min(m.unused_checks for m in self.having.values())
+
+    @cached_property
+    def with_models(self) -> list[int]:
+        return [r.rank for r in self.snapshot.ranks.values() if r.models]
+
+    @cached_property
+    def lacking(self) -> list[int]:
+        """Ranks that were checked and miss no gradient."""
+        ranks = self.snapshot.ranks
+        return [q for q in self.with_models if q not in self.having and ranks[q].models[-1].unused_checks > 0]
+
+    @cached_property
+    def differs(self) -> bool:
+        """The ranks lack gradients of different parameters."""
+        return len({tuple(n for n, _ in m.unused) for m in self.having.values()}) > 1 or bool(self.lacking)
+
+    @cached_property
+    def refuses(self) -> bool:
+        """DDP will refuse the next forward."""
+        models = self.having.values()
+        return any(m.find_unused is False and not m.static_graph and m.synced_backwards > 0 for m in models)
+
+    @cached_property
+    def stuck(self) -> bool:
+        """A rank waits in backward."""
+        return any(r.blocked is not None and r.phase == "backward" for r in self.snapshot.ranks.values())
+
+
+# The first row that holds gives the severity.
+_SEVERITY: tuple[tuple[str, Callable[[_Case], bool], Severity], ...] = (
+    ("never trained, although nobody asked a library to expect that",
+     lambda c: c.expected and not c.refused and c.checks >= limits.never_checks and not c.first.flag_of_library,
+     Severity.WARNING),
+    ("DDP expects unused parameters", lambda c: c.expected, Severity.INFO),
+    ("DDP has refused a forward", lambda c: bool(c.refused), Severity.ERROR),
+    ("no backward is synchronised, or DDP does not check", lambda c: not c.refuses, Severity.INFO),
+    ("the ranks were checked at different steps, and nothing has come of it",
+     lambda c: c.differs and not c.stuck, Severity.INFO),
+    ("DDP will refuse the next forward", lambda c: True, Severity.ERROR),
+)  # fmt: skip
+
+
+def _unused(case: _Case) -> Finding | None:
+    unused = dict(p for m in case.having.values() for p in m.unused)
+    differs = case.differs
+    if case.expected and not case.refused:  # branches that are skipped now and then are what the flag is for
+        unused, differs = _never(case), False
+        if not unused:
+            return None
+    severity = next(severity for _, holds, severity in _SEVERITY if holds(case))
+    return _finding(case, unused, differs, severity)
+
+
+def _model_of(r: RankState) -> Model | None:
+    hit = [m for m in r.models if m.unused]
+    return max(hit, key=lambda m: m.unused_step) if hit else None
+
+
+def _never(case: _Case) -> dict[str, int]:
+    """Return name and elements of what no rank has ever had a gradient for, in some dozens of checks."""
+    models = list(case.having.values())
+    if len(models) < len(case.snapshot.ranks) or any(m.unused_checks < limits.some_checks for m in models):
+        return {}
+    common = set.intersection(*({n for n, _ in m.never_trained} for m in models))
+    return {n: k for n, k in models[0].never_trained if n in common}
+
+
+# -- frozen, and a search that finds nothing -------------------------------------------------------------------------
+
+
+def _frozen(s: Snapshot) -> Iterator[Finding]:
+    models = {r.rank: m for r in s.ranks.values() for m in r.models if m.frozen and m.forwards}
+    if models:
+        yield _frozen_finding(s, models)
+
+
+def _not_needed(s: Snapshot) -> Finding | Abstained:
+    models = [m for r in s.ranks.values() for m in r.models if m.find_unused]
+    if not models:
+        return Abstained("find_unused_parameters is not set", checked=True)
+    checks = min(m.unused_checks for m in models)
+    if s.usual_step_s is None or len(s.ranks) < s.world_size or any(m.search_ms is None for m in models):
+        return Abstained("what find_unused_parameters costs is not measured yet")
+    if any(m.unused_hits for m in models):
+        return Abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
+    if checks < limits.not_needed_checks:
+        return Abstained(f"{checks} of {limits.not_needed_checks} checks of find_unused_parameters")
+    cost_ms = max(m.search_ms or 0.0 for m in models)
+    if cost_ms < limits.not_needed_share * s.usual_step_s * 1e3:
+        return Abstained(f"find_unused_parameters costs {cost_ms:.1f} ms per step only", checked=True)
+    return _not_needed_finding(s, models[0], checks, cost_ms, cost_ms / s.usual_step_s / 10)
+
+
+# -- the words -------------------------------------------------------------------------------------------------------
+
+
+def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {total - most:,} more" if total > most else "")
+
+
+def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Severity) -> Finding:
+    having, ranks = case.having, case.snapshot.ranks
+    names = tuple(unused)
+    culprits = tuple(sorted(having)) if differs and case.lacking else ()
+    site = next((m.unused_site for m in having.values() if m.unused_site), None)
+    crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
+    if case.expected:
+        text = f"never got a gradient on any rank ({case.checks} checks)"
+    else:
+        text = f"got no gradient on {rank_list(sorted(having)) if differs else 'all ranks'}"
+    return Finding(
+        kind=kind.name,
+        cause="differs_between_ranks" if differs else "never_used",
+        certainty=Certainty.PROVED,
+        severity=severity,
+        culprits=culprits,
+        victims=tuple(q for q in sorted(case.with_models) if q not in culprits),
+        where=tuple(
+            where(ranks[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
+        ),
+        names=names,
+        step=max(m.unused_step for m in having.values()),
+        message=f"{count(len(names), 'parameter')} ({count(sum(unused.values()), 'element')}) {text}: "
+        f"{_shown(names, len(names))}{at(site)}{_why(case.first)}",
+        cost=crash if severity == Severity.ERROR else "they are never trained",
+        advice="freeze or remove them if they are meant to stay unused"
+        if case.expected
+        else "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass "
+        "find_unused_parameters=True",
+    )
+
+
+def _why(m: Model) -> str:
+    """Return whether the modules of the unused parameters were entered at all, if that was seen."""
+    if m.never_called is None or m.unused_step > 1:
+        return ""
+    if not m.never_called:
+        return "; forward did call their modules: what they compute does not reach the loss"
+    names = tuple(n or "the model itself" for n in m.never_called)
+    return f"; forward never called {_shown(names, len(names), 3)}"
+
+
+def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:
+    m = next(iter(models.values()))
+    names = tuple(n for n, _ in m.frozen_names)
+    return Finding(
+        kind=kind.name,
+        cause="frozen",
+        certainty=Certainty.PROVED,
+        severity=Severity.INFO,
+        victims=tuple(sorted(models)),
+        where=tuple(where(s.ranks[q], None, x.site) for q, x in sorted(models.items())),
+        names=names,
+        message=f"{m.frozen} of {m.frozen + m.parameters} parameters are frozen (requires_grad False), "
+        f"so DDP does not wait for them: {_shown(names, m.frozen)}",
+        cost="none, if that is intended",
+        advice="set requires_grad before wrapping in DDP if they are to be trained",
+    )
+
+
+def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, cost_pct: float) -> Finding:
+    return Finding(
+        kind=kind.name,
+        cause="flag_not_needed",
+        certainty=Certainty.SUSPECTED,
+        # a library's default is no fault of the script, however much it costs
+        severity=Severity.INFO if m.flag_of_library else Severity.WARNING,
+        victims=tuple(sorted(s.ranks)),
+        where=tuple(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
+        message=f"find_unused_parameters=True{at(m.site)}, but every parameter got a gradient in all {checks} checks",
+        cost=f"{cost_ms:.1f} ms per step ({cost_pct:.0f} % of it) spent searching the graph",
+        advice="switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)"
+        if m.flag_of_library
+        else "drop the flag if no branch of the model is ever skipped",
+    )

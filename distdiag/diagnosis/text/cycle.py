@@ -1,0 +1,89 @@
+"""Wording for ranks that wait for each other."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.text.incident import collective_text, verb
+from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits.graph import Wait
+
+NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
+SHOWN = 4  # waits of the cycle
+
+
+def message(snapshot: Snapshot, verdict: Verdict) -> str:
+    """Return who waits where, and for whom."""
+    incident, culprits, main, call = verdict.incident, verdict.culprits, verdict.wait, verdict.call
+    order = sorted(incident.waits, key=lambda w: (not set(w.ranks) & set(culprits), min(w.ranks)))
+    parts = [text for w in order[:SHOWN] if (text := _wait_text(snapshot, verdict, w))]
+    more = f" and {len(order) - SHOWN:,} more" if len(order) > SHOWN else ""
+    if culprits and verdict.cause == "missing_rank":
+        has = f"{rank_list(culprits)} {verb(culprits, 'has', 'have')}"
+        what = collective_text(snapshot, main, call)
+        if main.p2p:
+            done = "sent" if main.key[2] == "recv" else "received"
+            where = at(call.site if call else None)
+            return f"{has} not {done} what {rank_list(main.ranks)} waits for in {what}{where}, and {parts[0]}"
+        others = sorted(incident.victims - set(culprits))
+        return (
+            f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
+            f"{verb(culprits, 'it', 'them')}, and {parts[0]}"
+        )
+    if verdict.cause == "group":
+        return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
+    return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
+
+
+def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
+    inside = [r for r in wait.ranks if r in verdict.incident.members]
+    if not inside:
+        return ""
+    call = wait.calls.get(inside[0])
+    site = at(call.site if call else None)
+    return f"{rank_list(inside)} {verb(inside, 'is', 'are')} in {collective_text(snapshot, wait, call)}{site}"
+
+
+def advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
+    """Return what to change."""
+    match verdict.cause:
+        case "missing_rank":
+            return _missing_advice(verdict, calls)
+        case "p2p_cycle":
+            tags = _tags_that_never_match(calls)
+            if tags is not None:
+                return f"tags {tags[0]} and {tags[1]} never match: a message needs the same tag at both of its ends"
+            return (
+                "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
+            )
+        case "group":
+            return "pass the same process group on all ranks at this call"
+    if any(c.op == "new_group" for _, c in calls.values()):
+        return NEW_GROUP_ADVICE
+    return "use the groups in the same order on all ranks that share them"
+
+
+def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
+    culprits, main = verdict.culprits, verdict.wait
+    call = calls[culprits[0]][1] if culprits and culprits[0] in calls else None
+    if call is not None and call.op == "new_group":
+        return NEW_GROUP_ADVICE
+    what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
+    if main.p2p:
+        other = "send to" if main.key[2] == "recv" else "recv from"
+        return f"look for the {other} {rank_list(main.ranks)} that {rank_list(culprits)} has left out before {what}"
+    return f"look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
+
+
+def _tags_that_never_match(calls: dict[int, tuple[Wait, Call]]) -> tuple[int, int] | None:
+    """Return the tags of a message's two ends if they differ."""
+    ends = {r: c for r, (_, c) in calls.items() if c.p2p}
+    for r, c in sorted(ends.items()):
+        other = ends.get(c.peer) if c.peer is not None else None
+        if other is None or other.peer != r or other.tag == c.tag:
+            continue
+        if messages.direction_of(other) != messages.direction_of(c):
+            return c.tag, other.tag
+    return None

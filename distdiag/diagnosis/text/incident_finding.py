@@ -1,0 +1,60 @@
+"""The finding of one incident of the wait-for graph, in words; `conflict`, `cycle` and `gone` have those of each sort."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.text import conflict, cycle, gone
+from distdiag.diagnosis.text.incident import calls_of, collective_ref, newest_step, places
+from distdiag.diagnosis.text.phrases import NO_PROGRESS
+from distdiag.diagnosis.waits.incidents import Root
+
+
+def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> Finding:
+    """Return the finding of a judged incident."""
+    incident, culprits, victims = verdict.incident, verdict.culprits, verdict.victims
+    calls = calls_of(verdict.waits)
+    members = incident.members
+    certainty, cost = Certainty.PROVED, NO_PROGRESS
+    match incident.root:
+        case Root.CONFLICT:
+            step = newest_step(snapshot, members)
+            message, advice = conflict.message(snapshot, verdict, source), conflict.advice(snapshot, verdict)
+            cost = NO_PROGRESS if not verdict.wait.died else "the backend aborts the job"
+        case Root.CYCLE:
+            step = newest_step(snapshot, members)
+            for rank in incident.victims:
+                state = snapshot.ranks[rank]
+                if rank not in calls and state.blocked is not None:
+                    calls[rank] = (incident.waits[0], state.blocked)
+            message, advice = cycle.message(snapshot, verdict), cycle.advice(verdict, calls)
+            certainty = Certainty.PROVED if snapshot.source != "dumps" else Certainty.SUSPECTED
+        case Root.GONE:
+            step = newest_step(snapshot, [*culprits, *verdict.stuck])
+            message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
+            members = frozenset(culprits)
+    outside = incident.victims - members
+    return Finding(
+        kind=verdict.kind.name,
+        cause=verdict.cause,
+        certainty=certainty,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        collective=collective_ref(snapshot, verdict.wait, verdict.call),
+        where=places(snapshot, culprits or members, calls),
+        waiting=places(snapshot, victims if culprits else outside, calls),
+        step=step,
+        first_seen_s=None if snapshot.source == "dumps" else _complete_since(snapshot, (*culprits, *victims)),
+        message=message,
+        cost=cost,
+        advice=advice,
+    )
+
+
+def _complete_since(snapshot: Snapshot, members: tuple[int, ...]) -> float | None:
+    """Return when the last of the members entered what it waits in: since then the incident is complete."""
+    blocked = (snapshot.ranks[q].blocked for q in members if q in snapshot.ranks)
+    return max((b.entered_s for b in blocked if b is not None and b.entered_s is not None), default=None)

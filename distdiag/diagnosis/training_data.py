@@ -1,0 +1,77 @@
+"""What ranks train on: whether they train one model together, their loaders, and who ran out of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distdiag.diagnosis.model.findings import Abstained
+from distdiag.diagnosis.model.snapshot import Loader, Snapshot, Step
+
+
+def synchronous(s: Snapshot) -> bool:
+    """True if the ranks train one model together: DDP over all ranks, or gradients reduced by hand in each step."""
+    world = set(s.ranks)
+    for r in s.ranks.values():
+        for m in r.models:
+            g = s.groups.get(m.group or "")
+            if g is not None and set(g.ranks) >= world and m.synced_backwards:
+                return True
+    shares = [[x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()]
+    return all(mine and all(0.9 <= v <= 1.1 for v in mine) for mine in shares)
+
+
+def training_loaders(s: Snapshot) -> dict[int, Loader]:
+    """Return the loader that each rank trains from (the busiest of several); nothing unless every rank has one."""
+    out: dict[int, Loader] = {}
+    for r in s.ranks.values():
+        mine = [x for x in r.loaders if x.in_training]
+        if not mine:
+            return {}
+        out[r.rank] = max(mine, key=lambda x: (not x.fed, x.batches + x.iterations_started))
+    return out
+
+
+def exhausted_ranks(s: Snapshot) -> tuple[int, ...]:
+    """Return the ranks whose training loader ran out while another rank's still has batches in the same epoch."""
+    loaders = training_loaders(s)
+    if len(loaders) < 2:
+        return ()
+    out = [q for q, x in loaders.items() if x.exhausted]
+    going = [q for q, x in loaders.items() if not x.exhausted]
+    if not out or not going:
+        return ()
+    epoch = {loaders[q].iterations_started for q in out}
+    if len(epoch) != 1 or any(loaders[q].iterations_started not in epoch for q in going):
+        return ()
+    fewest = max(loaders[q].batches for q in out)
+    return tuple(sorted(out)) if all(loaders[q].batches >= fewest for q in going) else ()
+
+
+def uneven_ranks(s: Snapshot) -> tuple[int, ...]:
+    """Return the ranks with fewest batches, if a rank ran out of them while another is inside a step that needs it."""
+    out = exhausted_ranks(s)
+    if not out or not synchronous(s) or any(r.in_join for r in s.ranks.values()):
+        return ()
+    counts = {q: x.batches for q, x in training_loaders(s).items()}
+    fewest = tuple(sorted(q for q, n in counts.items() if n == min(counts.values())))
+    return fewest if len(fewest) < len(counts) else out
+
+
+def only_shadows(steps: Sequence[Step]) -> bool:
+    """True if most of a rank's steps have a loss of exactly 0: it only shadows the collectives of the others (Join-style)."""
+    if not steps or steps[-1].loss != 0:
+        return False
+    return 2 * sum(x.loss == 0 for x in steps) > len(steps)
+
+
+def not_one_model(s: Snapshot) -> Abstained | None:
+    """Return why the ranks' batches are not compared; None if they train one model together."""
+    if s.world_size < 2:
+        return Abstained("there is one rank only")
+    if len(s.ranks) < s.world_size:
+        return Abstained(f"{len(s.ranks)} of {s.world_size} ranks have reported")
+    if any(r.in_join for r in s.ranks.values()):
+        return Abstained("the ranks are in torch's Join context: uneven inputs are legal", checked=True)
+    if not synchronous(s):
+        return Abstained("the ranks do not train one model together, as far as is seen")
+    return None
