@@ -18,7 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format gpu-check pictures bench clean
+.PHONY: help venv demo test check format wheel-check gpu-check pictures bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,9 @@ check: venv ## lint, format, types, layering
 
 format: venv ## put the code into the form that `make check` wants
 	@$(RUFF) check --quiet --fix . ; $(RUFF) format --quiet .
+
+wheel-check: venv ## build sdist and wheel, install the wheel elsewhere, run every command there
+	@$(PY) tools/check_wheel.py $(ARGS)
 
 gpu-check: ## what needs a GPU; a bare checkout and any Python with torch >= 2.10 will do
 	@python=$(PYTHON); \

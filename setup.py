@@ -1,5 +1,22 @@
-"""The list of packages: everything under distdiag/, and probes/ as `distdiag.probes`. The rest is in pyproject.toml."""
+"""The packages (everything under distdiag/, and probes/ as `distdiag.probes`) and the C hooks. The rest is in pyproject.toml.
 
-from setuptools import find_packages, setup
+The extension is optional: where it does not compile, the recorder's hooks are Python alone, slower and otherwise equal.
+`DISTDIAG_COMPILED=1` fails instead (release wheels); `DISTDIAG_PURE=1` leaves it out (the pure wheel).
+"""
 
-setup(packages=[*find_packages(include=["distdiag", "distdiag.*"]), "distdiag.probes"])
+import os
+
+from setuptools import Extension, find_packages, setup
+
+C = "distdiag/recorder/fast/c"
+HOOKS = Extension(
+    "distdiag.recorder.fast._hot",
+    sources=[f"{C}/hooks.c", f"{C}/module.c"],
+    depends=[f"{C}/hot.h"],
+    optional=os.environ.get("DISTDIAG_COMPILED") != "1",
+)
+
+setup(
+    packages=[*find_packages(include=["distdiag", "distdiag.*"]), "distdiag.probes"],
+    ext_modules=[] if os.environ.get("DISTDIAG_PURE") == "1" else [HOOKS],
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from enum import IntEnum
 
 
@@ -33,3 +34,21 @@ class DistdiagError(Exception):
         self.hint = hint
         self.code = code
         self.kind = kind
+
+
+def need(extra: str, modules: tuple[str, ...], what: str) -> None:
+    """Check that the packages of an optional extra are installed.
+
+    Args:
+        extra: Name of the extra in pyproject.toml.
+        modules: Top-level modules that the extra brings.
+        what: What needs them, as the start of the error: "the live view".
+
+    Raises:
+        DistdiagError: one of them is missing; the hint is the command that installs it.
+    """
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise DistdiagError(
+                f"{what} needs {name}, which is not installed", f"pip install 'distdiag[{extra}]'", kind="missing_extra"
+            )

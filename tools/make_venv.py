@@ -49,7 +49,7 @@ def main() -> int:
             extra = ["-c", str(fixed)]
         # pyright needs node; its own fallback fetches one at the first run, which would be a network call in `make check`
         node = [] if shutil.which("node") else ["pyright[nodejs]"]
-        install = ["-e", f"{ROOT}[test,web]", *node, *extra]
+        install = ["-e", f"{ROOT}[test,all]", *node, *extra]
         try:
             pip("-c", str(constraints), *install)
         except subprocess.CalledProcessError:
@@ -75,7 +75,8 @@ def fingerprint() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     what = [project.get("build-system"), project.get("project"), project.get("tool", {}).get("setuptools")]
     compiled = sorted(ROOT.glob("distdiag/**/*.[ch]"))
-    made_of = repr(what) + (ROOT / "constraints.txt").read_text() + "".join(f.read_text() for f in compiled)
+    texts = "".join((ROOT / name).read_text() for name in ("constraints.txt", "setup.py") if (ROOT / name).exists())
+    made_of = repr(what) + texts + "".join(f.read_text() for f in compiled)
     return f"{hashlib.sha256(made_of.encode()).hexdigest()} {TORCH} {ROOT}\n"
 
 

@@ -11,7 +11,7 @@ from typing import IO
 import click
 
 from distdiag.cli.options import ascii_option
-from distdiag.errors import DistdiagError
+from distdiag.errors import DistdiagError, need
 
 FORMATS = {
     "html": "report.html",
@@ -86,6 +86,8 @@ def command(run: str | None, output: str | None, format: str, last_steps: int | 
         raise DistdiagError(
             "--last-steps is for --format perfetto only", "leave it out: the other formats show the whole run"
         )
+    if format == "html":
+        need("report", ("jinja2", "matplotlib"), "the HTML report")
     run_dir = rundir.resolve(run)
     default = FORMATS[format]
     if output == "-" or (output is None and default is None):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, Report
+from distdiag.errors import need
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
@@ -286,7 +287,9 @@ class Run(Database):
 
         Raises:
             ValueError: there is no such table.
+            DistdiagError: pandas is not installed.
         """
+        need("report", ("pandas",), "a table as a frame")
         import pandas as pd
 
         if name not in {n for (n,) in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdiag.errors import DistdiagError
+from distdiag.errors import DistdiagError, need
 from distdiag.train import synthetic
 from distdiag.train.cifar import BINARY_FOLDER, PYTHON_FOLDER, DataSet, read_data_set, write_binary
 
@@ -114,6 +114,10 @@ def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | N
 
     The request runs in a thread of its own: a resolver without a network may take minutes, and heeds no time-out.
     """
+    try:
+        need("train", ("pooch",), "the download")
+    except DistdiagError as e:
+        return f"{e.message}; {e.hint}"
     import requests  # pooch's own means: the same proxies and certificates as the download
 
     answer: list[str | None] = []

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distdiag.errors import DistdiagError, ExitCode
+from distdiag.errors import DistdiagError, ExitCode, need
 from distdiag.tui.text import clean
 
 HOST = "127.0.0.1"
@@ -99,11 +99,9 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
     Raises:
         DistdiagError: textual-serve is not installed; the port is taken.
     """
-    try:
-        from textual_serve import server as textual_server
-    except ImportError as e:
-        raise DistdiagError(f"--web needs {e.name}", "pip install 'distdiag[web]'") from e
+    need("web", ("textual", "textual_serve"), "--web")
     from aiohttp import web
+    from textual_serve import server as textual_server
 
     listening = listener(port)
     port = listening.getsockname()[1]

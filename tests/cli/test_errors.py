@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import COMMANDS, main
-from distdiag.errors import ExitCode
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.store.reader import open_run
 from tests.jobs import clean_env, distdiag
+from tests.report.runs import make_run
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,42 @@ def test_one_line_of_error_and_one_of_hint(
     assert len(lines) == 2, said.err
     assert lines[0].startswith("distdiag: error: ") and error in lines[0]
     assert lines[1].startswith("hint: ") and hint in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "module", "extra"),
+    [
+        (["tui"], "textual", "tui"),
+        (["tui", "--web"], "textual_serve", "web"),
+        (["report"], "jinja2", "report"),
+        (["report"], "matplotlib", "report"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else v,
+)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    module: str,
+    extra: str,
+) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    assert main([*args, str(tmp_path / "run")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    error, hint = said.err.splitlines()
+    assert error.endswith(f"needs {module}, which is not installed")
+    assert hint == f"hint: pip install 'distdiag[{extra}]'"
+
+
+def test_a_frame_without_pandas_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with open_run(tmp_path / "run") as run, pytest.raises(DistdiagError, match="needs pandas") as raised:
+        run.steps_frame()
+    assert raised.value.hint == "pip install 'distdiag[report]'"
 
 
 @pytest.mark.parametrize("name", ["diagnose", "tui", "compare", "doctor", "probe", "dump"])

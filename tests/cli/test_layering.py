@@ -20,7 +20,7 @@ HEAVY = frozenset(
 )
 # What a module of ours drags in decides, so ours are looked at by package.
 OURS = frozenset(
-    f"distdiag.{p}" for p in ("recorder", "monitor", "store", "diagnosis", "probing", "report", "tui", "train")
+    f"distdiag.{p}" for p in ("recorder", "monitor", "store", "diagnosis", "probekit", "page", "report", "tui", "train")
 )
 
 _PROLOGUE = """
