@@ -1,9 +1,9 @@
-"""CIFAR-10 on disk: the python and the binary format, every file checked by its MD5 before a byte of it is believed.
+"""CIFAR-10 on disk, in the python and the binary format; every file's MD5 is checked before it is decoded.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html. An image is 3072 bytes, the red, green and blue plane of 32x32; the
 binary format puts the label (0 to 9) in one byte before it, the python format pickles {b"data": array, b"labels": list}.
 
-A folder of one's own in either format is taken if a file MD5SUMS lies in it (`md5sum data_batch* test_batch* > MD5SUMS`).
+Your own images in either format are read if their folder has a file MD5SUMS (`md5sum data_batch* test_batch* > MD5SUMS`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,16 +74,92 @@ class DataSet:
     fingerprint: str
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Opens a pickle of arrays, lists and bytes; anything else that a pickle can name, and so call, is refused."""
+class _Placeholder:
+    """What a pickle gets for a name of numpy's: it can be passed on, and neither called nor changed."""
 
-    _reconstruct = np.zeros(0, np.uint8).__reduce__()[0]  # type: ignore[index]
-    _allowed: Mapping[tuple[str, str], Any] = {
-        ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("_codecs", "encode"): str.encode,  # how Python 3 writes bytes in protocol 2
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("it changes what it did not make")
+
+
+class _Function(_Placeholder):
+    """Base of the functions that a pickle may call; instances, so that it cannot set their attributes."""
+
+    __slots__ = ()
+
+
+class _MakeDtype(_Function):
+    __slots__ = ()
+
+    def __call__(self, code: Any, *_: Any) -> _Dtype:
+        name = code.decode("latin-1") if isinstance(code, bytes) else code
+        if not isinstance(name, str) or name not in _NUMBERS:
+            raise pickle.UnpicklingError(f"it wants an array of {name!r:.40}, not of numbers")
+        return _Dtype(name)
+
+
+class _Dtype:
+    """A dtype of plain numbers; its state says the byte order."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 else None
+        if order not in ("|", "<", ">", "=", b"|", b"<", b">", b"="):
+            raise pickle.UnpicklingError("a dtype of unknown byte order")
+        self.name = (order.decode("latin-1") if isinstance(order, bytes) else order) + self.name
+
+
+class _MakeArray(_Function):
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> _Array:
+        return np.ndarray.__new__(_Array, (0,), np.uint8)
+
+
+class _Array(np.ndarray):
+    """An array of numbers made from the bytes in a pickle; numpy's own code would take any dtype and any buffer."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+            raise pickle.UnpicklingError("an array without bytes or of unknown dtype")
+        plain = np.dtype(dtype.name)
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise pickle.UnpicklingError("an array of unknown shape")
+        if math.prod(shape) * plain.itemsize != len(data):
+            raise pickle.UnpicklingError(f"an array with {len(data):,} bytes of another shape")
+        super().__setstate__((1, shape, plain, fortran is True or fortran == 1, data))  # type: ignore[misc]
+
+
+class _Encode(_Function):
+    __slots__ = ()
+
+    def __call__(self, text: Any, encoding: Any = "latin1") -> bytes:
+        if not isinstance(text, str) or encoding != "latin1":
+            raise pickle.UnpicklingError("it encodes other than bytes")
+        return text.encode("latin-1")
+
+
+_NUMBERS = frozenset(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8)) - {"f1"}
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Opens a pickle of arrays of numbers, lists, dicts and bytes; any other name in it is refused.
+
+    Nothing of numpy's is handed to the pickle: `np.ndarray` called with a buffer and an object dtype reads any address.
+    """
+
+    _allowed: Mapping[tuple[str, str], _Placeholder] = {
+        ("numpy.core.multiarray", "_reconstruct"): _MakeArray(),
+        ("numpy._core.multiarray", "_reconstruct"): _MakeArray(),
+        ("numpy", "ndarray"): _Placeholder(),
+        ("numpy", "dtype"): _MakeDtype(),
+        ("_codecs", "encode"): _Encode(),  # how Python 3 writes bytes in protocol 2
     }
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -93,19 +170,19 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def load_restricted_pickle(content: bytes) -> Any:
-    """The object in a pickle of arrays, lists, dicts and bytes.
+    """Return the object in a pickle of arrays of numbers, lists, dicts and bytes.
 
     Raises:
-        pickle.UnpicklingError: it names any other function or class; nothing of it is called.
+        pickle.UnpicklingError: it names any other function or class, which is not called, or another kind of array.
     """
     return _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
 
 
 def locate(folder: Path) -> Path:
-    """The folder that holds the batches: `folder` itself or the published name below it.
+    """Return the folder that holds the batches: `folder` itself or the published name below it.
 
     Raises:
-        DistdiagError: it is not there, is no folder, or holds no batches.
+        DistdiagError: it does not exist, is no folder, or holds no batches.
     """
     download = "`--data generated` trains without any data; the real set: https://www.cs.toronto.edu/~kriz/cifar.html"
     if not folder.exists():
@@ -126,14 +203,14 @@ def locate(folder: Path) -> Path:
 
 
 def read_data_set(folder: Path, remedy: str | None = None) -> DataSet:
-    """All images and labels of a folder, each file checked.
+    """Return all images and labels of a folder; each file is checked.
 
     Args:
         folder: As `locate` takes it.
         remedy: Hint for a damaged folder; default: to unpack the published archive again.
 
     Raises:
-        DistdiagError: a file is missing, truncated, corrupt, unreadable or not of the format; the file is named.
+        DistdiagError: a file is missing, truncated, corrupt, unreadable or not of the format; the message names the file.
     """
     folder = locate(folder)
     expected, own = _expected_files(folder)
@@ -160,7 +237,7 @@ def read_data_set(folder: Path, remedy: str | None = None) -> DataSet:
 
 
 def _expected_files(folder: Path) -> tuple[dict[str, tuple[str, int | None]], bool]:
-    """Files that must be there, with MD5 and size, and whether it is a set of one's own (by its manifest)."""
+    """Return the files that must exist with MD5 and size, and whether it is the user's own set (by its manifest)."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         binary = any((folder / name).exists() for name in BINARY_FILES)
@@ -219,7 +296,7 @@ def _decode(path: Path, content: bytes, remedy: str) -> ImageSet:
     except Exception as e:  # a damaged pickle raises what it likes
         reason = f"it lacks {e}" if isinstance(e, KeyError) else str(e)
         raise DistdiagError(f"{path} is not in CIFAR-10's format: {reason}", remedy) from None
-    images = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    images = planes.view(np.ndarray).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return ImageSet(np.ascontiguousarray(images), labels.astype(np.uint8))
 
 
@@ -228,7 +305,7 @@ def _joined(parts: list[ImageSet]) -> ImageSet:
 
 
 def write_binary(folder: Path, train: ImageSet, test: ImageSet, batches: int = 5) -> None:
-    """A data set in the binary format, with its MD5SUMS, into an existing folder."""
+    """Write a data set in the binary format, with its MD5SUMS, into an existing folder."""
     sums: list[str] = []
     bounds = np.linspace(0, len(train), batches + 1).astype(int)
     parts = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +204,38 @@ def test_names_outside_the_list_are_refused(target: str) -> None:
     module, _, name = target.rpartition(".")
     with pytest.raises(pickle.UnpicklingError, match=re.escape(target)):
         load_restricted_pickle(f"c{module}\n{name}\n.".encode())
+
+
+_OBJECTS = b"cnumpy\ndtype\n(X\x01\x00\x00\x00OI00\nI01\ntR"
+_ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tC\x01btR"
+_U1 = b"cnumpy\ndtype\n(X\x02\x00\x00\x00u1I00\nI01\ntR"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\x80\x03cnumpy\nndarray\n(K\x01\x85" + _OBJECTS + b"C\x08AAAAAAAAtR.", id="a buffer of pointers"),
+        pytest.param(b"\x80\x03cnumpy\nndarray\n(K\x01\x85" + _U1 + b"C\x08AAAAAAAAtR.", id="calls ndarray"),
+        pytest.param(b"\x80\x03" + _ARRAY + b"(K\x01K\x01\x85" + _OBJECTS + b"I00\nC\x08AAAAAAAAtb.", id="objects"),
+        pytest.param(b"\x80\x03" + _ARRAY + b"(K\x01J\xff\xff\xff\x7f\x85" + _U1 + b"I00\nC\x08AAAAAAAAtb.", id="too few bytes"),
+        pytest.param(b"\x80\x03" + _ARRAY + b"(K\x01J\xff\xff\xff\xff\x85" + _U1 + b"I00\nC\x08AAAAAAAAtb.", id="a size below 0"),
+        pytest.param(b"\x80\x03" + _ARRAY + b"(K\x01K\x01\x85X\x01\x00\x00\x00OI00\nC\x08AAAAAAAAtb.", id="a dtype by name"),
+        pytest.param(b"\x80\x03cnumpy\ndtype\n}X\x01\x00\x00\x00aK\x01sb.", id="changes dtype"),
+        pytest.param(b"\x80\x03c_codecs\nencode\n(X\x01\x00\x00\x00aX\x05\x00\x00\x00utf-7tR.", id="another codec"),
+    ],
+)  # fmt: skip
+def test_a_pickle_cannot_make_arrays_of_pointers(content: bytes) -> None:
+    """In a process of its own: numpy's constructor would read any address that the pickle names."""
+    code = """
+import pickle, sys
+from distdiag.train.cifar import load_restricted_pickle
+try:
+    print(repr(load_restricted_pickle(sys.stdin.buffer.read())))
+except (pickle.UnpicklingError, TypeError, ValueError):
+    sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], input=content, capture_output=True, timeout=60)
+    assert done.returncode == 7, (done.returncode, done.stdout, done.stderr)
 
 
 def test_a_manifest_that_is_none_is_an_error(tmp_path: Path) -> None:
