@@ -1,4 +1,4 @@
-"""The same app in a browser: on the loopback interface only, behind a token that is in the address and nowhere else."""
+"""The same app in a browser: on the loopback interface only, behind a token that is printed with the address."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distdiag.errors import DistdiagError, ExitCode, need
 from distdiag.tui.text import clean
 
 HOST = "127.0.0.1"
-COOKIE = "distdiag_token"
+COOKIE = "distdiag_token_{port}"  # browsers share the cookies of a host between its ports
 _LEAVE_S = 3.0  # given to an app to leave when the server ends, before it is killed
 
 
 def app_command(arguments: list[str]) -> str:
-    """The command that each browser session runs: this one, without the options of the server.
+    """Return the command that each browser session runs: this one, without the options of the server.
 
     Args:
-        arguments: What the person typed after `distdiag`, the word `tui` first.
+        arguments: What the user typed after `distdiag`, the word `tui` first.
     """
     kept: list[str] = []
     skip = False
@@ -39,7 +39,7 @@ def app_command(arguments: list[str]) -> str:
 
 
 def listener(port: int) -> socket.socket:
-    """A socket that listens on `port` of the loopback interface, or on any free one for 0.
+    """Return a socket that listens on `port` of the loopback interface, or on any free one for 0.
 
     Raises:
         DistdiagError: the port is taken.
@@ -58,20 +58,21 @@ def listener(port: int) -> socket.socket:
 
 
 def _token_guard(token: str, port: int) -> Any:
-    """Middleware: nothing is answered without the token; it moves from the address into a cookie.
+    """Return middleware that refuses requests without the token, and moves it from the address into a cookie.
 
-    The Host header is checked too, so that a foreign page cannot reach the server under a name of its own
-    (DNS rebinding), and the Origin of the websocket, so that it cannot use the cookie.
+    The Host header is checked too, so that a foreign page cannot reach the server under another name (DNS rebinding),
+    and the Origin of the websocket, so that it cannot use the cookie.
     """
     from aiohttp import web
 
+    cookie = COOKIE.format(port=port)
     here = f"http://{HOST}:{port}"
-    # the page of textual-serve asks for a web font: nothing but this server is to learn that it was opened
+    # the page of textual-serve asks for a web font: no other server may learn that it was opened
     policy = f"default-src {here} data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src {here} ws://{HOST}:{port}"
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.query.get("token") or request.cookies.get(COOKIE) or ""
+        given = request.query.get("token") or request.cookies.get(cookie) or ""
         origin = request.headers.get("Origin")
         if request.headers.get("Host") != f"{HOST}:{port}" or origin not in (None, here):
             raise web.HTTPForbidden(text="distdiag: not from this host\n")
@@ -84,7 +85,7 @@ def _token_guard(token: str, port: int) -> Any:
             response.headers["Content-Security-Policy"] = policy
             response.headers["Referrer-Policy"] = "no-referrer"
             if "token" in request.query:
-                response.set_cookie(COOKIE, token, httponly=True, samesite="Strict")
+                response.set_cookie(cookie, token, httponly=True, samesite="Strict")
         return response
 
     return guard
@@ -94,7 +95,7 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
     """Serve until Ctrl-C; prints the address with its token on stdout.
 
     Returns:
-        130: there is no other way to end it.
+        130: only Ctrl-C ends it.
 
     Raises:
         DistdiagError: textual-serve is not installed; the port is taken.
@@ -129,14 +130,14 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
         async def on_shutdown(self, app: Any) -> None:
             await asyncio.gather(*(_ended(a) for a in apps))
 
-    textual_server.AppService = App  # the server has no other place to say which class it starts
+    textual_server.AppService = App  # the server has no other way to set the class it starts
     server = Guarded(app_command(arguments), host=HOST, port=port, title="distdiag")
     web.run_app(server._make_app(), sock=listening, print=None, access_log=None)
     return int(ExitCode.INTERRUPTED)
 
 
 async def _ended(app: Any) -> None:
-    """Have one browser's app leave, and wait for its process: the loop must not close before its pipes have."""
+    """End one browser's app and wait for its process: the loop must not close before its pipes have."""
     process = app._process
     if process is None:
         return

@@ -71,12 +71,14 @@ def test_nothing_is_answered_without_the_token(server: str) -> None:
         assert _get(server, path).status == 403, path
     good = _get(server, f"/?{parts.query}")
     cookie = good.getheader("Set-Cookie") or ""
-    assert good.status == 200 and COOKIE in cookie and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    name = COOKIE.format(port=parts.port)
+    assert str(parts.port) in name, "two servers on one machine share their cookies"
+    assert good.status == 200 and f"{name}=" in cookie and "HttpOnly" in cookie and "SameSite=Strict" in cookie
     assert f"connect-src http://127.0.0.1:{parts.port} " in (good.getheader("Content-Security-Policy") or "")
     assert good.getheader("Referrer-Policy") == "no-referrer"
-    with_cookie = {"Cookie": f"{COOKIE}={token}"}
+    with_cookie = {"Cookie": f"{name}={token}"}
     assert _get(server, "/", **with_cookie).status == 200
-    assert _get(server, "/", Cookie=f"{COOKIE}=wrong").status == 403
+    assert _get(server, "/", Cookie=f"{name}=wrong").status == 403
     # a foreign name that resolves to this machine, and a foreign page that tries our websocket
     assert _get(server, f"/?{parts.query}", Host=f"evil.example:{parts.port}").status == 403
     assert _get(server, "/ws", Origin="http://evil.example", **with_cookie).status == 403
@@ -98,7 +100,7 @@ def test_the_websocket_carries_the_app(server: str) -> None:
 
     async def work() -> None:
         origin = f"http://127.0.0.1:{parts.port}"
-        async with aiohttp.ClientSession(cookies={COOKIE: token}) as session:
+        async with aiohttp.ClientSession(cookies={COOKIE.format(port=parts.port): token}) as session:
             address = f"ws://127.0.0.1:{parts.port}/ws?width=100&height=30"
             async with session.ws_connect(address, headers={"Origin": origin}) as ws:
                 seen = b""
