@@ -30,6 +30,7 @@ from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns
+from distdiag.terms import secrets
 
 T = TypeVar("T")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
@@ -290,10 +291,12 @@ def _own_start_ticks() -> int:
 
 
 def _command() -> str:
+    """Return this process's command line without secrets."""
     try:
-        return Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:2000]
+        arguments = Path("/proc/self/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
     except OSError:
-        return " ".join(sys.argv)
+        arguments = sys.argv
+    return " ".join(arguments if secrets.kept() else secrets.mask(arguments))[:2000]
 
 
 def _in_child(session: Session) -> None:

@@ -36,6 +36,7 @@ from distdiag.store.rows import (
     StepRow,
     StepTotal,
 )
+from distdiag.terms import secrets
 from distdiag.terms.ranks import unfold_ranks
 
 if TYPE_CHECKING:
@@ -63,8 +64,12 @@ class Run(Database):
 
     @property
     def meta(self) -> dict[str, str | None]:
-        """Table `meta` as text; see schema.sql for the keys."""
-        return dict(self.query("SELECT key, value FROM meta"))
+        """Table `meta` as text, without secrets in the command line; see schema.sql for the keys."""
+        rows = self.query("SELECT CAST(key AS TEXT), CAST(value AS TEXT) FROM meta LIMIT 1000")
+        found: dict[str, str | None] = {k: v for k, v in rows if k is not None}
+        if (command := found.get("command")) and not secrets.kept():
+            found["command"] = secrets.mask_text(command)
+        return found
 
     def monitor(self, meta: dict[str, str | None] | None = None) -> Monitor:
         """Whether the run is still being written: by the end it noted, else its heartbeat, else its process."""

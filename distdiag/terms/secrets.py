@@ -1,0 +1,55 @@
+"""Secrets in a command line: `--hf-token VALUE`, `WANDB_API_KEY=VALUE`, `https://user:password@host`.
+
+The command of a run is stored in run.db and printed in reports, and those are mailed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+
+KEEP = "DISTDIAG_KEEP_SECRETS"  # set to 1 to store and show command lines as they are
+MASK = "***"
+
+_SECRET = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
+_NUMBERED = re.compile(r"token(s|i[sz]\w*)\b|(num|max|min)[-_.]?\w*token|(?<![a-z])key[-_.]?(value|bias|dim|size|padding)|monkey|keyboard",
+                       re.IGNORECASE)  # fmt: skip
+_OPTION = re.compile(r"-{0,2}\+{0,2}[A-Za-z_][\w.\-/@]*")
+_IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)(?=@)")
+
+
+def kept() -> bool:
+    """True if the user asked to keep secrets (`DISTDIAG_KEEP_SECRETS=1`)."""
+    return os.environ.get(KEEP, "") not in ("", "0")
+
+
+def mask(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the values of secrets replaced by `***`.
+
+    A secret is what follows an option or a variable with "token", "key", "passw", "secret" or "credential" in its name,
+    as `--name=VALUE`, `--name VALUE` or `NAME=VALUE`. Options for counts and models (`--max-tokens`, `--tokenizer`) are not.
+    """
+    out: list[str] = []
+    follows = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        secret = bool(_OPTION.fullmatch(name) and _SECRET.search(name) and not _NUMBERED.search(name))
+        if follows and not argument.startswith("--"):
+            out.append(MASK)
+            follows = False
+            continue
+        follows = secret and not equals and name.startswith("-")
+        out.append(f"{name}={MASK}" if secret and equals and value else _IN_URL.sub(rf"\1:{MASK}", argument))
+    return out
+
+
+def mask_text(command: str) -> str:
+    """Return a stored command line with secrets replaced; unchanged if there are none."""
+    try:
+        arguments, quote = shlex.split(command), shlex.quote
+    except ValueError:
+        arguments, quote = command.split(), str
+    masked = mask(arguments)
+    return command if masked == arguments else " ".join(a if MASK in a else quote(a) for a in masked)
