@@ -122,6 +122,38 @@ def load(manifest: Path) -> Manifest:
     return found
 
 
+def backend_environment(manifest: Path, backend: str | None) -> dict[str, str]:
+    """Return the environment that starts a job's process groups on another backend, its script unchanged.
+
+    Args:
+        backend: Name of a folder in `standins/` next to the collection's folder, or the path of one. It is put on
+            PYTHONPATH, so that Python runs its `sitecustomize.py`; its `prepare.py` is run once before.
+
+    Raises:
+        DistdiagError: no such folder, or it cannot be prepared here.
+    """
+    if backend is None or backend == "gloo":
+        return {}
+    named = [Path(backend), manifest.absolute().parent.parent / "standins" / backend]
+    folder = next((d.absolute() for d in reversed(named) if (d / "sitecustomize.py").is_file()), None)
+    if folder is None:
+        raise DistdiagError(
+            f"no backend '{backend}' for this collection",
+            "name a folder with a sitecustomize.py, e.g. `--backend tests/standins/stream`",
+        )
+    if (folder / "prepare.py").is_file():
+        done = subprocess.run([sys.executable, folder / "prepare.py"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DistdiagError(
+                f"the backend '{backend}' cannot be built: {done.stderr.strip()[-300:]}", "install a C++ compiler (g++)"
+            )
+    return {"PYTHONPATH": _joined(str(folder), os.environ.get("PYTHONPATH", ""))}
+
+
+def _joined(*paths: str) -> str:
+    return os.pathsep.join(p for p in paths if p)
+
+
 def command(job: Job, script: Path, run_dir: Path | None) -> list[str]:
     """The command line of a job; `run_dir` None runs it without distdiag."""
     inner = [str(script)] if run_dir is None else ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]

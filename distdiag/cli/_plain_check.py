@@ -35,8 +35,13 @@ class PlainResult(msgspec.Struct, kw_only=True):
     output_tail: str = ""
 
 
-def check(job: Job, folder: Path) -> PlainResult:
-    """Run one job under plain torchrun and compare its outcome and its positions with the manifest."""
+def check(job: Job, folder: Path, environment: dict[str, str] | None = None) -> PlainResult:
+    """Run one job under plain torchrun and compare its outcome and its positions with the manifest.
+
+    Args:
+        environment: Set on top, as by `backend_environment`; a sitecustomize on its PYTHONPATH runs the one used here.
+    """
+    environment = environment or {}
     problems = _line_texts(job, folder)
     script = folder / job.path
     with tempfile.TemporaryDirectory(prefix="distdiag-plain-") as tmp:
@@ -45,7 +50,10 @@ def check(job: Job, folder: Path) -> PlainResult:
             d.mkdir()
         (site / "sitecustomize.py").write_text(_ON_SIGNAL)
         env = {
-            "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            **environment,
+            "PYTHONPATH": os.pathsep.join(
+                p for p in (environment.get("PYTHONPATH", ""), str(site), os.environ.get("PYTHONPATH", "")) if p
+            ),
             "DISTDIAG_BENCH_STACKS": str(stacks),
         }
         with started(job, script, work, None, env) as running:

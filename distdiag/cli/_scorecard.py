@@ -171,17 +171,18 @@ def score(job: Job, folder: Path, observed: Observed) -> Score:
     return s
 
 
-def run_job(job: Job, folder: Path, keep: Path | None = None) -> Score:
+def run_job(job: Job, folder: Path, keep: Path | None = None, environment: dict[str, str] | None = None) -> Score:
     """Start one job under distdiag, watch its run.db until the case is clear, end it, and judge.
 
     Args:
         keep: Folder in which the run directory and the output are kept as NAME/; default: nothing is kept.
+        environment: Set on top, as by `backend_environment`.
     """
     with tempfile.TemporaryDirectory(prefix="distdiag-bench-") as tmp:
         root = Path(tmp) if keep is None else keep / job.name
         work, run_dir = root / "work", root / "run"
         work.mkdir(parents=True, exist_ok=True)
-        with started(job, (folder / job.path).resolve(), work, run_dir) as running:
+        with started(job, (folder / job.path).resolve(), work, run_dir, environment) as running:
             observed, found_at = _watch(job, folder, running, run_dir)
             seconds = running.age_s()
             exit_code = running.process.poll()

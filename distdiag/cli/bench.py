@@ -64,6 +64,12 @@ def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) ->
 )
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep run directories and outputs in this new folder.")
 @click.option("--plain", is_flag=True, help="Check the collection: run without distdiag, compare with the manifest.")
+@click.option(
+    "--backend",
+    metavar="NAME",
+    help="Run the jobs on another backend, scripts unchanged: stream (NCCL's semantics on the CPU), or a folder with a"
+    " sitecustomize.py.",
+)
 @click.option("--list", "list_only", is_flag=True, help="Only list the jobs.")
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.bench/1.")
 def faults(
@@ -75,6 +81,7 @@ def faults(
     parallel: int,
     keep: Path | None,
     plain: bool,
+    backend: str | None,
     list_only: bool,
     as_json: bool,
 ) -> int:
@@ -98,9 +105,10 @@ def faults(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise DistdiagError(f"{keep} is not empty", "name a new folder for --keep")
     todo = [j for _ in range(repeat) for j in chosen]
+    environment = _fault_jobs.backend_environment(where, backend)
     if plain:
-        return _plain(todo, where.parent, parallel, as_json)
-    return _scorecard(todo, where, parallel, keep, as_json)
+        return _plain(todo, where.parent, parallel, environment, as_json)
+    return _scorecard(todo, where, parallel, keep, environment, as_json)
 
 
 def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show: Callable[[_T], None]) -> list[_T]:
@@ -129,7 +137,7 @@ def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show
     return [results[i] for i in range(len(todo))]
 
 
-def _plain(todo: list[Job], folder: Path, parallel: int, as_json: bool) -> int:
+def _plain(todo: list[Job], folder: Path, parallel: int, environment: dict[str, str], as_json: bool) -> int:
     import msgspec
 
     from distdiag.cli import _plain_check
@@ -141,7 +149,7 @@ def _plain(todo: list[Job], folder: Path, parallel: int, as_json: bool) -> int:
         out.flush()
 
     out = sys.stderr if as_json else sys.stdout
-    results = _in_turn(todo, parallel, lambda _, job: _plain_check.check(job, folder), show)
+    results = _in_turn(todo, parallel, lambda _, job: _plain_check.check(job, folder, environment), show)
     if as_json:
         print(msgspec.json.encode({"schema": "distdiag.bench/1", "plain": results}).decode())
     wrong = sum(bool(r.problems) for r in results)
@@ -149,14 +157,16 @@ def _plain(todo: list[Job], folder: Path, parallel: int, as_json: bool) -> int:
     return int(ExitCode.FAILED if wrong else ExitCode.OK)
 
 
-def _scorecard(todo: list[Job], manifest: Path, parallel: int, keep: Path | None, as_json: bool) -> int:
+def _scorecard(
+    todo: list[Job], manifest: Path, parallel: int, keep: Path | None, environment: dict[str, str], as_json: bool
+) -> int:
     import msgspec
 
     from distdiag.cli import _scorecard
 
     def one(i: int, job: Job) -> Score:
         place = None if keep is None else keep if names.count(job.name) == 1 else keep / f"{i:03d}"
-        return _scorecard.run_job(job, manifest.parent, place)
+        return _scorecard.run_job(job, manifest.parent, place, environment)
 
     def show(s: Score) -> None:
         for text in _rows(s):

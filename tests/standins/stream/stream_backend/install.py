@@ -1,0 +1,152 @@
+"""Makes every process group of this process a stand-in, whatever backend the script names.
+
+`sitecustomize` arranges that `install` runs when torch.distributed is imported. Environment:
+    STANDIN_RUN_AHEAD    operations that the host may launch behind a collective (default 1024)
+    STANDIN_EAGER        1: communicators are made with their group, as with init_process_group(device_id=…)
+    STANDIN_EAGER_BYTES  messages up to this size complete without their receiver (default 4 MiB)
+    STANDIN_PAIRS        blocking: the host waits while the communicator of two ranks is made for their first message
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from stream_backend import build
+
+NAME = "stream"
+DRAIN_MS = 2000  # at exit: what is under way gets so long to complete
+_REPLACED = {"gloo", "nccl", "undefined", ""}
+
+
+def _extension() -> ModuleType:
+    folder = build.build()
+    spec = importlib.util.spec_from_file_location("_stream", folder / "_stream.so")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install(
+        str(folder),
+        int(os.environ.get("STANDIN_RUN_AHEAD", "1024")),
+        int(os.environ.get("STANDIN_EAGER_BYTES", str(4 << 20))),
+        os.environ.get("STANDIN_PAIRS") == "blocking",
+    )
+    return module
+
+
+def _switch_off_gloos_recorder(c10d: Any) -> None:
+    """gloo carries the stand-in's data; its flight recorder reads its environment when it is first asked."""
+    name = "TORCH_FR_BUFFER_SIZE"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        c10d._dump_fr_trace_json(False, False)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def install(dist: Any) -> None:
+    """Register the backend in `torch.distributed.distributed_c10d` and put it in the place of gloo and NCCL."""
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+
+    _switch_off_gloos_recorder(c10d)
+    nothing = b'{"version": "2.10", "pg_config": {}, "pg_status": {}}'
+    c10d._dump_nccl_trace_json = lambda *_, **__: nothing
+    eager = os.environ.get("STANDIN_EAGER") == "1"
+    loaded: list[Any] = []
+
+    def create(options: Any, _: Any) -> Any:
+        if not loaded:  # a launcher has no need of it
+            import torch
+
+            extension = _extension()
+            extension.replace_reads(torch.Tensor)
+            c10d._dump_nccl_trace_json = extension.dump_json
+            c10d._dump_nccl_trace = extension.dump
+            atexit.register(extension.drain, DRAIN_MS)
+            loaded.append(extension)
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        return loaded[0].create(
+            options.store, options.group_rank, options.group_size, options.timeout, list(ranks), eager
+        )
+
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    original = dist._new_process_group_helper
+
+    def _new_process_group_helper(
+        group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        named = str(backend or "").lower()
+        # the job's groups; a group that asks for gloo beside them gets it, as it would beside NCCL
+        if named in _REPLACED - {"gloo"} or "nccl" in named or (named == "gloo" and not global_ranks_in_group):
+            backend = dist.Backend(NAME)
+            kwargs["device_id"] = None
+        out = original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
+        if backend == NAME and out[0] is not dist.GroupMember.NON_GROUP_MEMBER:
+            _as_nccl(out[0], eager)
+        return out
+
+    dist._new_process_group_helper = _new_process_group_helper
+    _allow_monitored_barrier(dist)
+
+
+def _as_nccl(pg: Any, eager: bool) -> None:
+    """torch asks the type of a backend, not the backend, whether it has sequence numbers."""
+    import torch
+
+    cpu, kind = torch.device("cpu"), type(pg).BackendType.NCCL
+    backend = pg._get_backend(cpu)
+    pg._register_backend(cpu, kind, backend)
+    pg._set_default_backend(kind)
+    if eager:
+        backend.eager_connect_single_device(cpu)
+
+
+def _allow_monitored_barrier(dist: Any) -> None:
+    """torch refuses it to all but gloo; a job that calls it goes on to run here."""
+    original = dist.monitored_barrier
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        if dist._rank_not_in_group(group) or dist.get_backend(group) != NAME:
+            return original(group, timeout, wait_all_ranks)
+        group = group or dist._get_default_group()
+        limit = timeout or dist._get_default_timeout(dist.Backend.GLOO)
+        return group.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    dist.monitored_barrier = monitored_barrier
+
+
+def on_import() -> None:
+    """Install as soon as torch.distributed.distributed_c10d has been imported."""
+    from importlib.machinery import PathFinder
+
+    name = "torch.distributed.distributed_c10d"
+
+    class Finder:
+        @staticmethod
+        def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(Finder)  # type: ignore[arg-type]
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is None or spec.loader is None:
+                return None
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                del loader.exec_module
+                install(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
