@@ -15,8 +15,13 @@ HOOKS = Extension(
     depends=[f"{C}/hot.h"],
     optional=os.environ.get("DISTDIAG_COMPILED") != "1",
 )
+NATIVE = Extension(  # the main thread's native frames, for the monitor
+    "distdiag.recorder.fast._native",
+    sources=[f"{C}/native.c"],
+    optional=os.environ.get("DISTDIAG_COMPILED") != "1",
+)
 
 setup(
     packages=[*find_packages(include=["distdiag", "distdiag.*"]), "distdiag.probes"],
-    ext_modules=[] if os.environ.get("DISTDIAG_PURE") == "1" else [HOOKS],
+    ext_modules=[] if os.environ.get("DISTDIAG_PURE") == "1" else [HOOKS, NATIVE],
 )

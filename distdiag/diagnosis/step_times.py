@@ -58,6 +58,8 @@ def window(s: Snapshot) -> Window | Abstained:
     ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.FINISHED)]
     if len(ranks) < 2:
         return Abstained("there is one rank only" if s.world_size < 2 else "fewer than two ranks are running")
+    if not all(r.wait_measured for r in ranks):
+        return Abstained("the waits for other ranks lie on the device, and nothing measures them")
     if len(ranks) < s.world_size:
         return Abstained(f"{len(ranks)} of {s.world_size} ranks are running")
     most = LIMITS.window if len(ranks) <= LIMITS.many_ranks else LIMITS.window_of_many

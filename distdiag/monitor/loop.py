@@ -240,7 +240,7 @@ class Monitor:
         groups: dict[str, Group] = {}
         world = 1
         for q, v in sorted(self.views.items()):
-            state = v.state(now_s, *self._idle[q], self.gatherer.record(q))
+            state = v.state(now_s, *self._idle[q], self.gatherer.record(q), self.gatherer.host_waits.of(q))
             ranks[q] = self.gatherer.with_stack(state, now_s)
             assert v.page is not None
             world = max(world, v.page.header.world_size)

@@ -87,7 +87,8 @@ class Collectives:
 
     def add(self, rank: int, closed: list[tuple[Call, float]]) -> None:
         for call, waited_s in closed:
-            if call.seq is not None and not call.failed and call.entered_s is not None:
+            # on a device the host leaves a call before the ranks have met in it
+            if call.seq is not None and not call.failed and call.entered_s is not None and not call.on_device:
                 self._open.setdefault((call.group, call.seq), {})[rank] = (call, waited_s)
         while len(self._open) > 4096:
             del self._open[next(iter(self._open))]

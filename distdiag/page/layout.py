@@ -222,7 +222,10 @@ class CallRecord(Structure):
         ("entered_ns", c_uint64),
         ("wait_ns", c_uint64),  # time the host spent waiting in it
         ("left_ns", c_uint64),  # 0 while in flight (as the host knows)
-        ("flags", c_uint8),  # 1 asynchronous, 2 rooted, 4 point-to-point, 8 failed, 16 not the main thread
+        (
+            "flags",
+            c_uint8,
+        ),  # 1 asynchronous, 2 rooted, 4 point-to-point, 8 failed, 16 not the main thread, 32 on a device
         ("step", c_uint64),
     ]
 
@@ -319,6 +322,7 @@ NEWS = slice(word("life"), word("n_models") + 1)
 
 NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`
 ASYNC, ROOTED, P2P, FAILED_CALL, OTHER_THREAD = 1, 2, 4, 8, 16
+ON_DEVICE = 32  # the host's call, or its wait(), returned before the operation was complete
 
 
 def page_path(pages: Path, rank: int) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import platform
@@ -109,8 +110,23 @@ class Session:
         if signal.getsignal(number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             faulthandler.register(number, file=_open(self.pages / f"r{rank}.trace"), all_threads=True, chain=False)
             h.trace_signal = number
+            self._native_frames(number - 1)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=_open(self.pages / f"r{rank}.fatal"), all_threads=True)
+
+    def _native_frames(self, number: int) -> None:
+        """Write the main thread's native frames to `r<rank>.native` on this signal; not without the compiled module."""
+        try:
+            _native = importlib.import_module("distdiag.recorder.fast._native")
+        except ImportError:
+            return
+        if signal.getsignal(number) is signal.SIG_DFL:
+            fd = os.open(
+                self.pages / f"r{self.recorder.h.rank}.native",
+                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                0o600,
+            )
+            _native.install(number, fd)
 
     # -- the end --------------------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False  # it raised in the host
     started: bool | None = None  # the device has begun it; None where the recorder did not time it
     timed_out: bool = False  # given up by the backend's watchdog
+    # On a device backend the host's call, or its wait(), returns before the operation is complete: when it returned.
+    on_device: bool = False
+    left_s: float | None = None
     even: bool = False  # recorded on a path that takes as many elements of every rank
 
     @property
@@ -188,6 +191,12 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     enqueued: dict[str, int] = {}  # newest collective sequence number issued, by group
     completed: dict[str, int] = {}  # newest such that it and all before it completed, by group
     blocked: Call | None = None  # the operation the host thread itself waits in; None = it does not wait
+    # On a device backend: the oldest incomplete operation of each group and pair of ranks, in the order of issue. The device is
+    # in the first of them; `blocked` is set from it only while the host is known to wait for the device.
+    queued: tuple[Call, ...] = ()
+    host_wait: str | None = None  # by the native frames of the main thread: device, communicator, no; None: not known
+    host_wait_in: str = ""  # the native function that shows it
+    wait_measured: bool = True  # False where the waits for other ranks lie on a device and nothing measures them
     blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these would do
     calls: tuple[Call, ...] = ()  # newest last; as far back as is known
     p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far

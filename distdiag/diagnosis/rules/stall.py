@@ -33,7 +33,7 @@ class Limits:
     patience_s: Mapping[str, float] = field(
         default_factory=lambda: MappingProxyType({
             "stdin": 5.0, "gil_held": 8.0, "lock": 10.0, "queue": 10.0, "socket": 12.0, "data": 12.0, "sleep": 10.0,
-            "user_code": 20.0, "checkpoint": 60.0,
+            "user_code": 20.0, "device": 20.0, "checkpoint": 60.0,
         })
     )  # fmt: skip
     """Seconds that the others may wait for a rank, by what it does. A person asked at a terminal will not answer; a
@@ -119,6 +119,7 @@ _DOES = {
     "data": "waits for its data loader",
     "checkpoint": "writes a checkpoint",
     "sleep": "sleeps",
+    "device": "waits for its own device, which is busy with other work",
     "user_code": "is busy in its own code",
 }
 _DO = {
@@ -127,6 +128,7 @@ _DO = {
     "lock": "find who holds the lock; hold no lock across a collective",
     "queue": "find who should fill or drain that queue",
     "socket": "check the other end of that connection (who should send, or set the key?), and give it a timeout",
+    "device": "check what was launched before that line: a long kernel, a copy, a device shared with another process",
     "gil_held": "check the native call at that line",
     "checkpoint": "wait, or write checkpoints asynchronously",
 }

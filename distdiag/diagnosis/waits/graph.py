@@ -13,7 +13,7 @@ Pure and linear in ranks + waits: members of one collective share one `Wait`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
@@ -142,6 +142,10 @@ def build(snapshot: Snapshot) -> WaitGraph:
     of_rank: dict[int, tuple[Wait, ...]] = {}
     unknown: set[int] = set()
     dumps = snapshot.source == "dumps"
+    completed_by_any: dict[str, int] = {}
+    for st in ranks.values():
+        for group, seq in st.completed.items():
+            completed_by_any[group] = max(completed_by_any.get(group, 0), seq)
     for r, st in ranks.items():
         if r in gone:
             last = _last_words(st)
@@ -151,7 +155,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
                 w.calls[r] = last
             continue
         mine: list[Wait] = []
-        for call in _pending(st) if dumps else _blocked_in(st):
+        for call in _pending(st) if dumps else _blocked_in(st, completed_by_any):
             w = _wait_for(snapshot, st, call, waits)
             if w is None:
                 unknown.add(r)
@@ -182,10 +186,17 @@ def build(snapshot: Snapshot) -> WaitGraph:
 # -- what a rank waits in ------------------------------------------------------------------------------------------
 
 
-def _blocked_in(st: RankState) -> Iterator[Call]:
+def _blocked_in(st: RankState, completed_by_any: Mapping[str, int]) -> Iterator[Call]:
     call = st.blocked
     if call is None:
         return
+    if (
+        call.on_device
+        and call.seq is not None
+        and compatible.needs_everybody(call.op)
+        and completed_by_any.get(call.group, 0) >= call.seq
+    ):
+        return  # this rank's counters are late: nobody completes it before all have come
     if not call.p2p and call.seq is not None and st.completed.get(call.group, 0) >= call.seq:
         return  # completed between two reads of the page
     yield call
@@ -244,7 +255,9 @@ def _issued(st: RankState | None, group: str, seq: int) -> bool:
     if newest < seq:
         return False
     # a stopped process moves no data either, unless it was through already
-    return st.life != Life.STOPPED or st.completed.get(group, 0) >= seq
+    if st.life == Life.STOPPED and st.completed.get(group, 0) < seq:
+        return False
+    return not st.queued or not messages.held_up(st, call_at(st, group, seq))
 
 
 def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:

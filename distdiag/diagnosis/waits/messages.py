@@ -43,6 +43,33 @@ def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, a
     return fits(st.blocked) or any(c.completed_s is None and fits(c) for c in st.calls)
 
 
+def held_up(st: RankState, call: Call | None) -> bool:
+    """True if the rank's host has issued `call`, but its device has not come to it: it is in an earlier operation.
+
+    Known only while the host waits for the device. An operation delays what was issued after the host left it, or its
+    `wait()`: from then on the stream depends on it.
+    """
+    head = st.blocked
+    if head is None or not head.on_device or call is None or call.entered_s is None or head.left_s is None:
+        return False
+    same = _name(head) == _name(call)
+    return not same and head.left_s <= call.entered_s
+
+
+def _name(c: Call) -> tuple[str | int | None, ...]:
+    """What two records of one operation of a rank share."""
+    return c.group, c.seq, *((direction_of(c), c.peer, c.tag, c.nth) if c.p2p else ())
+
+
+def _other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) -> Call | None:
+    """The peer's call that matches the `nth` message of `rank`, where it is still known."""
+    for c in reversed(peer.calls):
+        same = (c.peer, c.tag, c.group, c.nth) == (rank, call.tag, call.group, nth)
+        if c.p2p and same and direction_of(c) == OPPOSITE[direction]:
+            return c
+    return None
+
+
 def met(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
     """Has `peer` issued the other end of the `nth` message of `st`, made by `call`?
 
@@ -52,6 +79,8 @@ def met(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
     if peer.life == Life.STOPPED:
         return False
     direction = direction_of(call)
+    if peer.queued and held_up(peer, _other_end(peer, st.rank, direction, call, nth)):
+        return False
     there = count(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
     receiver = peer if direction == "send" else st
     anys = count(receiver, "recv", None, call.tag, call.group)

@@ -71,6 +71,8 @@ class FlightRecord:
     entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     enqueued: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)  # newest seq with all before it done
+    # (group name, send or recv, peer's rank in the group) -> how many are not complete
+    open_messages: dict[tuple[str, str, int], int] = field(default_factory=dict)
     raw: bytes = b""
 
 
@@ -111,12 +113,23 @@ def flight_record(socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S
 def parse(data: dict[str, Any], record: FlightRecord) -> None:
     """Take the entries of one dump into `record`."""
     open_seqs: dict[str, int] = {}
-    for e in data.get("entries", ()):
-        if e.get("is_p2p"):
-            continue
+    entries = data.get("entries", ())
+    # NCCL writes an entry for each operation of a coalesced group, which keeps its first state for ever, and one for the
+    # whole, which has the state.
+    batches = {
+        key: _retired(e) for e in entries if "coalesced" in str(e["profiling_name"]).lower() and (key := _number(e))
+    }
+    for e in entries:
         group = str(e["process_group"][0])
-        seq = int(e["collective_seq_id"])
         op = str(e["profiling_name"]).split(":", 1)[-1]
+        retired = batches.get(_number(e), _retired(e))
+        if e.get("is_p2p"):
+            ends = _MESSAGE.match(op)
+            if ends and not retired:
+                kind = (group, ends["op"], int(ends["peer"]))
+                record.open_messages[kind] = record.open_messages.get(kind, 0) + 1
+            continue
+        seq = int(e["collective_seq_id"])
         sizes, dtypes = e.get("input_sizes") or [], e.get("input_dtypes") or []
         shape = tuple(sizes[0]) if len(sizes) == 1 else None
         dtype = dtypes[0] if dtypes else None
@@ -126,7 +139,6 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
             for k in s:
                 n *= k
             elements += n
-        retired = bool(e.get("retired")) or e.get("state") == "completed"
         record.entries[(group, seq)] = Entry(
             group,
             seq,
@@ -143,6 +155,19 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
             open_seqs[group] = min(open_seqs.get(group, seq), seq)
     for group, newest in record.enqueued.items():
         record.completed[group] = open_seqs[group] - 1 if group in open_seqs else newest
+
+
+_MESSAGE = re.compile(r"(?P<op>send|recv) \d+(?:->|<-)(?P<peer>\d+)")
+
+
+def _retired(e: dict[str, Any]) -> bool:
+    return bool(e.get("retired")) or e.get("state") == "completed"
+
+
+def _number(e: dict[str, Any]) -> tuple[str, bool, int]:
+    """What all entries of a coalesced group share."""
+    p2p = bool(e.get("is_p2p"))
+    return str(e["process_group"][0]), p2p, int(e["p2p_seq_id" if p2p else "collective_seq_id"])
 
 
 # faulthandler's words; Python versions differ in the hyphen of one

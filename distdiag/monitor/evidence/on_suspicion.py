@@ -11,6 +11,7 @@ import msgspec
 
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor.evidence import ask
+from distdiag.monitor.evidence.host_waits import HostWaits
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked, Phase
 from distdiag.recorder.frames import USER, kind_of_file
@@ -38,6 +39,7 @@ class Gatherer:
         self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
         self._asked: dict[int, float] = {}
+        self.host_waits = HostWaits(pages)
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
@@ -48,6 +50,7 @@ class Gatherer:
             views: All ranks.
             stopped: Ranks that the kernel keeps from running: they cannot answer.
         """
+        self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
             if q not in views or views[q]._still_mark != mark:
                 del self.records[q]
@@ -56,7 +59,11 @@ class Gatherer:
             for v in views.values()
             if v.ending is None
             and v.page is not None
-            and (v.page.header.blocked not in (Blocked.NO, Blocked.STORE) or v.in_cpp_wait())
+            and (
+                v.page.header.blocked not in (Blocked.NO, Blocked.STORE)
+                or v.in_cpp_wait()
+                or self.host_waits.of(v.rank) is not None
+            )
             and now_s - (v.still_since_s or now_s) >= SUSPECT_S
         ]
         if not waiting:

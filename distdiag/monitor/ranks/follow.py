@@ -19,6 +19,7 @@ from distdiag.page.layout import (
     FAILED_CALL,
     NEWS,
     NO_GROUP,
+    ON_DEVICE,
     P2P,
     ROOTED,
     SAMPLES,
@@ -226,6 +227,8 @@ class PageView(Slots):
             entered_s=self.s(rec.entered_ns),
             completed_s=self.s(rec.left_ns) if rec.left_ns and not rec.flags & FAILED_CALL else None,
             asynchronous=bool(rec.flags & ASYNC),
+            on_device=bool(rec.flags & ON_DEVICE),
+            left_s=self.s(rec.left_ns) if rec.flags & ON_DEVICE else None,
         )
 
     def _read_steps(self, page: Page, h: Header) -> None:

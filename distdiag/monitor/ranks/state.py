@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import linecache
 from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
-from distdiag.monitor.evidence.ask import FlightRecord
+from distdiag.monitor.evidence.ask import FlightRecord, wall_offset_ns
+from distdiag.monitor.evidence.native import HostWait
+from distdiag.monitor.ranks import device_queue
 from distdiag.monitor.ranks.activity import activity_of
 from distdiag.monitor.ranks.follow import PageView
 from distdiag.page.layout import CALLS, Blocked, Header, LifeWord, Page, Phase
+from distdiag.terms.backends import blocks_host
+from distdiag.terms.ranks import unfold_ranks
 
 _CPP_WAITS = ("_functional_collectives.", "_ops.")  # innermost Python frames below which C++ waits for a collective
 
@@ -49,8 +56,23 @@ class RankView(PageView):
             return Life.FINISHED, None, None
         return (Life.STARTING if h.life == LifeWord.STARTING and not h.step else Life.RUNNING), None, None
 
-    def state(self, now_s: float, idle: bool | None, os_state: str | None, record: FlightRecord | None) -> RankState:
-        """Everything known of this rank now."""
+    def state(
+        self,
+        now_s: float,
+        idle: bool | None,
+        os_state: str | None,
+        record: FlightRecord | None,
+        host_wait: tuple[str, str] | None = None,
+    ) -> RankState:
+        """Everything known of this rank now.
+
+        Args:
+            now_s: Run time.
+            idle: The main thread sleeps and has used no CPU lately.
+            os_state: The kernel's letter for the main thread.
+            record: Its flight record, taken since it last moved.
+            host_wait: What its native frames show: (device, communicator or no; the function).
+        """
         page = self.page
         assert page is not None
         h = page.header
@@ -60,8 +82,20 @@ class RankView(PageView):
         blocked = None
         if life in (Life.RUNNING, Life.STARTING):
             blocked = self._blocked(page, now_s, idle, enqueued, completed, record)
+        calls, queued = tuple(self.calls), ()
+        kind, function = host_wait or (None, "")
+        if self.device_groups:
+            calls, queued = self._device_queue(page, calls, enqueued, completed, record)
+            if blocked is None and life in (Life.RUNNING, Life.STARTING):
+                blocked = self._blocked_by_device(page, kind, queued, enqueued, completed)
         stack = self.stack(h)
-        if blocked is not None and blocked.site is not None and (not stack or stack[0] != blocked.site):
+        on_device = blocked is not None and blocked.on_device and kind == HostWait.DEVICE
+        if (
+            blocked is not None
+            and blocked.site is not None
+            and not on_device
+            and (not stack or stack[0] != blocked.site)
+        ):
             stack = (blocked.site, *stack[1:])
         place = stack[0] if stack else None
         ended_s = self.ended_s
@@ -78,6 +112,8 @@ class RankView(PageView):
                 place = last.site
         silent_s = now_s - heartbeat_s if heartbeat_s is not None else None
         activity = self._activity(h, life, blocked, place, os_state, idle, silent_s)
+        if activity not in ("waiting", "stopped", "gil_held") and kind == HostWait.DEVICE and life == Life.RUNNING:
+            activity = "device"
         return RankState(
             rank=h.rank,
             node=h.node,
@@ -100,7 +136,11 @@ class RankView(PageView):
             enqueued=enqueued,
             completed=completed,
             blocked=blocked,
-            calls=tuple(self.calls),
+            queued=queued,
+            host_wait=kind,
+            host_wait_in=function,
+            wait_measured=not self.device_groups,
+            calls=calls,
             p2p_issued=self.p2p(page),
             sites=self.sites(page),
             visits=self.visits.known(),
@@ -187,6 +227,106 @@ class RankView(PageView):
         if h.counted_ns < h.blocked_since_ns:
             return None  # its counters are older than its wait
         return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
+
+    # -- waits of the device ---------------------------------------------------------------------------
+
+    @property
+    def device_groups(self) -> tuple[int, ...]:
+        """Slots of the living groups in whose collectives the host does not wait, by their backend or by what was seen."""
+        page = self.page
+        if page is None:
+            return ()
+        seen = {c.group for c in self.calls if c.on_device} if self._unknown_backends(page) else set()
+        return tuple(
+            i
+            for i in range(page.header.n_groups)
+            if not page.groups[i].destroyed
+            and (not blocks_host(self.text(page.groups[i].backend)) or self.group_key(page, i) in seen)
+        )
+
+    def _unknown_backends(self, page: Page) -> bool:
+        return any(not self.text(page.groups[i].backend) for i in range(page.header.n_groups))
+
+    def has_open_on_device(self) -> bool:
+        """Whether the device has a collective in flight, by the counters; messages have none."""
+        page = self.page
+        return page is not None and any(
+            (g := page.groups[i]).completed < g.enqueued or page.header.n_peers for i in self.device_groups
+        )
+
+    def progress_mark(self) -> tuple[Any, ...]:
+        """Changes when the host or the device of this rank makes progress."""
+        assert self.page is not None
+        page = self.page
+        return (*self._still_mark, *(page.groups[i].completed for i in range(page.header.n_groups)))
+
+    def _device_queue(
+        self,
+        page: Page,
+        calls: tuple[Call, ...],
+        enqueued: dict[str, int],
+        completed: dict[str, int],
+        record: FlightRecord | None,
+    ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        """(its calls, those on the device open until the counters say otherwise; the oldest open ones by order of issue)"""
+        h = page.header
+        keys = {self.group_key(page, i): i for i in self.device_groups}
+        open_messages = None
+        if record is not None:
+            names = {self.text(page.groups[i].name): (key, page.groups[i]) for key, i in keys.items()}
+            open_messages = {}
+            for (name, op, peer), n in record.open_messages.items():
+                if name in names:
+                    key, slot = names[name]
+                    members = unfold_ranks(self.text(slot.ranks))
+                    open_messages[key, op, members[peer] if 0 <= peer < len(members) else None] = n
+        calls = device_queue.incomplete(calls, completed, open_messages)
+        if self.still_since_s is None or (self.s(h.counted_ns) or 0.0) < self.still_since_s:
+            return calls, ()  # its counters are older than its last step forward
+        in_cpp = {}
+        for key, i in keys.items():
+            known = self._open_call(page, i, enqueued, completed, record, None, None)
+            if known is not None:
+                at = self._issued_s(page, i, known.seq or 0, record)
+                in_cpp[key] = replace(known, site=self._issue_site(h, known), entered_s=at, left_s=at, on_device=True)
+        return calls, device_queue.heads(calls, keys, enqueued, completed, in_cpp)
+
+    def _issued_s(self, page: Page, group: int, seq: int, record: FlightRecord | None) -> float | None:
+        """When C++ issued a collective, by the flight recorder; None where it does not say."""
+        slot = page.groups[group]
+        entry = record.entries.get((self.text(slot.name), seq + slot.offset)) if record is not None else None
+        return (entry.created_ns - wall_offset_ns() - self.start_ns) / 1e9 if entry and entry.created_ns else None
+
+    def _issue_site(self, h: Header, call: Call) -> Site | None:
+        """Where the user's code makes DDP issue this operation: buffers in forward, gradients in backward."""
+        if h.blocked == Blocked.DDP:
+            return self.site(h.blocked_site)
+        places = self.place_counts.get("forward" if call.op == "broadcast" else "backward")
+        return places.most_common(1)[0][0] if places else None
+
+    def _blocked_by_device(
+        self,
+        page: Page,
+        kind: str | None,
+        queued: tuple[Call, ...],
+        enqueued: dict[str, int],
+        completed: dict[str, int],
+    ) -> Call | None:
+        """The operation that the host waits for, where its native frames show that it waits for its device."""
+        if kind == HostWait.DEVICE:
+            return device_queue.waited_for(queued)
+        if kind != HostWait.COMMUNICATOR:
+            return None
+        # C++ issued the first collective of a group, and its communicator is not complete: nothing is enqueued yet
+        h = page.header
+        first = [
+            i for i in self.device_groups if (k := self.group_key(page, i)) not in completed and enqueued.get(k, 0) > 0
+        ]
+        if len(first) != 1:
+            return None
+        key = self.group_key(page, first[0])
+        site = self.site(h.blocked_site) if h.blocked == Blocked.DDP else None
+        return Call(op="", group=key, seq=enqueued[key], site=site, entered_s=self.still_since_s)
 
     def in_cpp_wait(self) -> bool:
         """Whether the main thread was last seen in torch's own code that calls C++, as functional collectives do."""

@@ -20,7 +20,9 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import (
     ASYNC,
+    CALLS,
     NO_GROUP,
+    ON_DEVICE,
     OTHER_THREAD,
     P2P,
     PEERS,
@@ -34,7 +36,7 @@ from distdiag.page.layout import (
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
-from distdiag.recorder.hooks.group_counters import Group, Groups
+from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.ranks import fold_ranks
 
@@ -69,7 +71,7 @@ METHODS: dict[str, tuple[str, int]] = {
 _P2P = {"send", "recv", "recv_anysource"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _BLOCKING = {"monitored_barrier"}
-_COUNTED_APART = _P2P | _BLOCKING  # gloo's counter of collectives runs ahead in them
+_COUNTED_APART = _P2P | _BLOCKING  # gloo's counter of collectives runs ahead in them; NCCL has one of its own for P2P
 _BARRIER = -3  # stands for the peer in the count of monitored barriers, which must go on as long as the job
 
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
@@ -94,6 +96,7 @@ class Collectives(Groups):
         self._ops: dict[str, int] = {}
         self._dtypes: dict[Any, int] = {}
         self._peers: OrderedDict[tuple[int, bool, int, int], PeerSlot] = OrderedDict()  # by their last use
+        self._coalesced: dict[int, list[int]] = {}  # by the first call of a coalesced group: its other calls
         self.ledger = ledger(recorder.page, recorder.main_thread)
 
     # -- one call -------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class Collectives(Groups):
         elif method in _BLOCKING:
             nth = self._peer(g.slot_index, True, _BARRIER, 0)  # counted apart: it is built of send and recv
         else:
-            seq = g.slot.enqueued = pg._get_sequence_number_for_group() - g.offset + 1
+            seq = g.slot.enqueued = self._next_seq(g)
             if op in _ROOTED:
                 root = getattr(opts, "rootRank", None)
                 if root is not None:
@@ -137,17 +140,44 @@ class Collectives(Groups):
                     flags |= ROOTED
             elif op == "all_reduce" and len(g.members) == self.h.world_size:
                 self.ledger.reduced_elements += max(tensor[-2], 0)
+        if g.on_device:
+            flags |= ON_DEVICE
         op_text = self._op(op)
+        batch = g.coalescing
         number = self.page.write_call(
-            op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:], now_ns(), 0, 0, flags,
-            self.page.words[_STEP],
+            op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:],
+            now_ns() if batch is None else batch.begun_ns, 0, 0, flags, self.page.words[_STEP],
         )  # fmt: skip
         self._count_site(site, op_text)
-        if method in _COUNTED_APART:
+        if batch is not None:
+            batch.calls.append(number)
+        elif g.on_device:
+            # The first operation creates the communicator in the host: its call blocks until every member has come.
+            if main and (peer if flags & P2P else None) not in g.connected:
+                self.block(_WAIT, number, site)
+        elif method in _COUNTED_APART:
             g.message_begins()
         if method in _BLOCKING and main:
             self.block(_WAIT, number, site)
         return number, g, main, site if asynchronous is False and main else 0
+
+    def _next_seq(self, g: Group) -> int:
+        """Sequence number of the collective that is about to be issued; one for all of a coalesced group."""
+        batch = g.coalescing
+        if batch is not None and batch.seq:
+            return batch.seq
+        seq = g.pg._get_sequence_number_for_group() - g.offset + 1
+        if batch is not None:
+            batch.seq = seq
+        return seq
+
+    def _register(self, pg: Any) -> Group | None:
+        g = super()._register(pg)
+        for cls in type(pg).__mro__[:-1]:
+            if cls is c10d.ProcessGroup:
+                break
+            _wrap_subclass(self, cls)
+        return g
 
     def _op(self, op: str) -> int:
         off = self._ops.get(op)
@@ -245,20 +275,83 @@ class Collectives(Groups):
     @guarded
     def issued(self, number: int, g: Group, main: bool, site: int, work: Any, method: str) -> None:
         """The call came back; the work may still be in flight."""
-        if method in _COUNTED_APART:
+        if g.coalescing is not None:
+            return  # its operations are issued together, when the block ends
+        if method in _COUNTED_APART and not g.on_device:
             g.message_ends()
         if method in _BLOCKING:
             waited = self.unblock() if main else 0
             self.ledger.wait_ns += waited
             self.page.call_left(number, now_ns(), waited, failed=False)
+            return
+        if g.on_device:
+            if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == number:
+                self.unblock()
+            self._connected(g, number)
         if work is not None and hasattr(work, "wait"):
-            self.in_flight[id(work)] = number, site
-            if len(self.in_flight) > 2048:
-                self.in_flight.popitem(last=False)
+            self._keep(work, number, site)
+        else:
+            # A synchronous operation that returns no Work: the stream waits for it, and the host is done with it.
+            g.on_device = True
+            self.page.call_left(number, now_ns(), 0, failed=False)
+
+    def _keep(self, work: Any, number: int, site: int) -> None:
+        self.in_flight[id(work)] = number, site
+        if len(self.in_flight) > 2048:
+            self.in_flight.popitem(last=False)
+
+    def _connected(self, g: Group, number: int) -> None:
+        """A call came back: the communicator of its group, or of its pair of ranks, exists."""
+        if len(g.connected) > len(g.members):
+            return
+        slot = self.page.page.calls[(number - 1) % CALLS]
+        g.connected.add(slot.peer if slot.flags & P2P else None)
+
+    # -- coalesced groups -------------------------------------------------------------------------
+
+    @guarded
+    def coalescing_begins(self, pg: Any) -> None:
+        """`_start_coalescing` came back: what is issued until `_end_coalescing` is one operation of the device."""
+        g = self.group(pg)
+        if g is not None:
+            g.coalescing = Batch(now_ns())
+
+    @guarded
+    def coalescing_ends(self, pg: Any) -> list[int]:
+        """`_end_coalescing` is about to issue the group; the numbers of its calls."""
+        g = self.group(pg)
+        batch = g.coalescing if g is not None else None
+        if g is None or batch is None:
+            return []
+        g.coalescing = None
+        if batch.calls and g.on_device and None not in g.connected and get_ident() == self.r.main_thread:
+            self.block(_WAIT, batch.calls[0], self.page.page.calls[(batch.calls[0] - 1) % CALLS].site)
+        return batch.calls
+
+    @guarded
+    def coalesced(self, pg: Any, calls: list[int], work: Any) -> None:
+        """The group is issued."""
+        g = self.group(pg)
+        if g is None or not calls:
+            return
+        if get_ident() == self.r.main_thread and self.page.words[_BLOCKED] == _WAIT:
+            self.unblock()
+        for number in calls:
+            self._connected(g, number)
+        if work is None or not hasattr(work, "wait"):
+            for number in calls:
+                self.page.call_left(number, now_ns(), 0, failed=False)
+            return
+        first, *rest = calls
+        self._keep(work, first, 0)
+        if rest:
+            if len(self._coalesced) >= 256:
+                self._coalesced.pop(next(iter(self._coalesced)))
+            self._coalesced[first] = rest
 
     @guarded
     def failed(self, number: int, g: Group, method: str, error: BaseException) -> None:
-        if method in _COUNTED_APART:
+        if method in _COUNTED_APART and not g.on_device and g.coalescing is None:
             g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
         if self.page.words[_BLOCKED] == _WAIT:
@@ -286,6 +379,8 @@ class Collectives(Groups):
         self.ledger.wait_ns += waited
         if number:
             self.page.call_left(number, now_ns(), waited, failed=error is not None)
+            for other in self._coalesced.pop(number, ()):
+                self.page.call_left(other, now_ns(), 0, failed=error is not None)
         if error is not None:
             note_caught(self.r, error)
 
@@ -344,6 +439,7 @@ def install(r: state.Recorder) -> Collectives:
         original = getattr(pg_class, method, None)
         if original is not None:
             setattr(pg_class, method, _wrap(col, method, original))
+    _wrap_coalescing(col, pg_class)
     work_class = c10d.Work
     original_wait = work_class.wait
 
@@ -361,6 +457,38 @@ def install(r: state.Recorder) -> Collectives:
 
     work_class.wait = wait  # type: ignore[method-assign]
     return col
+
+
+def _wrap_subclass(col: Collectives, cls: Any) -> None:
+    """Wrap the methods that a process group written in Python overrides."""
+    for method in METHODS:
+        original = cls.__dict__.get(method)
+        if callable(original) and not hasattr(original, "__wrapped__"):
+            wrapped = _wrap(col, method, original)
+            wrapped.__wrapped__ = original
+            setattr(cls, method, wrapped)
+
+
+def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
+    start, end = getattr(pg_class, "_start_coalescing", None), getattr(pg_class, "_end_coalescing", None)
+    if start is None or end is None:
+        return
+
+    def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = start(self, *args, **kwargs)
+        col.coalescing_begins(self)
+        return out
+
+    def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = col.coalescing_ends(self)
+        work = None
+        try:
+            work = end(self, *args, **kwargs)
+        finally:
+            col.coalesced(self, calls or [], work)
+        return work
+
+    pg_class._start_coalescing, pg_class._end_coalescing = _start_coalescing, _end_coalescing
 
 
 def _wrap(col: Collectives, method: str, original: Any) -> Any:

@@ -18,15 +18,31 @@ from torch.distributed import distributed_c10d as dist
 from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
 from distdiag.recorder.state import guarded
+from distdiag.terms.backends import blocks_host
 from distdiag.terms.ranks import fold_ranks
 
+SECOND_RECORDER = 1 << 32
 OFFSETS_KEPT = 16  # the flight recorder's newest numbers are few collectives old
+
+
+class Batch:
+    """Operations between `_start_coalescing` and `_end_coalescing`: one operation of the device, with one number."""
+
+    __slots__ = ("begun_ns", "calls", "seq")
+
+    def __init__(self, begun_ns: int) -> None:
+        self.begun_ns = begun_ns
+        self.calls: list[int] = []
+        self.seq = 0  # of its collectives
 
 
 class Group:
     """What is known of one process group in this process."""
 
-    __slots__ = ("_offsets", "members", "offset", "open_messages", "pg", "slot", "slot_index", "to_global")
+    __slots__ = (
+        "_offsets", "coalescing", "connected", "members", "offset", "on_device", "open_messages", "pg", "slot", "slot_index",
+        "to_global",
+    )  # fmt: skip
 
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
         self.pg, self.slot, self.slot_index = pg, slot, slot_index
@@ -34,6 +50,10 @@ class Group:
         self.to_global = dict(enumerate(members))
         self.offset = 0  # of the backend's counter over the number of collectives
         self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
+        self.on_device = False  # its collectives do not block the host
+        self.coalescing: Batch | None = None  # between _start_coalescing and _end_coalescing
+        # With whom a communicator exists: None for the whole group, else the peer of a pair. Only kept on a device.
+        self.connected: set[int | None] = set()
         self.open_messages = 0  # point-to-point calls that have begun and not come back: the counter may be ahead
 
     def shift(self, offset: int) -> None:
@@ -113,6 +133,7 @@ class Groups:
             slot.completed = -1
             slot.flight_recorder_id = -1
             g = Group(pg, slot, n, list(members))
+            g.on_device = not blocks_host(backend)
             self._calibrate(g)
             self.groups[id(pg)] = g
             self.h.n_groups = n + 1
@@ -183,7 +204,12 @@ def _issued(g: Group) -> int | None:
 
 
 def flight_recorder_status() -> dict[str, Any]:
-    """Newest enqueued / completed collective by the flight recorder's own group number; {} where there is none."""
+    """Newest enqueued / completed collective by the flight recorder's own group number; {} where there is none.
+
+    A job may have NCCL and gloo at once, each with a recorder and numbers of its own: those of the second that is found
+    are moved by `SECOND_RECORDER`.
+    """
+    out: dict[str, Any] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
         if dump is None:
@@ -192,6 +218,6 @@ def flight_recorder_status() -> dict[str, Any]:
             status = json.loads(dump(False, False)).get("pg_status", {})
         except (RuntimeError, ValueError):
             continue
-        if status:
-            return status
-    return {}
+        above = SECOND_RECORDER if out else 0
+        out |= {str(int(number) + above): counters for number, counters in status.items()}
+    return out

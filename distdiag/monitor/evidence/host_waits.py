@@ -1,0 +1,96 @@
+"""Do hosts wait for their devices? Native frames of ranks that make no progress while operations are in flight.
+
+A proof needs it: a device's counters that do not move say nothing about what its host will do next. Two samples of one
+standstill must agree, so that a short wait is not taken for a lasting one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distdiag.monitor.evidence import native
+from distdiag.monitor.evidence.native import HostWait
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.layout import Blocked
+
+STILL_S = 0.3  # without progress for so long, a rank is sampled
+AGREE_S = 0.2  # at least between the two samples that agree
+AGAIN_S = 1.0  # between samples once two agree
+
+
+@dataclass(slots=True)
+class _Rank:
+    mark: tuple[Any, ...]
+    symbols: native.Symbols
+    asked_ns: int = 0
+    asked_s: float = -10.0
+    kind: HostWait | None = None
+    name: str = ""
+    since_s: float = 0.0  # first sample of this kind
+    confirmed: bool = False
+
+
+class HostWaits:
+    """What each standing rank's host waits for.
+
+    Args:
+        pages: Where ranks write their samples.
+    """
+
+    def __init__(self, pages: Path) -> None:
+        self.pages = pages
+        self._ranks: dict[int, _Rank] = {}
+
+    def of(self, rank: int) -> tuple[str, str] | None:
+        """(what the host waits for, the native function that shows it); None where it is not known."""
+        r = self._ranks.get(rank)
+        return (str(r.kind), r.name) if r is not None and r.confirmed and r.kind is not None else None
+
+    def sample(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
+        """Take over what ranks answered since the last poll, and ask those that make no progress; never waits."""
+        open_somewhere = any(v.ending is None and v.has_open_on_device() for v in views.values())
+        for v in views.values():
+            still_s = now_s - (v.still_since_s if v.still_since_s is not None else now_s)
+            if not open_somewhere or v.ending is not None or v.rank in stopped or still_s < STILL_S or not _asks(v):
+                self._ranks.pop(v.rank, None)
+                continue
+            assert v.page is not None
+            mark = v.progress_mark()
+            r = self._ranks.get(v.rank)
+            if r is None or r.mark != mark:
+                symbols = r.symbols if r is not None else native.Symbols(v.page.header.pid)
+                r = self._ranks[v.rank] = _Rank(mark, symbols)
+            elif r.asked_ns:
+                self._take(r, v, now_s)
+            if now_s - r.asked_s >= (AGAIN_S if r.confirmed else 0.0):
+                self._ask(r, v, now_s)
+
+    def _ask(self, r: _Rank, v: RankView, now_s: float) -> None:
+        assert v.page is not None
+        h = v.page.header
+        r.asked_s = now_s
+        try:
+            r.asked_ns = v.start_ns + int(now_s * 1e9)
+            native.request(h.pid, h.trace_signal - 1)
+        except OSError:
+            r.asked_ns = 0
+
+    def _take(self, r: _Rank, v: RankView, now_s: float) -> None:
+        sample = native.read(self.pages / f"r{v.rank}.native")
+        if sample is None or sample.taken_ns < r.asked_ns:
+            return
+        kind, name = native.host_wait(r.symbols.names(sample))
+        if kind != r.kind:
+            r.kind, r.name, r.since_s, r.confirmed = kind, name, now_s, False
+        elif now_s - r.since_s >= AGREE_S:
+            r.confirmed = True
+
+
+def _asks(v: RankView) -> bool:
+    """Whether this rank can be asked: it uses a device backend, and its hooks do not already tell where it waits."""
+    assert v.page is not None
+    h = v.page.header
+    return bool(v.device_groups) and bool(h.trace_signal) and h.blocked not in (Blocked.GROUP, Blocked.STORE)

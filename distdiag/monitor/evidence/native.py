@@ -1,0 +1,184 @@
+"""What a rank's main thread waits for, by its native frames: its device, a communicator, or nothing.
+
+The rank's signal handler writes return addresses (`recorder/fast/c/native.c`); here they get names, from the symbol tables of
+the libraries they lie in. Reading a library's table takes milliseconds, so a few libraries that hold no answer are left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import os
+import re
+import struct
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from distdiag.monitor.host import processes
+
+FRAMES = 62  # as in native.c
+_SAMPLE = struct.Struct(f"=QQ{FRAMES}Q")
+
+# Calls that return only when the device gets to some point, or when its launch queue has room. CUDA, HIP, Ascend and SYCL
+# all have `synchronize` in the names of the former.
+_DEVICE = re.compile(
+    r"synchronize|^_?_?(cu|cuda|hip)(memcpy|memfree|free|malloc|memalloc|launch|graphlaunch|streamwaitevent)", re.I
+)
+_COMMUNICATOR = re.compile(r"^p?(nccl|rccl)(comminit|commsplit|getuniqueid)|initNCCLComm|newCommunicator", re.I)
+# Their tables are large, and neither name is theirs to decide: the call into the device library lies further in.
+_NO_ANSWER = re.compile(r"^(libtorch_|libpython|python|libc\.|libc-|libm\.|libstdc\+\+|ld-|libgcc)")
+
+
+class HostWait(StrEnum):
+    """What the main thread was in."""
+
+    DEVICE = "device"  # a call that waits for the device
+    COMMUNICATOR = "communicator"  # creating a communicator
+    NO = "no"  # neither: it computes, or waits for something else
+
+
+@dataclass(slots=True)
+class Sample:
+    """Native frames at one moment."""
+
+    taken_ns: int  # CLOCK_MONOTONIC
+    addresses: tuple[int, ...]  # innermost first
+
+
+def request(pid: int, number: int) -> None:
+    """Send the signal that makes a rank write a sample.
+
+    Raises:
+        OSError: the process is gone, or it has no handler (any more): the signal would end it.
+    """
+    if not processes.catches(pid, number):
+        raise OSError(errno.ESRCH, "has no handler for this signal")
+    os.kill(pid, number)
+
+
+def read(path: Path) -> Sample | None:
+    """The newest sample in a rank's file; None where there is none."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < _SAMPLE.size:
+        return None
+    taken_ns, n, *addresses = _SAMPLE.unpack_from(data)
+    return Sample(taken_ns, tuple(addresses[: min(n, FRAMES)]))
+
+
+@dataclass(slots=True)
+class Symbols:
+    """Names of native addresses of one process; libraries that are loaded later are found at the next sample."""
+
+    pid: int
+    _maps: list[tuple[int, int, int, str]] = field(default_factory=list)  # start, end, file offset, path
+
+    def _find(self, address: int) -> tuple[int, int, int, str] | None:
+        return next((m for m in self._maps if m[0] <= address < m[1]), None)
+
+    def names(self, sample: Sample) -> list[str]:
+        """Symbol of each frame, innermost first; "" where it has none."""
+        if not self._maps or any(self._find(a) is None for a in sample.addresses):
+            self._maps = _executable_maps(self.pid)
+        out = []
+        for address in sample.addresses:
+            m = self._find(address)
+            name = ""
+            if m is not None and not _NO_ANSWER.match(os.path.basename(m[3])):
+                name = _table(f"/proc/{self.pid}/root{m[3]}", m[3]).name(address - m[0] + m[2])
+            out.append(name)
+        return out
+
+
+def host_wait(names: list[str]) -> tuple[HostWait, str]:
+    """What a main thread with these frames waits for, and the name that shows it."""
+    for name in names:
+        if _COMMUNICATOR.search(name):
+            return HostWait.COMMUNICATOR, name
+    for name in names:
+        if _DEVICE.search(name):
+            return HostWait.DEVICE, name
+    return HostWait.NO, ""
+
+
+def _executable_maps(pid: int) -> list[tuple[int, int, int, str]]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    out = []
+    for line in lines:
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and "x" in parts[1] and parts[5].startswith("/"):
+            start, end = (int(x, 16) for x in parts[0].split("-"))
+            out.append((start, end, int(parts[2], 16), parts[5]))
+    return out
+
+
+@dataclass(slots=True)
+class _Table:
+    """Function symbols of one ELF file."""
+
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    segments: list[tuple[int, int, int]] = field(default_factory=list)  # file offset, length, virtual address
+
+    def name(self, offset: int) -> str:
+        """The function at this offset of the file."""
+        for start, length, virtual in self.segments:
+            if start <= offset < start + length:
+                at = offset - start + virtual
+                i = bisect.bisect_right(self.starts, at) - 1
+                return self.names[i] if i >= 0 and at <= self.ends[i] else ""  # a return address may be the end
+        return ""
+
+
+@lru_cache(maxsize=64)
+def _table(path: str, _name: str) -> _Table:
+    """The symbols of an ELF file of 64 bits; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as f:
+            return _parse(f)
+    except (OSError, struct.error, IndexError, ValueError):
+        return _Table()
+
+
+def _parse(f: BinaryIO) -> _Table:
+    head = f.read(64)
+    if head[:6] != b"\x7fELF\x02\x01":
+        return _Table()
+    ph_at, sh_at = struct.unpack_from("<QQ", head, 32)
+    ph_size, ph_n, sh_size, sh_n = struct.unpack_from("<HHHH", head, 54)
+    table = _Table()
+    f.seek(ph_at)
+    data = f.read(ph_size * ph_n)
+    for i in range(ph_n):
+        kind, _, offset, virtual, _, length = struct.unpack_from("<IIQQQQ", data, i * ph_size)
+        if kind == 1:  # PT_LOAD
+            table.segments.append((offset, length, virtual))
+    f.seek(sh_at)
+    data = f.read(sh_size * sh_n)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, i * sh_size) for i in range(sh_n)]
+    found: dict[int, tuple[int, str]] = {}
+    for _, kind, _, _, offset, size, link, *_ in sections:
+        if kind not in (2, 11):  # SHT_SYMTAB, SHT_DYNSYM
+            continue
+        f.seek(sections[link][4])
+        strings = f.read(sections[link][5])
+        f.seek(offset)
+        for name, info, _, where, value, length in struct.iter_unpack("<IBBHQQ", f.read(size // 24 * 24)):
+            if info & 15 in (2, 10) and where and length:  # a function, defined here
+                end = strings.index(b"\0", name)
+                found.setdefault(value, (value + length, strings[name:end].decode("utf-8", "replace")))
+    for start in sorted(found):
+        end, name = found[start]
+        table.starts.append(start)
+        table.ends.append(end)
+        table.names.append(name)
+    return table

@@ -1,0 +1,89 @@
+"""Which operations a rank's device has not completed, from counters: the host does not wait in them.
+
+The host issues operations and runs ahead; the device works them off in the order of issue. Collectives are incomplete by
+the flight recorder's counters (issued − completed per group), messages by its entries. What C++ issues (DDP's reducer) is known
+by its number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.model.snapshot import Call
+
+OpenMessages = Mapping[tuple[str, str, int | None], int]  # (group, send or recv, peer) -> how many are incomplete
+
+
+def incomplete(
+    calls: tuple[Call, ...], completed: Mapping[str, int], open_messages: OpenMessages | None
+) -> tuple[Call, ...]:
+    """The calls, where those on a device count as complete only if the counters say so.
+
+    Args:
+        calls: Oldest first.
+        completed: Newest completed collective by group.
+        open_messages: The newest so many of each kind are incomplete; None where it is not known.
+    """
+    left = dict(open_messages or {})
+    out = []
+    for c in reversed(calls):
+        if c.on_device and c.completed_s is not None:
+            if c.p2p:
+                key = (c.group, c.op, c.peer)
+                is_open = left.get(key, 0) > 0
+                left[key] = left.get(key, 0) - 1
+            else:
+                is_open = c.seq is not None and c.seq > completed.get(c.group, c.seq)
+            if is_open:
+                c = replace(c, completed_s=None)
+        out.append(c)
+    return tuple(reversed(out))
+
+
+def heads(
+    calls: tuple[Call, ...],
+    groups: Iterable[str],
+    enqueued: Mapping[str, int],
+    completed: Mapping[str, int],
+    issued_in_cpp: Mapping[str, Call],
+) -> tuple[Call, ...]:
+    """The oldest incomplete operation of each group and pair of ranks, in the order of issue.
+
+    Args:
+        calls: Of the rank, oldest first, as `incomplete` returns them.
+        groups: Those whose collectives do not block the host.
+        enqueued, completed: Newest collective issued and completed, by group.
+        issued_in_cpp: What is known of the next incomplete collective of a group that no call in `calls` is.
+    """
+    found: list[Call] = []
+    known: dict[tuple[str, int | None], Call] = {}
+    messages: dict[tuple[str, int | None], Call] = {}
+    for c in calls:
+        if not c.on_device or c.completed_s is not None:
+            continue
+        if c.p2p:
+            messages.setdefault((c.group, c.peer), c)  # the pair's own communicator works them off in order
+        else:
+            known.setdefault((c.group, c.seq), c)
+    for group in groups:
+        done = completed.get(group)
+        if done is not None and done < enqueued.get(group, 0):
+            head = known.get((group, done + 1)) or issued_in_cpp.get(group)
+            found.append(head or Call(op="", group=group, seq=done + 1, on_device=True))
+    found += messages.values()
+    # What C++ has issued without a time of its own is taken to come last: it is no proof of an order.
+    return tuple(sorted(found, key=lambda c: float("inf") if c.entered_s is None else c.entered_s))
+
+
+def waited_for(queued: tuple[Call, ...]) -> Call | None:
+    """The operation that a host waits for while it waits for its device; None where that cannot be known.
+
+    It is the first that the stream depends on: a synchronous one, or one whose `wait()` returned. Operations of C++ are
+    waited for by those who issue them. A single asynchronous one without `wait()` is all that can keep the device.
+    """
+    for c in queued:
+        if c.left_s is not None or c.entered_s is None:
+            return c
+    return queued[0] if len(queued) == 1 else None

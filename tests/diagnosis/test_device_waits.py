@@ -1,0 +1,147 @@
+"""Waits on a device backend: the host has issued an operation, and waits for its device elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.waits.graph import build
+from distdiag.monitor.ranks import device_queue
+from tests.diagnosis.made import proved
+
+HOST = Site("/job/train.py", 99, "log")
+
+
+def issued(op: str, seq: int | None, at_s: float, line: int, group: str = "default_pg", **more: Any) -> Call:
+    return Call(
+        **{
+            "op": op,
+            "group": group,
+            "seq": seq,
+            "site": Site("/job/train.py", line, "main"),
+            "entered_s": at_s,
+            "left_s": at_s + 0.001,
+            "on_device": True,
+            **more,
+        }
+    )
+
+
+def rank(q: int, *open_calls: Call, waits: bool = True, done: dict[str, int] | None = None) -> RankState:
+    """A rank whose device has these operations open, in the order of issue."""
+    messages: dict[str, int] = {}
+    for c in open_calls:
+        if c.p2p:
+            messages[f"{c.op}:{c.peer}:{c.tag}:{c.group}"] = c.nth or 1
+    collective = [c for c in open_calls if not c.p2p]
+    queued = device_queue.heads(
+        open_calls,
+        {c.group for c in collective},
+        {c.group: c.seq or 0 for c in collective},
+        {c.group: min((x.seq or 1) for x in collective if x.group == c.group) - 1 for c in collective},
+        {},
+    )
+    return RankState(
+        rank=q,
+        place=HOST,
+        user_stack=(HOST,),
+        queued=queued,
+        blocked=device_queue.waited_for(queued) if waits else None,
+        host_wait="device" if waits else "no",
+        calls=open_calls,
+        enqueued={c.group: c.seq or 0 for c in collective} or {"default_pg": 6},
+        completed=done or {"default_pg": 6, "a": 0, "b": 0},
+        p2p_issued=messages,
+    )
+
+
+def job(*ranks: RankState) -> Snapshot:
+    everyone = tuple(r.rank for r in ranks)
+    groups = {n: Group(name=n, ranks=everyone, backend="nccl") for n in ("default_pg", "a", "b")}
+    return Snapshot(t_s=100.0, world_size=len(ranks), ranks={r.rank: r for r in ranks}, groups=groups)
+
+
+def test_different_collectives_of_two_hosts_that_wait_for_their_devices() -> None:
+    s = job(rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, issued("broadcast", 7, 90.0, 14, root=1)))
+    (found,) = proved(s)
+    assert found.certainty == "proved" and {(w.rank, w.line) for w in (*found.where, *found.waiting)} >= {
+        (0, 10),
+        (1, 14),
+    }
+
+
+def test_a_rank_that_computes_may_still_come() -> None:
+    s = job(rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, waits=False))
+    graph = build(s)
+    assert not graph.stuck and graph.sinks == (1,)
+    assert proved(s) == []
+
+
+def test_a_rank_that_waits_for_a_long_kernel_may_still_come() -> None:
+    """Its device has no collective to wait for: it is busy with its own work."""
+    late = replace(rank(1), host_wait="device", blocked=None)
+    graph = build(job(rank(0, issued("all_reduce", 7, 90.0, 10)), late))
+    assert not graph.stuck and graph.sinks == (1,)
+
+
+def test_groups_in_opposite_order_although_both_hosts_have_issued_both() -> None:
+    s = job(
+        rank(0, issued("all_reduce", 1, 90.0, 10, "a"), issued("all_reduce", 1, 90.1, 11, "b")),
+        rank(1, issued("all_reduce", 1, 90.0, 21, "b"), issued("all_reduce", 1, 90.1, 22, "a")),
+    )
+    (found,) = proved(s)
+    assert (found.kind, found.cause) == ("deadlock", "group_cycle") and set(found.victims) == {0, 1}
+
+
+def test_an_asynchronous_operation_holds_nothing_up_before_its_wait() -> None:
+    """Each is on the stream of its own communicator: the order of issue is no order of the device."""
+    s = job(
+        rank(0, issued("all_reduce", 1, 90.0, 10, "a", left_s=None), issued("all_reduce", 1, 90.1, 11, "b")),
+        rank(1, issued("all_reduce", 1, 90.0, 21, "b", left_s=None), issued("all_reduce", 1, 90.1, 22, "a")),
+    )
+    assert not build(s).stuck
+
+
+def test_two_that_send_before_they_receive() -> None:
+    def ends(q: int) -> tuple[Call, Call]:
+        peer = 1 - q
+        return (
+            issued("send", None, 90.0, 30, peer=peer, nth=1),
+            issued("recv", None, 90.1, 31, peer=peer, nth=1),
+        )
+
+    s = job(rank(0, *ends(0)), rank(1, *ends(1)))
+    (found,) = proved(s)
+    assert (found.kind, found.cause) == ("deadlock", "p2p_cycle")
+
+
+def test_the_same_in_one_batch_is_one_operation_of_the_device() -> None:
+    def ends(q: int) -> tuple[Call, Call]:
+        return (
+            issued("send", None, 90.0, 30, peer=1 - q, nth=1),
+            issued("recv", None, 90.0, 31, peer=1 - q, nth=1),
+        )
+
+    assert not build(job(rank(0, *ends(0)), rank(1, *ends(1)))).stuck
+
+
+def test_counters_that_are_late_are_not_believed() -> None:
+    """Rank 1 has seen the all_reduce complete, so it is complete on rank 0, whose watchdog has not noticed."""
+    s = job(
+        rank(0, issued("all_reduce", 7, 90.0, 10), issued("all_reduce", 1, 90.1, 11, "a")),
+        rank(1, issued("all_reduce", 1, 90.1, 11, "a"), done={"default_pg": 7, "a": 0}),
+    )
+    assert not build(s).stuck
+
+
+def test_what_is_open_goes_by_the_counters() -> None:
+    calls = tuple(issued("all_reduce", k, float(k), 10, completed_s=k + 0.001) for k in range(1, 5))
+    sent = tuple(issued("send", None, 5.0 + k, 30, peer=1, nth=k, completed_s=5.5 + k) for k in (1, 2, 3))
+    now = device_queue.incomplete((*calls, *sent), {"default_pg": 2}, {("default_pg", "send", 1): 1})
+    assert [c.seq or c.nth for c in now if c.completed_s is None] == [3, 4, 3]
+    assert [(c.op, c.seq or c.nth) for c in device_queue.heads(now, ["default_pg"], {"default_pg": 4}, {"default_pg": 2}, {})] == [
+        ("all_reduce", 3),
+        ("send", 3),
+    ]  # fmt: skip

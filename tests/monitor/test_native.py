@@ -1,0 +1,117 @@
+"""What a process waits for, by the native frames that its signal handler writes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from distdiag.monitor.evidence import ask, native
+from distdiag.monitor.evidence.native import HostWait
+from tests.jobs import wait_for
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"),
+]
+
+LIBRARY = """
+    #include <sched.h>
+    static int spin(volatile int *on) { while (*on) sched_yield(); return 0; }
+    int cudaStreamSynchronize(volatile int *on) { return spin(on) + 1; }
+    int compute(volatile int *on) { return spin(on) + 1; }
+    int ncclCommInitRank(volatile int *on) { return cudaStreamSynchronize(on) + 1; }
+"""
+PROCESS = """
+    import ctypes, os, sys
+    from distdiag.recorder.fast import _native
+    _native.install(46, os.open(sys.argv[2], os.O_RDWR | os.O_CREAT))
+    print("ready", flush=True)
+    getattr(ctypes.CDLL(sys.argv[1]), sys.argv[3])(ctypes.byref(ctypes.c_int(1)))
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    (tmp_path / "device.c").write_text(textwrap.dedent(LIBRARY))
+    out = tmp_path / "libdevice.so"
+    subprocess.check_call(["cc", "-shared", "-fPIC", "-O1", "-o", out, tmp_path / "device.c"])
+    return out
+
+
+@contextmanager
+def start(library: Path, file: Path, function: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROCESS), library, file, function], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("cudaStreamSynchronize", HostWait.DEVICE),
+        ("compute", HostWait.NO),
+        ("ncclCommInitRank", HostWait.COMMUNICATOR),
+    ],
+)
+def test_a_main_thread_in_a_native_function(library: Path, tmp_path: Path, function: str, expected: HostWait) -> None:
+    pytest.importorskip("distdiag.recorder.fast._native")
+    file = tmp_path / "r0.native"
+    with start(library, file, function) as process:
+        symbols = native.Symbols(process.pid)
+
+        def inside() -> list[str]:
+            native.request(process.pid, 46)
+            sample = native.read(file)
+            names = symbols.names(sample) if sample is not None else []
+            return names if function in names else []
+
+        names = wait_for(inside, 20, f"a sample inside {function}")
+        kind, name = native.host_wait(names)
+        assert kind == expected
+        assert kind == HostWait.NO or name == function
+        assert process.poll() is None
+
+
+def test_a_process_without_the_handler_is_sent_no_signal() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with pytest.raises(OSError, match="handler"):
+            native.request(process.pid, 46)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def entry(op: str, state: str, seq: int, p2p: bool = False) -> dict[str, object]:
+    return {
+        "process_group": ["0", "default_pg"], "profiling_name": f"nccl:{op}", "state": state, "is_p2p": p2p,
+        "collective_seq_id": 0 if p2p else seq, "p2p_seq_id": seq if p2p else 0, "retired": False,
+    }  # fmt: skip
+
+
+def test_entries_of_a_coalesced_group_take_its_state() -> None:
+    """NCCL leaves each operation of it scheduled for ever; one entry more has the state of all."""
+    record = ask.FlightRecord(0.0)
+    entries = [
+        entry("all_reduce", "scheduled", 1), entry("all_reduce", "scheduled", 1), entry("coalesced", "completed", 1),
+        entry("send 0->1", "scheduled", 1, p2p=True), entry("recv 0<-1", "scheduled", 1, p2p=True),
+        entry("coalesced", "completed", 1, p2p=True),
+        entry("recv 0<-1", "scheduled", 2, p2p=True), entry("all_reduce", "scheduled", 2),
+    ]  # fmt: skip
+    ask.parse({"entries": entries}, record)
+    assert (record.enqueued, record.completed) == ({"0": 2}, {"0": 1})
+    assert record.open_messages == {("0", "recv", 1): 1}
