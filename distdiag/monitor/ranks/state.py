@@ -21,6 +21,14 @@ from distdiag.terms.ranks import unfold_ranks
 _CPP_WAITS = ("_functional_collectives.", "_ops.")  # innermost Python frames below which C++ waits for a collective
 
 
+def _issue_stack(site: Site, stack: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The user's frames at a call that the host has left since: those outside its function are the same, if it is still in it."""
+    for i, frame in enumerate(stack):
+        if (frame.file, frame.function) == (site.file, site.function):
+            return (site, *stack[i + 1 :])
+    return (site,)
+
+
 @dataclass
 class RankView(PageView):
     """What one rank is doing, from its page and what the kernel says of its process."""
@@ -98,6 +106,8 @@ class RankView(PageView):
         ):
             stack = (blocked.site, *stack[1:])
         place = stack[0] if stack else None
+        if on_device and blocked is not None and blocked.site is not None:
+            stack = _issue_stack(blocked.site, stack)
         ended_s = self.ended_s
         if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # what it raised, or where it called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
