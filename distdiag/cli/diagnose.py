@@ -108,6 +108,7 @@ def verdict(report: Report) -> str:
 
 def _print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.text.checks import checked_lines
     from distdiag.diagnosis.text.finding import finding_lines, printable
 
     encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
@@ -124,10 +125,28 @@ def _print_text(report: Report, ascii: bool) -> None:
         print()
         for i, line in enumerate(finding_lines(f, ascii=plain, width=width)):
             print(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line)
+    footer = checked_lines(report.checks, width)
+    if footer:
+        print()
+    for line in footer:
+        print(show(printable(line)))
     if report.notes:
         print()
         for note in report.notes:
             print(show(f"note: {printable(note)}"))
+
+
+def _print_why(report: Report, kind: str, ascii: bool) -> None:
+    from distdiag.diagnosis.text.checks import known_kinds, why_lines
+    from distdiag.diagnosis.text.finding import finding_lines, printable
+
+    if kind not in known_kinds():
+        raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
+    for line in why_lines(kind, report.checks, report.findings):
+        print(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
+    for f in report.findings:
+        if f.kind == kind:
+            print("\n".join(["", *finding_lines(f, ascii=ascii)]))
 
 
 def _fails(findings: tuple[Finding, ...], threshold: str) -> bool:
@@ -146,8 +165,9 @@ def _fails(findings: tuple[Finding, ...], threshold: str) -> bool:
     show_default=True,
     help="Exit 1 where a finding is at least this bad.",
 )
+@click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
 @click.option("--ascii", "ascii", is_flag=True, help="No characters beyond ASCII.")
-def command(targets: tuple[str, ...], as_json: bool, fail_on: str, ascii: bool) -> int:
+def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | None, ascii: bool) -> int:
     """The verdict on a running job, a finished one, or flight-recorder dumps from any cluster.
 
     RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, of any torch 2.x, with
@@ -158,6 +178,9 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, ascii: bool) 
     import msgspec
 
     report = _report(targets)
+    if why is not None:
+        _print_why(report, why, ascii)
+        return int(ExitCode.OK)
     if as_json:
         print(msgspec.json.encode(report).decode())
     else:

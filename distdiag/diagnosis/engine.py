@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.checks import Checks
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.history import History, all_ended
 from distdiag.diagnosis.job_state import job_state
@@ -54,7 +55,7 @@ class Diagnosis:
     state_text: str = ""
     graph: WaitGraph | None = None
     failures: dict[str, int] = field(default_factory=dict)  # of our own rules: text -> how often
-    abstained: dict[str, tuple[Abstained, ...]] = field(default_factory=dict)  # why each kind has no finding, by kind
+    checks: Checks = field(default_factory=Checks)  # what could be judged, and why not
     rules: tuple[Rule, ...] = RULES
     _history: History = field(default_factory=History)
     _slow_at: float = -1.0
@@ -87,11 +88,11 @@ class Diagnosis:
         for rule in rules:
             name = rule.kind.name
             if blocked and not rule.kind.while_blocked:
-                self.abstained[name] = (Abstained("ranks stall, or the job has stopped"),)
+                self.checks.take(name, [Abstained("ranks stall, or the job has stopped")])
                 continue
             outcomes = self._run(rule, facts)
             facts.found += [x for x in outcomes if isinstance(x, Finding)]
-            self.abstained[name] = tuple(x for x in outcomes if isinstance(x, Abstained))
+            self.checks.take(name, outcomes)
             evaluated.add(name)
         return evaluated
 

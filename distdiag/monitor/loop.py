@@ -316,6 +316,7 @@ class Monitor:
         if s.t_s - self._loaders_at >= 2.0 or over:
             self._loaders_at = s.t_s
             w.loaders(loader_rows(s))
+            w.checks(self.diagnosis.checks.all)
         self._write_facts(s)
         w.commit()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding, Report
+from distdiag.diagnosis.model.findings import Check, Finding, Report
 from distdiag.errors import need
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.database import Database
@@ -115,7 +115,15 @@ class Run(Database):
             ranks_seen=seen,
             findings=self.findings(),
             notes=tuple(notes),
+            checks=self.checks(meta),
         )
+
+    def checks(self, meta: dict[str, str | None]) -> tuple[Check, ...]:
+        """What the diagnosis could judge so far; empty in runs of versions that did not record it."""
+        try:
+            return msgspec.json.decode(meta.get("checks") or "[]", type=tuple[Check, ...])
+        except msgspec.DecodeError:
+            return ()
 
     # -- frames -------------------------------------------------------------------------------------------------
 

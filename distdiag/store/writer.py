@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.store import SCHEMA_VERSION, filesystem, rundir
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
 from distdiag.store.keep import Keeper
@@ -111,6 +111,7 @@ class Writer:
         self._pending: list[tuple[str, list[tuple[Any, ...]]]] = []
         self._retry_at = self._beat_at = 0.0
         self._newest_t_s = 0.0
+        self._checks: tuple[Check, ...] = ()
         self._local: Path | None = None  # directory that holds the database instead of run_dir
         self._closed = False
         with contextlib.suppress(OSError):
@@ -226,6 +227,12 @@ class Writer:
         times = (f.first_seen_s, f.detected_s, f.cleared_s)
         head = (f.key, f.kind, f.cause, str(f.severity), str(f.certainty))
         self._add(_FINDING, [(*head, *times, f.message, _encode.encode(f).decode())])
+
+    def checks(self, checks: tuple[Check, ...]) -> None:
+        """Replace what the diagnosis could judge so far, if it has changed."""
+        if checks != self._checks:
+            self._checks = checks
+            self.meta(checks=_encode.encode(checks).decode())
 
     def probe(self, t_s: float, name: str, verdict: str, json_text: str) -> None:
         """Record a probe's result beside the run it was measured in."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import main
-from distdiag.diagnosis.model.findings import Finding, Where
+from distdiag.diagnosis.model.findings import Check, Finding, Where
 from distdiag.errors import ExitCode
 from distdiag.store.frames import RankRow
 from distdiag.store.writer import Writer
@@ -185,3 +185,34 @@ def test_diagnosing_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code, hung(tmp_path / "d")], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_the_end_says_what_was_checked_and_what_could_not_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    few = "22 of 30 steps after the warm-up"
+    checks = (
+        Check(kind="deadlock", checked=True),
+        Check(kind="straggler", reason=few),
+        Check(kind="input_bound", reason=few),
+        Check(kind="uneven_batches", checked=True),
+        Check(kind="uneven_batches", cause="count", reason="the length of a loader is not known"),
+        Check(kind="memory", checked=True, reason="no growth"),
+    )
+    with Writer(tmp_path / "run") as w:
+        w.checks(checks)
+    assert main(["diagnose", run]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "checked: deadlock, uneven_batches, memory",
+        f"not checked: straggler, input_bound ({few}); uneven_batches/count (the length of a loader is not known)",
+    ]
+    assert main(["diagnose", run, "--why", "straggler"]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines() == ["straggler: not checked", f"  straggler: not checked: {few}"]
+    assert main(["diagnose", run, "--why", "memory"]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines() == ["memory: not found", "  memory: no growth"]
+    assert main(["diagnose", run, "--why", "nonsense"]) == ExitCode.USAGE
+    assert main(["diagnose", run, "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["checks"][1] == {
+        "kind": "straggler", "cause": None, "checked": False, "reason": few
+    }  # fmt: skip

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
     Life,
+    Met,
     Site,
     Snapshot,
 )
-from tests.diagnosis.made import LOOP, job, only, rank, waits_for_rank_one
+from distdiag.diagnosis.rules import RULES
+from tests.diagnosis.made import LOOP, job, only, rank, steps, waits_for_rank_one
 
 
 def test_a_stall_is_withdrawn_when_the_rank_comes_and_its_record_stays() -> None:
@@ -75,3 +80,46 @@ def test_a_proof_needs_two_looks_and_is_kept_when_the_job_is_killed() -> None:
     for t in (7.0, 8.0, 12.0):
         assert d.update(stuck(t, Life.KILLED, signal=9, ended_s=6.9)) == []
     assert only(d.findings) == f
+
+
+def test_what_could_be_judged_and_why_not_is_kept() -> None:
+    d = Diagnosis(source=lambda _: None)
+    d.update(job(rank(0, steps=steps(n=20)), rank(1, steps=steps(n=20)), t_s=1.0))
+    checks = {(c.kind, c.cause): c for c in d.checks.all}
+    assert {kind for kind, _ in checks} == {rule.kind.name for rule in RULES}
+    assert not checks["straggler", None].checked and "15 of 30 steps" in checks["straggler", None].reason
+    assert checks["deadlock", None].checked and not checks["gpu", None].checked
+    d.update(job(rank(0, steps=steps(n=60)), rank(1, steps=steps(n=60)), t_s=3.0))
+    checked = next(c for c in d.checks.all if c.kind == "straggler")
+    assert (checked.checked and "costs" in checked.reason) or "no rank is the slowest" in checked.reason
+
+
+def test_a_rule_that_raises_is_counted_and_costs_only_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        kind = kinds.MEMORY
+        limits = None
+
+        def evaluate(self, facts: Facts) -> list[Finding | Abstained]:
+            raise ValueError("no such rank")
+
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    d = Diagnosis(source=lambda _: None, rules=(*(r for r in RULES if r.kind is not kinds.MEMORY), Broken()))
+    d.update(waits_for_rank_one(1.0, 60.0, activity="user_code"))
+    (failure,) = d.failures
+    assert "ValueError: no such rank" in failure and [f.kind for f in d.open()] == ["stall"]
+    assert "the rule failed" in next(c for c in d.checks.all if c.kind == "memory").reason
+
+
+def test_a_mismatch_that_completed_stays_reported_and_does_not_stop_the_job() -> None:
+    met = Met(
+        group="default_pg",
+        seq=3,
+        cause="root",
+        calls={q: Call(op="broadcast", group="default_pg", seq=3, root=q % 2) for q in range(3)},
+    )
+    d = Diagnosis(source=lambda _: None)
+    for k in range(12):
+        d.update(job(rank(0), rank(1), rank(2), t_s=10.0 + k / 4, met=(met,)))
+    f = only(d.findings)
+    assert (f.kind, f.culprits, f.cleared_s, f.collective_completed) == ("mismatch", (1,), None, True)
+    assert d.state == "degraded"

@@ -100,6 +100,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}/{self.cause}/{who}/{','.join(self.names[:4])}"
 
 
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a kind of finding, or one cause of it, could be judged at any time so far."""
+
+    kind: str
+    cause: str | None = None
+    checked: bool = False
+    reason: str = ""  # the newest: why it could not be judged, or the veto; empty: found, or nothing to tell
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What `distdiag diagnose --json` prints: one run, or one set of dumps."""
 
@@ -110,6 +119,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ranks_seen: int = 0
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()  # empty for dumps
 
 
 def rank_list(ranks: Collection[int]) -> str:
@@ -145,3 +155,4 @@ class Abstained(msgspec.Struct, frozen=True):
 
     reason: str
     checked: bool = False  # its inputs were complete: `reason` is the veto
+    cause: str | None = None  # the one cause that it is about; None: the whole kind

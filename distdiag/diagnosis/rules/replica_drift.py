@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
@@ -77,7 +79,8 @@ def _evaluate(s: Snapshot) -> Iterator[Finding | Abstained]:
         if isinstance(found, _Drift):
             yield _finding(s, found)
             return
-        yield found
+        if kind_of == "parameters" or any(x.kind == kind_of for r in s.ranks.values() for x in r.samples):
+            yield replace(found, cause=None if kind_of == "parameters" else kind_of)
 
 
 def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:

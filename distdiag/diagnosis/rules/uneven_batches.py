@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
@@ -52,8 +54,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if (veto := not_one_model(s)) is not None:
         yield veto
         return
-    yield _count(facts)
-    yield _size(s)
+    for cause, outcome in (("count", _count(facts)), ("size", _size(s))):
+        yield replace(outcome, cause=cause) if isinstance(outcome, Abstained) else outcome
 
 
 # -- number of batches -----------------------------------------------------------------------------------------------

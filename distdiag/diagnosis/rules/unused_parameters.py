@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
@@ -50,7 +52,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if case.having and (found := _unused(case)) is not None:
         yield found
     yield from _frozen(snapshot)
-    yield _not_needed(snapshot)
+    not_needed = _not_needed(snapshot)
+    yield replace(not_needed, cause="flag_not_needed") if isinstance(not_needed, Abstained) else not_needed
 
 
 # -- unused ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""What was checked and what could not be, and why a kind was not found."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from distdiag.diagnosis.kinds import KINDS
+from distdiag.diagnosis.model.findings import Check, Finding
+
+
+def checked_lines(checks: Sequence[Check], width: int | None = None) -> list[str]:
+    """Return two lines: the kinds that were judged, and those that could not be, with the reason.
+
+    Args:
+        width: Wrap to so many columns; None: one line each.
+    """
+    missing = [c for c in checks if not c.checked]
+    partly = {c.kind for c in missing if c.cause is None}
+    judged = [kind for kind in dict.fromkeys(c.kind for c in checks) if kind not in partly]
+    by_reason: dict[str, list[str]] = {}
+    for c in missing:
+        if c.cause is None or c.kind not in partly:
+            by_reason.setdefault(c.reason, []).append(_name(c))
+    reasons = [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+    lines = [f"checked: {', '.join(judged)}"] if judged else []
+    lines += [f"not checked: {'; '.join(reasons)}"] if reasons else []
+    if width is None:
+        return lines
+    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+
+
+def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -> list[str]:
+    """Return what is known about one kind: how often it was found, and the newest reason of each check."""
+    mine = [c for c in checks if c.kind == kind]
+    found = [f for f in findings if f.kind == kind]
+    if found:
+        cleared = sum(f.cleared_s is not None for f in found)
+        lines = [
+            f"{kind}: found {len(found)} time{'s' if len(found) > 1 else ''}"
+            + (f", {cleared} cleared" if cleared else "")
+        ]
+    elif not mine:
+        lines = [f"{kind}: no rule has judged it in this run"]
+    else:
+        lines = [f"{kind}: {'not found' if any(c.checked for c in mine) else 'not checked'}"]
+    for c in mine:
+        if c.reason:
+            lines.append(f"  {_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}")
+    return lines
+
+
+def _name(c: Check) -> str:
+    return c.kind if c.cause is None else f"{c.kind}/{c.cause}"
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Return the names of all kinds."""
+    return tuple(KINDS)
