@@ -1,22 +1,25 @@
 """distdiag: who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.
 
-The public surface is small: `attach()` records the calling process and returns a `Handle`. Everything else is
-reached through the command line (`distdiag --help`) and through `run.db`.
+The public surface: `attach()` records the calling process and returns a `Handle`; `open_run()` opens a recorded run and
+returns a `Run`. Everything else is reached through the command line (`distdiag --help`) and through `run.db`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distdiag.recorder import Handle
+    from pathlib import Path
 
-__all__ = ["__version__", "attach"]
+    from distdiag.recorder import Handle
+    from distdiag.store.reader import Run
+
+__all__ = ["Handle", "Run", "__version__", "attach", "open_run"]
 __version__ = "0.1.0"
 
 
 def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
-    """Record this rank from here on; call it once per process, before or after `init_process_group`.
+    """Record this rank from here on. Call it once per process, before or after `init_process_group`.
 
     Never raises into the job: what cannot be recorded is counted and shown by the readers.
 
@@ -27,3 +30,31 @@ def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
     from distdiag.recorder import attach as _attach
 
     return _attach(run_dir, name=name)
+
+
+def open_run(run: str | Path | None = None) -> Run:
+    """Open a recorded run, live or finished, for reading: `with open_run() as run: run.steps_frame()`.
+
+    Args:
+        run: Run directory; default as for every command: `DISTDIAG_RUN_DIR`, else `reports/latest`.
+
+    Raises:
+        DistdiagError: there is no run, or it cannot be read; its `hint` says what to do.
+    """
+    from distdiag.store import rundir
+    from distdiag.store.reader import open_run as _open_run
+
+    return _open_run(rundir.resolve(str(run) if run is not None else None))
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public types only when they are asked for: `import distdiag` costs nothing."""
+    if name == "Handle":
+        from distdiag.recorder import Handle
+
+        return Handle
+    if name == "Run":
+        from distdiag.store.reader import Run
+
+        return Run
+    raise AttributeError(f"module 'distdiag' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Exit codes and the one error that a person may meet: one line of error, one line of hint, no traceback."""
+"""Exit codes and the one error that users see: one line of error, one line of hint, no traceback."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a script may rely on; shown by `distdiag --help`."""
+    """Exit codes of every command; part of the contract, shown by `distdiag --help`."""
 
     OK = 0  # done; nothing at or above --fail-on
-    FAILED = 1  # it ran and found: a finding of severity error, a probe that failed its floor
+    FAILED = 1  # a finding of severity error, or a probe below its floor
     USAGE = 2  # bad option, value or file
     INCONCLUSIVE = 3  # measured, but the host was too noisy or the budget too small to decide
     NO_DATA = 4  # no run, no rank has written, the window is empty
@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
 
 
 class DistdiagError(Exception):
-    """An error that is the answer: `message` says what is wrong, `hint` what to do.
+    """An error reported to the user: `message` says what is wrong, `hint` what to do.
 
     Args:
         message: One line, without a full stop at the end.

@@ -25,7 +25,7 @@ Record a training script on every rank and watch it while it runs; no line of it
   --run-dir DIR   where the run is written (default: DISTDIAG_RUN_DIR, else ./reports/<time>-<name>)
   --name NAME     name of the run (default: the script's)
   --keep SIZE     size bound of the run's database, e.g. 500M (default 2G); older rows are thinned beyond it
-  --quiet         findings are recorded but not said on stderr
+  --quiet         record findings but do not print them on stderr
   -m MODULE       run a module instead of a script
 
 While it runs: distdiag tui. The verdict: distdiag diagnose.

@@ -1,6 +1,6 @@
 """The `distdiag` command: one file per sub-command, imported only when it is called.
 
-`distdiag --help` must cost no torch, textual or pandas, so the group knows its commands by name and short help alone.
+`distdiag --help` must cost no torch, textual or pandas, so the group knows its commands only by name and short help.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("distdiag.cli.run", "Launch any training script on all ranks, recorded, no line changed."),
     "tui": ("distdiag.cli.tui", "Watch a run live, or replay a finished one."),
     "diagnose": ("distdiag.cli.diagnose", "The verdict on a run, or on flight-recorder dumps from any cluster."),
-    "dump": ("distdiag.cli.dump", "Stacks and collectives in flight of every rank, now."),
-    "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs; with a verdict."),
-    "report": ("distdiag.cli.report", "Write what was found as HTML, text or a Perfetto trace."),
+    "dump": ("distdiag.cli.dump", "Stacks and in-flight collectives of every rank, now."),
+    "probe": ("distdiag.cli.probe", "Measure this machine (collectives, data loading, steps, GPUs), with a verdict."),
+    "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
-    "doctor": ("distdiag.cli.doctor", "Is this machine fit to run distributed jobs, and if not, what to do."),
+    "doctor": ("distdiag.cli.doctor", "Check that this machine can run distributed jobs; say what to fix."),
     "bench": ("distdiag.cli.bench", "Run the fault collection and print the scorecard."),
 }
 
@@ -89,14 +89,14 @@ def main(argv: list[str] | None = None) -> int:
     except click.UsageError as e:
         where = e.ctx.command_path if e.ctx else "distdiag"
         code = report_error(
-            DistdiagError(e.format_message().rstrip("."), f"`{where} --help` shows what it takes"), json_of
+            DistdiagError(e.format_message().rstrip("."), f"`{where} --help` lists the options"), json_of
         )
     except click.exceptions.Exit as e:
         code = e.exit_code
     except (KeyboardInterrupt, click.Abort):
         code = int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # the reader of our stdout (head, less) has gone; Python would complain once more at exit
+        # the reader of stdout (head, less) is gone; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     return code

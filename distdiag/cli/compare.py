@@ -1,4 +1,4 @@
-"""`distdiag compare`: runs against the first of them."""
+"""`distdiag compare`: compare runs with the first one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _print(found: Comparison) -> None:
         )
         print("  ".join([first, *rest]).rstrip())
     if not kinds:
-        print("no findings of warning or above in any of them")
+        print("no findings of severity warning or above in any run")
     for note in found.notes:
         print(f"note: {note}")
     print()
@@ -73,21 +73,21 @@ def _sentence(d: Difference | None) -> str:
 @click.option(
     "--skip",
     type=click.IntRange(0),
-    help="Steps left out at the beginning of each run.  [default: 10 where there are at least 40]",
+    help="Leave out this many steps at the start of each run.  [default: 10 if there are at least 40]",
 )
 @click.option(
     "--fail-above",
     type=click.FloatRange(0),
     metavar="PCT",
-    help="Exit 1 where a run is slower than the first by more than PCT %, the whole interval being above it.",
+    help="Exit 1 if a run is slower than the first by more than PCT % (the whole 95 % interval).",
 )
-@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.compare/1.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (distdiag.compare/1).")
 @ascii_option
 def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, as_json: bool) -> int:
-    """Compare RUNs with the first of them: step time with a 95 % interval and the size of the effect, phases, findings.
+    """Compare RUNs with the first one: step time with a 95 % interval and effect size, phases, findings.
 
-    Exit codes: 0 compared, 1 slower than --fail-above allows, 2 bad option or file, 3 too few steps to decide (with
-    --fail-above), 4 no such run.
+    Exit codes: 0 compared, 1 slower than --fail-above allows, 2 bad option or file, 3 too few steps to decide
+    (with --fail-above), 4 no such run.
     """
     if len(runs) < 2:
         raise DistdiagError("compare needs two runs", "distdiag compare reports/OLD reports/NEW")
@@ -104,7 +104,7 @@ def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, a
     if all(c.step is None for c in found.runs):
         raise DistdiagError(
             "none of these runs has recorded a step",
-            "`distdiag diagnose RUN` says what each of them did",
+            "`distdiag diagnose RUN` shows what each run did",
             ExitCode.NO_DATA,
             "no_steps",
         )

@@ -1,4 +1,4 @@
-"""`distdiag doctor`: one line per check, the remedy under what did not pass."""
+"""`distdiag doctor`: one line per check, and the remedy under each that did not pass."""
 
 from __future__ import annotations
 
@@ -55,23 +55,25 @@ def _examine(ranks: int, reach: tuple[str, ...], with_torch: bool) -> Examinatio
 
 
 @click.command()
-@click.option(
-    "--ranks", default=2, show_default=True, type=click.IntRange(1), help="Local ranks that the job will have."
-)
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Local ranks of the job.")
 @click.option("--reach", multiple=True, metavar="HOST:PORT", help="Also connect to this rendezvous (repeatable).")
-@click.option("--no-torch", is_flag=True, help="Leave out what needs torch (and takes seconds).")
+@click.option("--no-torch", is_flag=True, help="Skip the checks that need torch (they take seconds).")
 @click.option(
-    "--fail-on", type=click.Choice(["warn", "fail"]), default="fail", show_default=True, help="Exit 1 from here on."
+    "--fail-on",
+    type=click.Choice(["warn", "fail"]),
+    default="fail",
+    show_default=True,
+    help="Exit 1 on a check this bad.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.doctor/1.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (distdiag.doctor/1).")
 @ascii_option
 def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as_json: bool) -> int:
-    """Is this machine fit to run distributed jobs, and if not, what to do.
+    """Check that this machine can run distributed jobs; say what to fix.
 
-    Looks at torch and its backends (with one real rendezvous of two local ranks), GPUs, cores, memory, limits, /dev/shm,
-    host name, network interfaces, clock, disk, and variables of the shell that change a job unseen.
+    Checks torch and its backends (with a real rendezvous of two local ranks), GPUs, cores, memory, limits, /dev/shm,
+    host name, network interfaces, clock, disk, and environment variables that change a job.
 
-    Exit codes: 0 fit (warnings included), 1 not fit, 2 bad option.
+    Exit codes: 0 fit (warnings allowed), 1 not fit, 2 bad option.
     """
     import msgspec
 
@@ -87,6 +89,6 @@ def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as
             if c.remedy:
                 print(f"{'':<{width + 6}}  → {c.remedy}")
         count = {v: sum(c.verdict == v for c in found.checks) for v in ("pass", "warn", "fail")}
-        print(f"\n{count['fail']} failed, {count['warn']} to look at, {count['pass']} passed")
+        print(f"\n{count['fail']} failed, {count['warn']} warnings, {count['pass']} passed")
     bad = {"fail"} if fail_on == "fail" else {"fail", "warn"}
     return int(ExitCode.FAILED if found.verdict in bad else ExitCode.OK)

@@ -1,4 +1,4 @@
-"""`distdiag dump`: where every rank stands, now, as one tree."""
+"""`distdiag dump`: the stacks of all ranks, now, as one tree."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from distdiag.errors import DistdiagError, ExitCode
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.stacks/1) instead of the tree.")
 @click.option(
-    "--timeout", "timeout_s", default=5.0, show_default=True, metavar="SECONDS", help="How long a rank may take."
+    "--timeout", "timeout_s", default=5.0, show_default=True, metavar="SECONDS", help="Wait this long for each rank."
 )
-@click.option("--no-save", is_flag=True, help="Print only; write nothing into the run directory.")
+@click.option("--no-save", is_flag=True, help="Print only; write no files into the run directory.")
 @ascii_option
 def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> int:
-    """Stacks and collectives in flight of every rank, now.
+    """Stacks and in-flight collectives of every rank, now.
 
-    Asks each rank's own C++ worker server, which answers even where Python is stuck; merges the stacks into one tree, and
-    keeps them beside the run: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
+    Asks each rank's C++ worker server, which answers even if Python is stuck. Merges the stacks into one tree and saves
+    them in the run directory: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
     torchfrtrace). RUN: default reports/latest.
     """
     from distdiag.diagnosis.model.findings import rank_list
@@ -29,7 +29,9 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     from distdiag.store import rundir, stacks
 
     if timeout_s <= 0:
-        raise DistdiagError(f"--timeout {timeout_s:g} is no time", "give seconds above 0")
+        raise DistdiagError(
+            f"--timeout {timeout_s:g} is not above 0", "give the time in seconds, for example --timeout 5"
+        )
     run_dir = rundir.resolve(run)
     now_s, dumps = dump.take(run_dir, timeout_s)
     silent = [d.rank for d in dumps if not d.answered]
@@ -58,7 +60,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
 
 
 def tree_lines(branches: list, indent: int = 0, above: int = 0) -> list[str]:
-    """The merged tree as lines: `3 ranks  all_reduce …`; a branch of the same ranks as its parent repeats no count."""
+    """The merged tree as lines: `3 ranks  all_reduce …`; a branch with the same ranks as its parent omits them."""
     out: list[str] = []
     for b in branches:
         ranks = b.ranks

@@ -16,7 +16,7 @@ def _plain(_context: click.Context, _option: click.Parameter, wanted: bool) -> N
 
 
 def ascii_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--ascii` for commands whose output is text alone."""
+    """Add `--ascii` to a command that prints text only."""
     return click.option(
-        "--ascii", is_flag=True, expose_value=False, is_eager=True, callback=_plain, help="No characters beyond ASCII."
+        "--ascii", is_flag=True, expose_value=False, is_eager=True, callback=_plain, help="Print ASCII characters only."
     )(command)

@@ -1,4 +1,4 @@
-"""`distdiag report`: what was found in a run, to keep and to send."""
+"""`distdiag report`: the findings of a run as a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 
         from distdiag.report import html
 
-        # where it keeps its cache of fonts is not what a person asked for
+        # hide its notes about the font cache
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
         out.write(html.render(facts).encode())
@@ -58,7 +58,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
     "-o",
     "--output",
     type=click.Path(),
-    help="File to write; - is standard output.  [default: RUN/report.html, RUN/trace.json; text and json: standard output]",
+    help="File to write, or - for stdout.  [default: RUN/report.html, RUN/trace.json; stdout for text and json]",
 )
 @click.option(
     "--format",
@@ -66,16 +66,18 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
     type=click.Choice(list(FORMATS)),
     default="html",
     show_default=True,
-    help="perfetto: a trace for ui.perfetto.dev.",
+    help="Output format; perfetto is a trace for ui.perfetto.dev.",
 )
-@click.option("--last-steps", type=click.IntRange(1), metavar="N", help="perfetto: only the newest N steps.")
-@click.option("--force", is_flag=True, help="Overwrite the file if it is there.")
+@click.option(
+    "--last-steps", type=click.IntRange(1), metavar="N", help="With --format perfetto: only the newest N steps."
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @ascii_option
 def command(run: str | None, output: str | None, format: str, last_steps: int | None, force: bool) -> int:
-    """Write what was found in RUN (default: reports/latest), running or finished: the verdict, who, where and what it
-    costs; step time, phases per rank, collectives, hosts, GPUs, versions.
+    """Write a report on RUN (default: reports/latest), running or finished: the verdict, who, where and the cost; step
+    time, phases per rank, collectives, hosts, GPUs, versions.
 
-    The HTML file is complete in itself: it needs no network, and can be mailed.
+    The HTML file is self-contained: it loads nothing and can be mailed.
 
     Exit codes: 0 written, 2 bad option or file, 4 no such run.
     """
@@ -84,7 +86,7 @@ def command(run: str | None, output: str | None, format: str, last_steps: int | 
 
     if last_steps is not None and format != "perfetto":
         raise DistdiagError(
-            "--last-steps is for --format perfetto only", "leave it out: the other formats show the whole run"
+            "--last-steps is for --format perfetto only", "omit it: the other formats show the whole run"
         )
     if format == "html":
         need("report", ("jinja2", "matplotlib"), "the HTML report")

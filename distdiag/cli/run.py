@@ -18,23 +18,23 @@ from distdiag.recorder.run_claim import keep_bytes
         "help_option_names": ["-h", "--help"],
     }
 )
-@click.option("--run-dir", metavar="DIR", help="Where the run is written (default: ./reports/<time>-<name>).")
+@click.option("--run-dir", metavar="DIR", help="Run directory (default: ./reports/<time>-<name>).")
 @click.option("--name", help="Name of the run (default: the script's).")
 @click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G).")
-@click.option("--quiet", is_flag=True, help="Findings are recorded but not said on stderr.")
+@click.option("--quiet", is_flag=True, help="Record findings but do not print them on stderr.")
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
 def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
-    """Launch a training script on all local ranks by torchrun, recorded, no line changed.
+    """Launch a training script on all local ranks with torchrun, recorded, no line changed.
 
-    Options that are torchrun's (--nproc-per-node, --nnodes, …) go before the script; without any, one rank per GPU runs,
-    or two where there is none.
+    torchrun's options (--nproc-per-node, --nnodes, …) go before the script. Without them one rank per GPU is started, or
+    two ranks on a machine without GPUs.
 
     \b
     distdiag run --nproc-per-node 4 train.py --epochs 3
     distdiag run --run-dir runs/a -m mypackage.train
     """
     if keep:
-        keep_bytes(keep)  # said here, once, and not by each rank
+        keep_bytes(keep)  # reported once here, not by each rank
     launcher, script = split(list(rest))
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
@@ -60,7 +60,7 @@ _FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank"}
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:
-    """(torchrun's options, script and its arguments): the script is the first word that is no option or its value."""
+    """(torchrun's options, script and its arguments): the script is the first word that is neither an option nor an option's value."""
     i = 0
     while i < len(rest):
         a = rest[i]
@@ -73,7 +73,7 @@ def split(rest: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _local_ranks() -> int:
-    """One rank per GPU; two where there is none."""
+    """One rank per GPU, or two without GPUs."""
     try:
         import pynvml
 

@@ -15,7 +15,7 @@ from distdiag.errors import DistdiagError, ExitCode, need
 if TYPE_CHECKING:
     from distdiag.tui.ui import Ui
 
-SCREENS = ("ranks", "comm", "heat", "memory", "flags", "data", "stacks", "probes", "rank", "help")
+SCREENS = ("ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "rank", "help")
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
@@ -39,7 +39,7 @@ def _ui(
     at_s: float | None,
     ascii_only: bool,
     warn: float,
-    crit: float,
+    error: float,
 ) -> Ui:
     from distdiag.tui import filters
     from distdiag.tui.once import needs_ascii
@@ -47,23 +47,23 @@ def _ui(
     from distdiag.tui.ui import Ui
 
     if sort not in BY_KEY:
-        raise DistdiagError(f"--sort {sort}: no such order", f"one of {', '.join(BY_KEY)}")
+        raise DistdiagError(f"--sort {sort}: unknown sort order", f"one of {', '.join(BY_KEY)}")
     try:
         chosen = filters.parse(filter_text)
     except filters.BadFilter as e:
-        raise DistdiagError(f"--filter {e}", "for example --filter 'rank 0-7 sev>=warn'") from None
+        raise DistdiagError(f"--filter {e}", "for example --filter 'rank 0-7 sev>=warning'") from None
     if rank is not None and screen == "ranks":
         screen = "rank"
     return Ui(
         page=screen, rank=rank if rank is not None else 0, sort=sort, reverse=reverse, filter=chosen, paused_at_s=at_s,
-        ascii=ascii_only or needs_ascii(), warn_pct=warn, crit_pct=crit,
+        ascii=ascii_only or needs_ascii(), warn_pct=warn, error_pct=error,
     )  # fmt: skip
 
 
 @click.command()
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--once", is_flag=True, help="Print one screen and leave: as large as the terminal; in a pipe, every row."
+    "--once", is_flag=True, help="Print one screen and exit: as large as the terminal, or every row into a pipe."
 )
 @click.option("--json", "as_json", is_flag=True, help="With --once: one snapshot as JSON (distdiag.snapshot/1).")
 @click.option(
@@ -71,18 +71,18 @@ def _ui(
     type=click.Choice(SCREENS),
     default="ranks",
     show_default=True,
-    help="Screen to begin with, or to print.",
+    help="First screen, or the one to print.",
 )
-@click.option("--rank", type=click.IntRange(0), help="Begin with this rank's own screen.")
+@click.option("--rank", type=click.IntRange(0), help="Start on this rank's own screen.")
 @click.option(
-    "--at", "at_s", type=float, metavar="SECONDS", help="Show the run at this moment, seconds since it began."
+    "--at", "at_s", type=float, metavar="SECONDS", help="Show the run at this time, in seconds since it began."
 )
 @click.option(
     "--filter",
     "filter_text",
     default="",
     metavar="WORDS",
-    help="Only these ranks: 'node084', 'rank 600-700', 'sev>=warn'.",
+    help="Only these ranks: 'node084', 'rank 600-700', 'sev>=warning'.",
 )
 @click.option(
     "--sort",
@@ -91,49 +91,51 @@ def _ui(
     metavar="ORDER",
     help="severity, rank, self_ms, delta, wait_ms, data_ms, step, memory, …",
 )
-@click.option("--reverse", is_flag=True, help="The other way round.")
-@click.option("--hz", type=click.FloatRange(0.1, 10), default=2.0, show_default=True, help="Looks per second.")
+@click.option("--reverse", is_flag=True, help="Reverse the sort order.")
+@click.option("--hz", type=click.FloatRange(0.1, 10), default=2.0, show_default=True, help="Refreshes per second.")
 @click.option("--size", metavar="WxH", help="With --once: size in cells, for example 120x30.")
-@click.option("--ascii", "ascii_only", is_flag=True, help="ASCII glyphs only; by itself where the locale is not UTF-8.")
+@click.option("--ascii", "ascii_only", is_flag=True, help="ASCII glyphs only (automatic if the locale is not UTF-8).")
 @click.option("--theme", metavar="NAME", help="Colours: textual-dark, textual-light, ansi-dark, ansi-light, nord, …")
 @click.option(
     "--warn",
     type=click.FloatRange(0, 100),
     default=5.0,
     show_default=True,
-    help="Δ self is a warning from this share of the step time on, %.",
+    help="Colour Δ self as a warning from this share of the step time, %.",
 )
 @click.option(
+    "--error",
     "--crit",
+    "error",
     type=click.FloatRange(0, 100),
     default=20.0,
     show_default=True,
-    help="… and an error from this share on, %.",
+    help="Colour Δ self as an error from this share, %.",
 )
-@click.option("--web", is_flag=True, help="Serve it to a browser on this machine only, behind a token.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --web: port; default: any free one.")
+@click.option("--web", is_flag=True, help="Serve the view to a browser on this machine, protected by a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --web: the port (default: any free one).")
 def command(
     run: Path | None, once: bool, as_json: bool, screen: str, rank: int | None, at_s: float | None, filter_text: str, sort: str,
-    reverse: bool, hz: float, size: str | None, ascii_only: bool, theme: str | None, warn: float, crit: float, web: bool, port: int,
+    reverse: bool, hz: float, size: str | None, ascii_only: bool, theme: str | None, warn: float, error: float, web: bool, port: int,
 ) -> int:  # fmt: skip
-    """Watch a run live, or replay a finished one; read-only, the job is not affected.
+    """Watch a run live, or replay a finished one. Read-only: the job is not affected.
 
     RUN is a run directory; default: DISTDIAG_RUN_DIR, else reports/latest.
 
     \b
     distdiag tui                     the newest run, live
-    distdiag tui --once              one screen as text (over ssh, in a pipe, for a bug report)
-    distdiag tui --once --json       one snapshot for a program
-    distdiag tui --rank 5            why is rank 5 slow, what is it doing
-    distdiag tui --web               in a browser: prints the address
+    distdiag tui --once              one screen as text, for a pipe or a bug report
+    distdiag tui --once --json       one snapshot as JSON
+    distdiag tui --rank 5            start with rank 5
+    distdiag tui --web               print an address for a browser
 
-    Keys: 1-8 screens, Enter opens a rank, / filters, s sorts, [ ] replay, ? help, q leaves.
+    Keys: 1-8 screens, Enter opens a rank, / filters, s sorts, [ ] replay, ? help, q quits.
     """
     from distdiag.store import rundir
 
     if as_json and not once:
         raise DistdiagError("--json needs --once", "`distdiag tui --once --json` prints one snapshot")
-    ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only, warn, crit)
+    ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only, warn, error)
     shape = _size(size)
     path = rundir.resolve(run)
     explicit_attempt = run is not None and Path(run).name.startswith("attempt_")
@@ -176,10 +178,10 @@ def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bo
         os.environ.pop("LINES", None)
     app = DistdiagApp(path, ui, hz=hz, theme=theme, follow_attempts=follow_attempts)
     if theme is not None and theme not in app.available_themes:
-        raise DistdiagError(f"--theme {theme}: no such theme", f"one of {', '.join(sorted(app.available_themes))}")
+        raise DistdiagError(f"--theme {theme}: unknown theme", f"one of {', '.join(sorted(app.available_themes))}")
     app.run()
     print(
-        f"distdiag: left the view; the job is not affected. `distdiag tui {quote(app.snap.run)}` comes back",
+        f"distdiag: view closed, the job is not affected; reopen it with `distdiag tui {quote(app.snap.run)}`",
         file=sys.stderr,
     )
     return app.return_value_code

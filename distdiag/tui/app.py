@@ -239,10 +239,10 @@ class DistdiagApp(Files):
         if not items:
             return
         item = items[ui.index(ui.page, items)]
-        if ui.page == "flags":
+        if ui.page == "findings":
             found = next((f for f in self.snap.findings if f.key == item), None)
             who = (found.culprits or found.victims) if found else ()
-            return self.open_rank(who[0]) if who else self.say("this flag is about no single rank")
+            return self.open_rank(who[0]) if who else self.say("this finding names no single rank")
         if ui.page == "ranks" and ui.group:
             return self._open_node(item)
         if isinstance(item, tuple) and isinstance(item[0], int):
@@ -337,9 +337,9 @@ class DistdiagApp(Files):
 
     def action_travel(self) -> None:
         items = self.page.items(self.snap, self.ui)
-        if self.ui.page != "flags" or not items:
+        if self.ui.page != "findings" or not items:
             return
-        key = items[self.ui.index("flags", items)]
+        key = items[self.ui.index("findings", items)]
         found = next(f for f in self.snap.findings if f.key == key)
         at = found.detected_s if found.detected_s is not None else found.first_seen_s
         if at is None:
@@ -399,8 +399,8 @@ class DistdiagApp(Files):
         elif kind == "node":
             self._open_node(value)
         elif kind == "finding":
-            ui.cursor["flags"] = value
-            self.action_show("flags")
+            ui.cursor["findings"] = value
+            self.action_show("findings")
         elif kind == "item" and value.isdigit():
             items = self.page.items(self.snap, ui)
             if int(value) < len(items):

@@ -41,7 +41,7 @@ def system_commands(app: DistdiagApp) -> Iterable[SystemCommand]:
     for order in ORDERS:
         yield SystemCommand(f"Sort by {order.title}", "order of the rank table", partial(app.sort_by, order.key))
     for text, meaning in (
-        ("sev>=warn", "only flagged ranks"),
+        ("sev>=warn", "only ranks with a finding"),
         ("life:running", "only running ranks"),
         ("", "all ranks"),
     ):

@@ -13,11 +13,11 @@ from distdiag.tui import severity
 HELP = (
     ("node084", "host name contains it"),
     ("rank 600-700,9", "these ranks; a bare number is a rank"),
-    ("sev>=warn", "warn, crit or lost and worse; also sev=ok"),
+    ("sev>=warning", "this severity or worse: ok wait warning error lost; also sev=ok"),
     ("life:killed", "starting running finished crashed killed stopped silent missing"),
     ("phase:data", "in this phase now"),
     ("op:all_reduce", "waiting in this collective"),
-    ("wait>10", "a number of the table: self delta wait data step mem, with > or <"),
+    ("wait>10", "a column of the table: self delta wait data step mem, with > or <"),
 )
 
 _NUMBERS = {
@@ -25,7 +25,7 @@ _NUMBERS = {
     "forward": "forward_ms", "fwd": "forward_ms", "backward": "backward_ms", "bwd": "backward_ms", "cpu": "cpu_pct",
     "late": "late_ms", "loss": "loss", "mem": "rss_bytes", "node": "node", "gpu": "gpu", "local": "local_rank",
 }  # fmt: skip
-_LEVELS = {"ok": 0, "wait": 1, "warn": 2, "warning": 2, "crit": 3, "error": 3, "lost": 4}
+_LEVELS = {"ok": 0, "wait": 1, "warning": 2, "warn": 2, "error": 3, "lost": 4}
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq, ":": operator.eq,
 }  # fmt: skip
@@ -34,7 +34,7 @@ Test = Callable[[RankTable, list[severity.Mark], int], bool]
 
 
 class BadFilter(ValueError):
-    """A filter that cannot be understood; the message says which word."""
+    """A filter that cannot be parsed; the message names the word."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def parse(text: str) -> Filter:
     """The filter that a person typed.
 
     Raises:
-        BadFilter: one of its words says nothing.
+        BadFilter: a word cannot be parsed.
     """
     words = re.sub(r"\branks?\s+(?=[\d])", "rank:", text.strip(), flags=re.IGNORECASE).split()
     return Filter(text.strip(), tuple(_test(w) for w in words))

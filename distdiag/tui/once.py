@@ -71,7 +71,7 @@ def screen(run: Path, ui: Ui, width: int, height: int | None) -> tuple[list[Line
 
 
 def _without_gaps(lines: list[Line]) -> list[Line]:
-    """The filler between the table and the flags is of use on a screen only."""
+    """The filler between the table and the findings is of use on a screen only."""
     out: list[Line] = []
     for x in lines:
         if plain(x) or (out and plain(out[-1])):

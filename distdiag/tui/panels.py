@@ -23,7 +23,7 @@ def where_text(w: Where) -> str:
     """`rank 3: train.py:118 in next_batch (waiting for data)`."""
     state = f" ({_STATES.get(w.state, clean(w.state))})" if w.state else ""
     at = place(w.file, w.line, w.function) if w.file else ""
-    return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' place not known'}"
+    return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' site unknown'}"
 
 
 def first_line(f: Finding) -> tuple[severity.Mark, str]:
@@ -78,7 +78,7 @@ def finding_lines(f: Finding, width: int, full: bool = True) -> list[Line]:
 
 
 def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
-    """What is to be said about the reading itself, before any finding."""
+    """Notices about reading the run itself, shown before any finding."""
     out: list[Line] = []
     if cut := overflow(job, snap, width):
         rows = wrap(cut, width - 4)
@@ -92,9 +92,9 @@ def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
 
 
 def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int) -> list[Line]:
-    """Rule and flags, in at most `height` lines; under 30 rows of screen only the first flag is shown in full.
+    """Rule and findings in at most `height` lines; on screens under 30 rows only the first finding is shown in full.
 
-    What is left out is said in the last line.
+    The last line counts what is left out.
     """
     if height < 2:
         return []
@@ -104,8 +104,8 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
     if snap.problem is not None or not (findings or over):
         body += _notices(snap, job, ui, width)
         if not body and snap.frame is not None:
-            closed = len(snap.findings)
-            quiet = f" · no open flags; {closed} closed: press 5" if closed else " · no flags"
+            cleared = len(snap.findings)
+            quiet = f" · no open findings; {cleared} cleared: press 5" if cleared else " · no findings"
             body.append(line((quiet, "muted")))
     if snap.problem is None and over and not findings:
         body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
@@ -128,7 +128,7 @@ def _some_findings(
         if (i == 0 or height >= 14) and len(full) <= room:
             body += full
         elif i == 0 and room >= 2:
-            body += [*full[: room - 1], cut_line(len(full) - room + 1)]  # its beginning is what matters
+            body += [*full[: room - 1], cut_line(len(full) - room + 1)]  # keep the beginning
         elif room >= 1:
             body += finding_lines(f, width, full=False)
         else:
@@ -137,7 +137,7 @@ def _some_findings(
     left = len(findings) - shown
     if left:
         how = "press 5" if ui.interactive else f"distdiag diagnose {quote(snap.run)}"
-        body.append(line((f"   {left} more flag{'s' if left != 1 else ''}: {how}", "muted", "do:show('flags')")))
+        body.append(line((f"   {left} more finding{'s' if left != 1 else ''}: {how}", "muted", "do:show('findings')")))
     elif len(body) < height and job.word in ("DEADLOCK", "FAILED", "LOST"):
         verb = "dump" if job.word == "DEADLOCK" else "report"
         body.append(line(("   more    ", "muted"), (f"distdiag {verb} {quote(snap.run)}", "muted")))
@@ -145,13 +145,13 @@ def _some_findings(
 
 
 def summary_line(snap: Snapshot, width: int) -> Line:
-    """The worst open flag on one line, for screens that are about something else."""
+    """The worst open finding on one line, for screens that are about something else."""
     findings = list(snap.open_findings)
     if not findings:
-        return line((" · no open flags", "muted"))
+        return line((" · no open findings", "muted"))
     more = f"   +{len(findings) - 1}: press 5" if len(findings) > 1 else ""
     lead = finding_lines(findings[0], width - cells(more), full=False)[0]
-    return (*lead, (more, "muted", "do:show('flags')")) if more else lead
+    return (*lead, (more, "muted", "do:show('findings')")) if more else lead
 
 
 def who(f: Finding) -> str:

@@ -1,4 +1,4 @@
-"""Severity as glyph, word and style, in this order of importance: the colour alone never says anything."""
+"""Severity as glyph, word and style. The colour never carries meaning alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankRow, RankTable
 from distdiag.tui.text import clean, seconds
 
-STALE_S = 3.0  # a rank that has not been heard of for this long shows its age
+STALE_S = 3.0  # a rank whose heartbeat is older than this shows the age
 
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """How one severity is drawn; there is one object of each, compared by identity."""
+    """How one severity is drawn. One object of each, compared by identity."""
 
     level: int  # higher is worse; the order of tables and maps
     glyph: str
@@ -28,12 +28,12 @@ OK = Mark(0, "·", ".", "ok", "muted", "nothing found")
 NO_DATA = Mark(0, "–", "-", "no data", "muted", "not measured; never drawn as 0")
 WAIT = Mark(1, "○", "o", "wait", "muted", "has not reported yet")
 INFO = Mark(0, "·", ".", "info", "muted", "a fact worth knowing, costs nothing")
-WARN = Mark(2, "▲", "!", "WARN", "warning", "costs step time, or a trend will hurt")
-CRIT = Mark(3, "█", "#", "CRIT", "error", "the job fails, hangs or computes the wrong thing")
+WARN = Mark(2, "▲", "!", "WARNING", "warning", "costs step time, or a trend will hurt")
+ERROR = Mark(3, "█", "#", "ERROR", "error", "the job fails, hangs or computes the wrong thing")
 LOST = Mark(4, "×", "x", "LOST", "error", "the process is gone, or silent")
-MARKS = (OK, NO_DATA, WAIT, WARN, CRIT, LOST)
+MARKS = (OK, NO_DATA, WAIT, WARN, ERROR, LOST)
 
-_BY_SEVERITY = {Severity.INFO: INFO, Severity.WARNING: WARN, Severity.ERROR: CRIT}
+_BY_SEVERITY = {Severity.INFO: INFO, Severity.WARNING: WARN, Severity.ERROR: ERROR}
 _LOST = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
 
 
@@ -43,11 +43,11 @@ def of_finding(severity: str) -> Mark:
 
 
 def of_rank(life: str | None, severity: str | None) -> Mark:
-    """The mark of a rank: what became of its process, else the worst open finding that names it."""
+    """The mark of a rank: lost if its process is gone, else the worst open finding that names it."""
     if life in _LOST:
         return LOST
     if severity == Severity.ERROR:
-        return CRIT
+        return ERROR
     if severity == Severity.WARNING:
         return WARN
     if life == Life.MISSING:
@@ -108,5 +108,5 @@ def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
 
 
 def stale(row: RankRow) -> bool:
-    """True where the row's numbers are old: drawn dim."""
+    """True if the row's numbers are old; they are drawn dim."""
     return row.life in (Life.SILENT, Life.MISSING, Life.DETACHED) or (row.heartbeat_age_s or 0.0) > STALE_S

@@ -45,10 +45,10 @@ _PROBLEMS = {
 
 
 def job_state(snap: Snapshot) -> JobState:
-    """The state shown for a snapshot.
+    """Return the state shown for a snapshot.
 
-    Reading problems come first, then time travel, then a monitor that is gone: whatever is older than the person
-    thinks must say so before it says anything else.
+    Reading problems come first, then replay, then a monitor that is gone: data older than the user expects is marked
+    as old before anything else.
     """
     if snap.problem is not None:
         word, glyph, style = _PROBLEMS[snap.problem.status]
@@ -120,16 +120,18 @@ def _waiting(snap: Snapshot) -> str:
 
 
 def closing_lines(snap: Snapshot, interactive: bool = True) -> list[str]:
-    """For a run that is over: how many findings it had, and what can be made of it."""
+    """Closing lines of a finished run: the number of findings and the next commands."""
     run = quote(snap.run)
     errors = [f for f in snap.findings if at_least(f.severity, "error")]
     warnings = [f for f in snap.findings if f.severity == "warning"]
     parts = []
-    for found, word in ((errors, "CRIT"), (warnings, "WARN")):
+    for found, word in ((errors, "error"), (warnings, "warning")):
         if found:
-            closed = sum(f.cleared_s is not None for f in found)
-            parts.append(f"{len(found)} {word}" + (f" ({closed} closed)" if closed else ""))
+            cleared = sum(f.cleared_s is not None for f in found)
+            parts.append(
+                f"{len(found)} {word}{'s' if len(found) != 1 else ''}" + (f" ({cleared} cleared)" if cleared else "")
+            )
     n = len(errors) + len(warnings)
     press = "    press 5" if interactive else ""
-    head = f"{n} flag{'s' if n != 1 else ''} in this run: {', '.join(parts)}{press}" if n else "no flags in this run"
+    head = f"{n} finding{'s' if n != 1 else ''}: {', '.join(parts)}{press}" if n else "no findings"
     return [head, f"  report   distdiag report {run}", f"  verdict  distdiag diagnose {run}"]

@@ -16,7 +16,7 @@ class Ui:
 
     Attributes:
         warn_pct: From this share of the step time on, a rank's Δ self is drawn as a warning.
-        crit_pct: From this share on, as an error.
+        error_pct: From this share on, as an error.
         paused_at_s: Moment of the run that is shown instead of the newest.
     """
 
@@ -34,7 +34,7 @@ class Ui:
     paused_at_s: float | None = None
     ascii: bool = False
     warn_pct: float = 5.0
-    crit_pct: float = 20.0
+    error_pct: float = 20.0
     interactive: bool = True  # False for --once: no cursor, no key bar
     message: str = ""  # answers the last key; gone with the next
     typing: bool = False  # the filter line is open

@@ -27,12 +27,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["repot"], 2, "unknown command 'repot'", "did you mean `distdiag report`?"),
         (["xyzzy"], 2, "unknown command 'xyzzy'", "`distdiag --help` lists the commands"),
-        (["--frobnicate"], 2, "No such option", "`distdiag --help` shows what it takes"),
+        (["--frobnicate"], 2, "No such option", "`distdiag --help` lists the options"),
         (
             ["doctor", "--ranks", "zero"],
             2,
             "'zero' is not a valid integer",
-            "`distdiag doctor --help` shows what it takes",
+            "`distdiag doctor --help` lists the options",
         ),
         (["doctor", "surplus"], 2, "Got unexpected extra argument (surplus)", "`distdiag doctor --help`"),
         (["report"], 4, "no run here: reports/latest does not exist", "`torchrun"),

@@ -69,7 +69,7 @@ def test_sorting_by_key_and_by_click(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_clicks_on_rows_keys_and_flags(runs: MakeRun) -> None:
+def test_clicks_on_rows_keys_and_findings(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(RUNNING)) as d:
             lines = d.app.canvas._lines
@@ -79,9 +79,9 @@ def test_clicks_on_rows_keys_and_flags(runs: MakeRun) -> None:
             await d.pilot.click(Canvas, offset=(10, row))
             await d.until(lambda: d.app.ui.page == "rank" and d.app.ui.rank == 3)
             await d.press("escape")
-            flag = next(y for y, t in enumerate(d.app.canvas._lines) if any(p[2].startswith("finding:") for p in t))
-            await d.pilot.click(Canvas, offset=(20, flag))
-            await d.until(lambda: d.app.ui.page == "flags")
+            first = next(y for y, t in enumerate(d.app.canvas._lines) if any(p[2].startswith("finding:") for p in t))
+            await d.pilot.click(Canvas, offset=(20, first))
+            await d.until(lambda: d.app.ui.page == "findings")
             bar = d.app.canvas._lines[-1]
             x = next(x for x in range(80) if hit_at(bar, x) == "do:show('comm')")
             await d.pilot.click(Canvas, offset=(x, 23))
@@ -116,7 +116,7 @@ def test_following_grouping_and_nodes(runs: MakeRun) -> None:
             await d.press("j", "j", "f")
             assert _cursor_row(d).split()[1] == "5"
             text = await d.press("g")
-            assert "node008" in text and "flagged" in text
+            assert "node008" in text and "finding" in text
             await d.press("j", "enter")
             assert d.app.ui.filter.text == "node:1" and "8 of 67 ranks" in d.text()
 

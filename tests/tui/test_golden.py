@@ -28,7 +28,7 @@ PAGES = (
     "2 comm",
     "3 heat",
     "4 memory",
-    "5 flags",
+    "5 findings",
     "6 data",
     "7 stacks",
     "8 probes",
@@ -83,7 +83,7 @@ def test_every_state(runs: MakeRun, at: At, state: str) -> None:
                 for size in SIZES if ranks == 8 else SIZES[:1]:
                     screens[f"{ranks} ranks, {size[0]}x{size[1]}"] = await d.resize(*size)
                 if ranks == 8 and state in ("stalled", "deadlocked", "failed"):
-                    for page in ("2 comm", "5 flags", "7 stacks", "1 ranks", "enter rank"):
+                    for page in ("2 comm", "5 findings", "7 stacks", "1 ranks", "enter rank"):
                         screens[page] = await d.press(page.split()[0])
 
     asyncio.run(work())

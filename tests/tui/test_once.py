@@ -100,7 +100,7 @@ def test_in_a_pipe_it_is_plain_text_with_every_rank(runs: MakeRun) -> None:
     assert "\x1b[" in forced.stdout
 
 
-@pytest.mark.parametrize("screen", ["comm", "heat", "memory", "flags", "data", "stacks", "probes", "rank", "help"])
+@pytest.mark.parametrize("screen", ["comm", "heat", "memory", "findings", "data", "stacks", "probes", "rank", "help"])
 def test_every_screen_can_be_printed(runs: MakeRun, screen: str) -> None:
     result = tui(always(runs, Scenario(state="deadlocked", ranks=8)), "--once", "--screen", screen, "--size", "100x30")
     assert result.returncode == 0 and f"> {'mem/gpu' if screen == 'memory' else screen}" in result.stdout
@@ -140,7 +140,7 @@ def test_json_is_one_object_with_its_schema_first(runs: MakeRun) -> None:
         (["RUN"], 2, ("needs a terminal", "--once")),
         (["RUN", "--json"], 2, ("--json needs --once", "--once --json")),
         (["RUN", "--once", "--filter", "sev>=bad"], 2, ("sev>=bad", "for example")),
-        (["RUN", "--once", "--sort", "colour"], 2, ("no such order", "severity")),
+        (["RUN", "--once", "--sort", "colour"], 2, ("unknown sort order", "severity")),
         (["RUN", "--once", "--size", "20"], 2, ("not WIDTHxHEIGHT", "120x30")),
         (["RUN", "--once", "--size", "20x5"], 2, ("too small", "60x10")),
         (["RUN", "--once", "--screen", "x"], 2, ("x", "--help")),

@@ -68,7 +68,7 @@ def test_every_screen_fits_every_size(
 def test_hostile_texts_are_shown_and_never_interpreted(runs: MakeRun, page: str) -> None:
     run = runs(Scenario(state="deadlocked", ranks=8, hostile=True))
     text = "\n".join(_check(run, page, Ui(page=page, rank=0), 160, 48))
-    if page in ("ranks", "flags", "rank", "memory"):
+    if page in ("ranks", "findings", "rank", "memory"):
         assert "[red]" in text and "\\x1b" in text
     assert "\x1b" not in text and "\u202e" not in text
     assert HOSTILE not in text
@@ -80,7 +80,7 @@ def test_with_two_ranks_the_faster_is_the_reference(runs: MakeRun) -> None:
         snap = Taker(opened, readers()).take(Request())
     assert snap.summary.self_p50 == min(snap.frame.table.numbers("self_ms"))  # type: ignore[union-attr]
     rows = [x for x in _check(run, "ranks", Ui(), 80, 24) if x.startswith((" █", " ·")) and "node000" in x]
-    assert rows[0].split()[1] == "1" and "CRIT" in rows[0]  # rank 1 loads slowly
+    assert rows[0].split()[1] == "1" and "ERROR" in rows[0]  # rank 1 loads slowly
     assert "ok" in rows[1]
     heat = [x for x in _check(run, "heat", Ui(page="heat"), 80, 24) if x.startswith((" █", " ·"))]
     assert "8" in heat[0].split()[2] and set(heat[1].split()[2]) == {"."}
@@ -145,16 +145,16 @@ def test_nothing_is_cut_off_in_silence(runs: MakeRun) -> None:
     assert any("rows 1–" in x and "of 67" in x for x in shown)
     rank = _check(run, "rank", Ui(page="rank", rank=5), 80, 20)
     assert any("more line" in x for x in rank)
-    flags = _check(runs(Scenario(state="failed", ranks=8)), "flags", Ui(page="flags"), 80, 16)
-    assert any("flags 1–" in x for x in flags)
+    findings = _check(runs(Scenario(state="failed", ranks=8)), "findings", Ui(page="findings"), 80, 16)
+    assert any("findings 1–" in x for x in findings)
 
 
 def test_everything_is_there_where_there_is_room(runs: MakeRun) -> None:
-    """A pipe has no height: all ranks, all flags."""
+    """A pipe has no height: all ranks, all findings."""
     lines, _ = screen(runs(Scenario(ranks=67)), Ui(), 110, None)
     text = "\n".join(map(plain, lines))
     assert all(any(f" {r} node" in x for x in text.splitlines()) for r in range(67))
-    assert "rows 1–" not in text and "more flag" not in text
+    assert "rows 1–" not in text and "more finding" not in text
 
 
 def test_the_cause_is_named_as_network_or_rank(runs: MakeRun) -> None:

@@ -13,6 +13,7 @@ from distdiag.store.frames import RankRow
 from distdiag.tui import severity
 from distdiag.tui.lines import fitted, hit_at, line, plain, width_of
 from distdiag.tui.panels import finding_lines
+from distdiag.tui.screens.findings import evidence_lines
 from distdiag.tui.snapshot import known_at
 from distdiag.tui.table import Column, choose
 from distdiag.tui.text import (
@@ -113,7 +114,7 @@ def test_more_important_columns_win() -> None:
 @pytest.mark.parametrize(
     ("life", "severe", "word", "glyph"),
     [
-        ("running", None, "ok", "·"), ("running", "warning", "WARN", "▲"), ("running", "error", "CRIT", "█"), ("missing", None, "no page", "○"),
+        ("running", None, "ok", "·"), ("running", "warning", "WARNING", "▲"), ("running", "error", "ERROR", "█"), ("missing", None, "no page", "○"),
         ("killed", None, "SIGKILL", "×"), ("crashed", None, "ValueError", "×"), ("silent", None, "silent 14.0 s", "×"), ("finished", None, "done", "·"),
         ("stopped", "error", "stopped", "█"), ("starting", None, "init", "·"), ("running", "info", "ok", "·"), ("new word", None, "ok", "·"),
     ],
@@ -135,6 +136,14 @@ def test_old_numbers_say_their_age() -> None:
     assert severity.stale(row) and severity.state_of(row, severity.OK)[0] == "5.0 s"
 
 
+def test_the_details_of_a_suspected_finding_claim_no_proof_and_name_the_culprit() -> None:
+    f = Finding(
+        kind="nonfinite", severity="error", certainty="suspected", culprits=(2,), victims=(0, 1), evidence=("stacks/a.txt",)
+    )  # fmt: skip
+    words = [plain(x).split()[0] for x in evidence_lines(f, 80, full=True)]
+    assert words == ["when", "culprit", "victims", "evidence"]
+
+
 def test_a_finding_is_four_lines_with_hedge_and_closing() -> None:
     f = Finding(
         kind="stall",
@@ -146,7 +155,7 @@ def test_a_finding_is_four_lines_with_hedge_and_closing() -> None:
         first_seen_s=3.0,
     )
     texts = [plain(x) for x in finding_lines(f, 80)]
-    assert texts == [" ▲ WARN stall  rank 1 is busy (suspected)", "   cost    nothing yet", "   do      wait"]
+    assert texts == [" ▲ WARNING stall  rank 1 is busy (suspected)", "   cost    nothing yet", "   do      wait"]
     import msgspec
 
     closed = plain(finding_lines(msgspec.structs.replace(f, cleared_s=9.5), 80)[0])

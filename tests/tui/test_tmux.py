@@ -59,7 +59,7 @@ def test_a_small_terminal_and_ctrl_c(runs: MakeRun) -> None:
 @pytest.mark.job
 @pytest.mark.timeout(400)
 def test_a_live_job_from_waiting_to_replay(tmp_path: Path) -> None:
-    """WAITING, RUNNING, DEADLOCK with the flag naming the line, FAILED, then replay: all read from the screen."""
+    """WAITING, RUNNING, DEADLOCK with the finding naming the line, FAILED, then replay: all read from the screen."""
     run, go = tmp_path / "run", tmp_path / "go"
     port = str(free_port())
     ranks: list[subprocess.Popen[bytes]] = []
@@ -94,7 +94,7 @@ def test_a_live_job_from_waiting_to_replay(tmp_path: Path) -> None:
             t.until(lambda s: "RUNNING" in s and (m := re.search(r"step (\d+)", s)) and int(m[1]) >= 10, DEADLINE_S)
             go.touch()
             stuck = t.until(lambda s: "DEADLOCK" in s and f"{JOB.name}:{LINE}" in s, DEADLINE_S)
-            assert re.search(r"█ CRIT (deadlock|mismatch)", stuck), stuck
+            assert re.search(r"█ ERROR (deadlock|mismatch)", stuck), stuck
             t.type("Enter")
             assert f"{JOB.name}:{LINE}" in t.until("> rank 1", DEADLINE_S)
             t.type("Escape")

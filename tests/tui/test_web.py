@@ -182,7 +182,7 @@ def test_in_a_browser(server: str, tmp_path: Path) -> None:
                         assert time.monotonic() < end, _colours(png)
                         await asyncio.sleep(0.2)
 
-                # CRIT in its colour, the keys of the key bar in theirs
+                # ERROR in its colour, the keys of the key bar in theirs
                 home = await picture(lambda c: c[0] > 30 and c[1] > 200 and c[2] > 200)
                 await call("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
                 await call("Input.insertText", text="?")

@@ -69,7 +69,7 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise DistdiagError(message, f"`{self.prog} --help` shows what it takes")
+        raise DistdiagError(message, f"`{self.prog} --help` lists the options")
 
 
 def build_parser(prog: str = "distdiag probe", named: bool = False) -> argparse.ArgumentParser:

@@ -32,11 +32,11 @@ class Page(Protocol):
 
 def pages() -> dict[str, Page]:
     """All screens by name, in the order of their keys."""
-    from distdiag.tui.screens import comm, data, flags, heat, memory, probes, rank, ranks, stacks
+    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks
     from distdiag.tui.screens import help as help_screen
 
     every: list[Page] = [
-        ranks.RanksPage(), comm.CommPage(), heat.HeatPage(), memory.MemoryPage(), flags.FlagsPage(), data.DataPage(),
+        ranks.RanksPage(), comm.CommPage(), heat.HeatPage(), memory.MemoryPage(), findings.FindingsPage(), data.DataPage(),
         stacks.StacksPage(), probes.ProbesPage(), rank.RankPage(), help_screen.HelpPage(),
     ]  # fmt: skip
     return {p.name: p for p in every}
@@ -44,9 +44,9 @@ def pages() -> dict[str, Page]:
 
 def readers() -> dict[str, PageReader]:
     """What each screen reads beyond the frame."""
-    from distdiag.tui.screens import comm, data, flags, heat, memory, probes, rank, ranks, stacks
+    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks
 
     return {
-        "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory.read, "flags": flags.read,
+        "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory.read, "findings": findings.read,
         "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read,
     }  # fmt: skip

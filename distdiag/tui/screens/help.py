@@ -1,4 +1,4 @@
-"""Help, generated from the keys and the column definitions, so that it cannot fall behind them."""
+"""Help, generated from the keys and the column definitions, so that it stays current."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdiag.tui.ui import Ui
 
 
 @lru_cache(maxsize=8)
-def help_lines(width: int, warn_pct: float, crit_pct: float) -> tuple[Line, ...]:
+def help_lines(width: int, warn_pct: float, error_pct: float) -> tuple[Line, ...]:
     """All of it, as long as it gets."""
     out: list[Line] = []
 
@@ -45,10 +45,11 @@ def help_lines(width: int, warn_pct: float, crit_pct: float) -> tuple[Line, ...]
         14,
         "",
     )
-    text = f"Δ self: a warning from {warn_pct:g}% of the step time on, an error from {crit_pct:g}% (--warn, --crit)"
+    text = f"Δ self is coloured: yellow from {warn_pct:g}% of the step time, red from {error_pct:g}% (--warn, --error)."
+    text += " The state column shows findings: a straggler needs a sustained share of steps."
     out[-1:] = [*(line((f"   {piece}", "muted")) for piece in wrap(text, width - 4)), BLANK]
     section("columns of the rank table", [(c.title, c.help) for c in all_columns() if c.help], 16, "bold")
-    section("orders (s, or click on a column)", [(o.key, o.title) for o in ORDERS], 16, "bold")
+    section("sort orders (s, or click on a column)", [(o.key, o.title) for o in ORDERS], 16, "bold")
     section("filter (/): words joined by AND", list(filters.HELP), 18, "bold")
     return tuple(out)
 
@@ -65,7 +66,7 @@ class HelpPage:
         return range(200)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        every = help_lines(width, ui.warn_pct, ui.crit_pct)
+        every = help_lines(width, ui.warn_pct, ui.error_pct)
         room = max(1, height - 3)
         items = range(len(every))
         top, index = ui.window("help", items, room)

@@ -70,7 +70,7 @@ class RanksPage:
 
 
 def _panel_height(height: int) -> int:
-    """Lines for the flags: a third of the screen, at least room for one flag."""
+    """Lines for the findings: a third of the screen, at least enough for one."""
     return max(5, min(height // 3, 16)) if height >= 15 else max(2, height // 4)
 
 

@@ -1,4 +1,4 @@
-"""Columns of the rank table: times while the job runs, places while it is stuck."""
+"""Columns of the rank table: times while the job runs, sites while it is stuck."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _delta(s: Shown) -> Cell:
     if d is None or not step:
         return delta(d)
     share = 100 * d / step
-    style = "error" if share >= s.ui.crit_pct else "warning" if share >= s.ui.warn_pct else ""
+    style = "error" if share >= s.ui.error_pct else "warning" if share >= s.ui.warn_pct else ""
     return delta(d), style
 
 
@@ -86,7 +86,9 @@ def columns_for(snap: Snapshot, ui: Ui, stuck: bool) -> list[Column[Shown]]:
         "<",
         3 if one_node else 0,
     )
-    state = Column[Shown]("", "state", 8, "severity in a word, or what became of the process", _state, "<", 0, 6)
+    state = Column[Shown](
+        "", "state", 8, "worst open finding that names the rank, or what happened to its process", _state, "<", 0, 6
+    )
     gpu = Column[Shown]("", "gpu", 3, "index of the rank's device on its node", lambda s: integer(s.row.gpu), ">", 13)
     step = Column[Shown]("step", "step", 7, "optimizer steps done", lambda s: integer(s.row.step))
     seq = Column[Shown]("", "seq", 7, "newest collective's number in its group", _sequence, ">", 11 if not stuck else 0)
@@ -100,8 +102,8 @@ def columns_for(snap: Snapshot, ui: Ui, stuck: bool) -> list[Column[Shown]]:
     if stuck:
         return [
             rank, host, gpu, step,
-            Column("", "phase", 8, "what the main thread does", _phase, "<"),
-            Column("waiting", "in phase", 11, "for how long", _in_phase),
+            Column("", "phase", 8, "what the main thread is doing", _phase, "<"),
+            Column("waiting", "in phase", 11, "time since it began", _in_phase),
             seq, last, at,
             Column("", "CPU %", 6, "of one core, this process", lambda s: decimal(s.row.cpu_pct, 0), ">", 14),
             pid, state,
@@ -113,15 +115,15 @@ def columns_for(snap: Snapshot, ui: Ui, stuck: bool) -> list[Column[Shown]]:
         Column("", "step ms", 8, "median time of the last steps", lambda s: ms(s.row.step_ms), ">", 5),
         Column("self_ms", "self ms", 8, "step - wait: the rank's own time; the slow rank waits least", lambda s: ms(s.row.self_ms)),
         Column("delta", "Δ self", 7, "self ms against the (lower) median of the other ranks", _delta),
-        Column("wait_ms", "wait ms", 8, "waiting for other ranks in collectives", lambda s: ms(s.row.wait_ms)),
+        Column("wait_ms", "wait ms", 8, "waiting for other ranks in collectives; also part of the phase it happened in", lambda s: ms(s.row.wait_ms)),
         Column("data_ms", "data", 7, "waiting for the next batch", lambda s: ms(s.row.data_ms), ">", 1),
         Column("", "h2d", 6, "copying the batch to the device", lambda s: ms(s.row.h2d_ms), ">", 18),
-        Column("", "fwd", 6, "forward", lambda s: ms(s.row.forward_ms), ">", 6),
-        Column("", "bwd", 6, "backward, waiting included where it overlaps", lambda s: ms(s.row.backward_ms), ">", 7),
+        Column("", "fwd", 6, "forward; includes waiting in collectives that forward calls (DDP buffers, FSDP all-gather)", lambda s: ms(s.row.forward_ms), ">", 6),
+        Column("", "bwd", 6, "backward; includes waiting in the gradient all-reduce", lambda s: ms(s.row.backward_ms), ">", 7),
         Column("", "opt", 6, "optimizer step", lambda s: ms(s.row.optimizer_ms), ">", 8),
-        Column("", "late", 6, "arrival at the step's first collective after the first rank", lambda s: ms(s.row.late_ms), ">", 12),
-        Column("", "worst", 5, "of the last 50 steps, in how many this rank was the slowest", lambda s: integer(s.row.slowest_in), ">", 9),
-        Column("memory", memory, 7, "peak of torch's allocator on the device, else the process's RSS", _memory, ">", 2),
+        Column("", "late", 6, "ms after the first rank at the step's first collective", lambda s: ms(s.row.late_ms), ">", 12),
+        Column("", "worst", 5, "number of the last 50 steps in which this rank was the slowest", lambda s: integer(s.row.slowest_in), ">", 9),
+        Column("memory", memory, 7, "peak of torch's allocator on the device; without one, the process's RSS", _memory, ">", 2),
         Column("cpu", "CPU %", 6, "of one core, this process", lambda s: decimal(s.row.cpu_pct, 0), ">", 15),
         seq, last, at, pid, state,
     ]  # fmt: skip

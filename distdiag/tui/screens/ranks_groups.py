@@ -70,7 +70,7 @@ def _columns(snap: Snapshot) -> list[Column[NodeGroup]]:
     return [
         Column("node", "node", host_width(snap), "host", lambda g: short_host(g.host), "<"),
         Column("", "ranks", 6, "ranks on it", lambda g: str(g.ranks)),
-        Column("", "flagged", 7, "ranks with an open flag", lambda g: str(g.flagged) if g.flagged else "·"),
+        Column("", "finding", 7, "ranks with an open finding", lambda g: str(g.flagged) if g.flagged else "·"),
         Column("", "step", 7, "of the rank that is furthest behind", lambda g: integer(g.step)),
         Column("", "self ms", 8, "median of its ranks", lambda g: milliseconds(g.self_ms)),
         Column("", "max Δ", 7, "largest Δ self among its ranks", lambda g: delta(g.delta_ms)),

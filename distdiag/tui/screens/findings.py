@@ -1,4 +1,4 @@
-"""Flags: what happened while I was away?"""
+"""Findings: what happened while I was away?"""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _EVENTS = 5
 
 
 @dataclass(frozen=True)
-class FlagsData:
-    """What the monitor said about itself."""
+class FindingsData:
+    """The monitor's own events."""
 
     events: tuple[Event, ...] = ()
 
 
-def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> FlagsData:
-    return FlagsData(tuple(e for e in run.events(50) if request.at_s is None or (e.t_s or 0.0) <= request.at_s))
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> FindingsData:
+    return FindingsData(tuple(e for e in run.events(50) if request.at_s is None or (e.t_s or 0.0) <= request.at_s))
 
 
-class FlagsPage:
-    name = "flags"
-    title = "flags"
+class FindingsPage:
+    name = "findings"
+    title = "findings"
     question = "what happened while I was away?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("flags", ui.paused_at_s)
+        return Request("findings", ui.paused_at_s)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return [f.key for f in snap.findings]
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         n_open = len(snap.open_findings)
-        closed = len(snap.findings) - n_open
-        lines = [title_line(snap, ui, width, self.title, self.question, f"{n_open} open, {closed} closed"), BLANK]
+        cleared = len(snap.findings) - n_open
+        lines = [title_line(snap, ui, width, self.title, self.question, f"{n_open} open, {cleared} cleared"), BLANK]
         tail = _event_lines(snap, width, height)
         room = height - len(lines) - len(tail)
         if not snap.findings:
-            said = "   Nothing was found so far." if snap.problem is None else "   Nothing can be read."
-            hint = "   A healthy job has no flag of severity warning or above; deadlocks show here within seconds."
-            body, cursor = [line((said, "")), line((hint, "muted"))], None
+            text = "   No findings so far." if snap.problem is None else "   The run cannot be read."
+            hint = "   A healthy job has no finding of severity warning or above. Deadlocks show here within seconds."
+            body, cursor = [line((text, "")), line((hint, "muted"))], None
         else:
             body, cursor = self._blocks(snap, ui, width, room)
         at = None if cursor is None else len(lines) + cursor
@@ -59,12 +59,12 @@ class FlagsPage:
         return Screenful([*lines, *tail][:height], 1, at)
 
     def _blocks(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
-        """Every flag: all of the one under the cursor, the four lines of others; scrolled so that it is in view."""
+        """All findings: the one under the cursor in full, four lines of each other; scrolled so that it is visible."""
         items = self.items(snap, ui)
-        chosen = ui.index("flags", items) if ui.interactive else None
+        chosen = ui.index("findings", items) if ui.interactive else None
         blocks: list[list[Line]] = []
         for i, f in enumerate(snap.findings):
-            block = [*finding_lines(f, width), *(_evidence(f, width, i == chosen or not ui.interactive))]
+            block = [*finding_lines(f, width), *(evidence_lines(f, width, i == chosen or not ui.interactive))]
             if i == chosen:
                 block[0] = marked(block[0], width)
             blocks.append([*block, BLANK])
@@ -90,7 +90,7 @@ class FlagsPage:
             out.append(
                 line(
                     (
-                        f"   flags {first + 1}–{last} of {len(blocks)}{': the last one is cut, ↓ shows it' if cut else ''}",
+                        f"   findings {first + 1}–{last} of {len(blocks)}{': the last one is cut, ↓ shows it' if cut else ''}",
                         "muted",
                     )
                 )
@@ -98,8 +98,8 @@ class FlagsPage:
         return out, cursor
 
 
-def _evidence(f: Finding, width: int, full: bool) -> list[Line]:
-    """When it was seen, on which collective, where everybody stood, and the files that prove it."""
+def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
+    """When it was seen, on which collective, where every rank was, and the evidence files."""
     parts = []
     if f.first_seen_s is not None:
         parts.append(f"first seen {clock(f.first_seen_s)}")
@@ -118,9 +118,9 @@ def _evidence(f: Finding, width: int, full: bool) -> list[Line]:
             number = f" #{c.seq}" if c.seq is not None else ""
             rows.append(("in", f"{clean(c.op)}{number} of group {clean(c.group)}, {size_text(c.bytes)}"))
         if f.culprits:
-            rows.append(("late", rank_list(f.culprits)))
+            rows.append(("culprit", rank_list(f.culprits)))
         if f.victims:
-            rows.append(("held up" if f.culprits else "members", rank_list(f.victims)))
+            rows.append(("victims" if f.culprits else "members", rank_list(f.victims)))
         rows += [("at" if i == 0 else "", where_text(w)) for i, w in enumerate(f.where[2:8])]
         rows += [("waits" if i == 0 else "", where_text(w)) for i, w in enumerate(f.waiting[:4])]
         if len(f.waiting) > 4:
@@ -133,7 +133,7 @@ def _evidence(f: Finding, width: int, full: bool) -> list[Line]:
                     + (f" and {len(f.names) - 24} more" if len(f.names) > 24 else ""),
                 )
             )
-        rows += [("proof" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
+        rows += [("evidence" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
     out = []
     for word, text in rows:
         for i, piece in enumerate(wrap(text, width - 13)):
@@ -142,11 +142,11 @@ def _evidence(f: Finding, width: int, full: bool) -> list[Line]:
 
 
 def _event_lines(snap: Snapshot, width: int, height: int) -> list[Line]:
-    events = snap.panel.events if isinstance(snap.panel, FlagsData) else ()
+    events = snap.panel.events if isinstance(snap.panel, FindingsData) else ()
     shown = events[-(_EVENTS if height >= 30 else 2) :]
     if not shown:
         return []
-    out = [rule(width, "the monitor's own words ")]
+    out = [rule(width, "monitor events ")]
     for e in shown:
         style = {"error": "error", "warning": "warning"}.get(e.level, "muted")
         out.append(fitted(line((f" {clock(e.t_s)} ", "muted"), (f"{clean(e.source)}: {clean(e.text)}", style)), width))
