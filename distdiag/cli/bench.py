@@ -54,13 +54,17 @@ def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) ->
 
 
 @command.command("faults")
-@click.option("--only", multiple=True, metavar="NAME[,NAME…]", help="Only these jobs (repeatable).")
+@click.option("--only", multiple=True, metavar="NAME[,NAME…]", help="Run only these jobs (repeatable).")
 @click.option("--subset", metavar="WORD", help="Only jobs of this subset, e.g. ci.")
 @click.option("--jobs", type=click.Path(path_type=Path), help="Folder of another collection (holds manifest.json).")
 @click.option("--manifest", type=click.Path(path_type=Path), help="Manifest of another collection.")
-@click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Run each job so often.")
+@click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Run each job N times.")
 @click.option(
-    "--parallel", default=1, show_default=True, type=click.IntRange(1), help="Jobs at once; times suffer from it."
+    "--parallel",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Jobs at a time; distorts the measured times.",
 )
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep run directories and outputs in this new folder.")
 @click.option("--plain", is_flag=True, help="Check the collection: run without distdiag, compare with the manifest.")
@@ -70,7 +74,7 @@ def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) ->
     help="Run the jobs on another backend, scripts unchanged: stream (NCCL's semantics on the CPU), or a folder with a"
     " sitecustomize.py.",
 )
-@click.option("--list", "list_only", is_flag=True, help="Only list the jobs.")
+@click.option("--list", "list_only", is_flag=True, help="List the jobs and exit.")
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.bench/1.")
 def faults(
     only: tuple[str, ...],
