@@ -37,6 +37,7 @@ from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
+from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.ranks import fold_ranks
 
@@ -445,17 +446,18 @@ def install(r: state.Recorder) -> Collectives:
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         began = col.wait_begins(self)
-        error = None
         try:
-            return original_wait(self, *args, **kwargs)
-        except BaseException as e:
-            error = e
+            done = original_wait(self, *args, **kwargs)
+        except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the tensors
+            hide_frame(e)
+            if began is not None:
+                col.wait_ends(*began, e)
             raise
-        finally:
-            if began is not None and (began[0] or error is not None):
-                col.wait_ends(*began, error)
+        if began is not None and began[0]:
+            col.wait_ends(*began, None)
+        return done
 
-    work_class.wait = wait  # type: ignore[method-assign]
+    work_class.wait = as_c_method(wait, original_wait)  # type: ignore[method-assign]
     return col
 
 
@@ -500,6 +502,7 @@ def _wrap(col: Collectives, method: str, original: Any) -> Any:
         try:
             work = original(self, *args, **kwargs)
         except BaseException as e:
+            hide_frame(e)
             if began is not None:
                 col.failed(*began[:2], method, e)
             raise
@@ -509,6 +512,4 @@ def _wrap(col: Collectives, method: str, original: Any) -> Any:
             col.issued(*began, work, method)
         return work
 
-    call.__name__ = method
-    call.__doc__ = original.__doc__
-    return call
+    return as_c_method(call, original)

@@ -1,9 +1,11 @@
-"""The hooks: where torch's DataLoader, DDP, autograd and optimizers tell the phases that something begins or ends."""
+"""Install the hooks: put our functions around those of torch's DataLoader, DDP, autograd and optimizers.
+
+Methods of `torch.Tensor` are not wrapped, on no device: compiled code calls them.
+"""
 
 from __future__ import annotations
 
 import sys
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -14,37 +16,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loader_module
 
-from distdiag.page.layout import Phase
 from distdiag.recorder import state
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
 from distdiag.recorder.hooks.step_accounting import Phases
+from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
 def install(r: state.Recorder, col: Collectives) -> Phases:
-    """Hook torch's classes; called once per process."""
+    """Wrap what a training step calls; called once per process."""
     ph = Phases(r, col)
     _wrap_ddp(ph)
     _wrap_backward(ph)
     _wrap_loader(ph)
     _wrap_join(ph)
-    if torch.version.cuda is not None:
-        _wrap_copies(ph)
-    register_optimizer_step_pre_hook(ph.optimizer_begins)
-    register_optimizer_step_post_hook(ph.optimizer_ends)
+    _hook_optimizers(ph)
     return ph
+
+
+def _hook_optimizers(ph: Phases) -> None:
+    """Be called before and after every optimizer's step; a compiled step contains neither call."""
+    begins, ends = ph.optimizer_begins, ph.optimizer_ends
+
+    @wraps(_not_traced, traced=_not_traced)
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        begins(optimizer, args, kwargs)
+
+    @wraps(_not_traced, traced=_not_traced)
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        ends(optimizer, args, kwargs)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """What torch.compile traces in place of a hook."""
 
 
 def _wrap_ddp(ph: Phases) -> None:
     original_init, original_forward = DDP.__init__, DDP.forward
 
+    @wraps(original_init)
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         slot = constructing(ph, module, kwargs, sys._getframe(1))
         try:
             original_init(self, module, *args, **kwargs)
         except BaseException as e:
+            hide_frame(e)
             note_caught(ph.r, e)
             raise
         finally:
@@ -54,11 +75,7 @@ def _wrap_ddp(ph: Phases) -> None:
             if slot.find_unused > 0:
                 _time_searches(ph)
 
-    forward = ddp_forward(ph, original_forward)
-    __init__.__doc__, forward.__doc__ = original_init.__doc__, original_forward.__doc__
-    __init__.__wrapped__, forward.__wrapped__ = original_init, original_forward  # type: ignore[attr-defined]
-    DDP.__init__, DDP.forward = __init__, forward  # type: ignore[method-assign]
-
+    DDP.__init__, DDP.forward = __init__, ddp_forward(ph, original_forward)  # type: ignore[method-assign]
     original_sync = getattr(DDP, "_sync_buffers", None)
     if original_sync is not None:
         DDP._sync_buffers = ddp_sync_buffers(ph, original_sync)  # type: ignore[method-assign]
@@ -66,22 +83,24 @@ def _wrap_ddp(ph: Phases) -> None:
 
 @guarded
 def _time_searches(ph: Phases) -> None:
-    """How long DDP looks for unused parameters: hooked when a model asks for it, for it is called in every step of all."""
+    """Time DDP's search for unused parameters. Hooked when a model asks for the search: every model's step calls this method."""
     reducer = c10d.Reducer
     original = reducer.prepare_for_backward
     if hasattr(original, "__wrapped__"):
         return
 
     def prepare_for_backward(self: Any, tensors: Any) -> None:
-        if not tensors:  # only find_unused_parameters hands over tensors to search from
-            return original(self, tensors)
         t = now_ns()
-        original(self, tensors)
-        _searched(ph, now_ns() - t)
-        return None
+        try:
+            original(self, tensors)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+        if tensors:  # only find_unused_parameters passes tensors to search from
+            _searched(ph, now_ns() - t)
 
     prepare_for_backward.__wrapped__ = original  # type: ignore[attr-defined]
-    reducer.prepare_for_backward = prepare_for_backward  # type: ignore[method-assign]
+    reducer.prepare_for_backward = as_c_method(prepare_for_backward, original)  # type: ignore[method-assign]
 
 
 @guarded
@@ -93,20 +112,20 @@ def _searched(ph: Phases, ns: int) -> None:
 
 
 def _wrap_backward(ph: Phases) -> None:
-    original = torch.autograd.backward
-
-    backward = autograd_backward(ph, original)
-    backward.__doc__ = original.__doc__
-    backward.__wrapped__ = original  # type: ignore[attr-defined]
-    torch.autograd.backward = backward
+    torch.autograd.backward = autograd_backward(ph, torch.autograd.backward)
 
 
 def _wrap_loader(ph: Phases) -> None:
     original_iter = DataLoader.__iter__
     base = loader_module._BaseDataLoaderIter
 
+    @wraps(original_iter)
     def __iter__(self: Any) -> Any:
-        it = original_iter(self)
+        try:
+            it = original_iter(self)
+        except BaseException as e:
+            hide_frame(e)
+            raise
         ph.loaders.starts(self, it, sys._getframe(1))
         return it
 
@@ -114,36 +133,19 @@ def _wrap_loader(ph: Phases) -> None:
     base.__next__ = loader_next(ph, base.__next__)  # type: ignore[method-assign]
 
 
-def _wrap_copies(ph: Phases) -> None:
-    """Copies from the host to a CUDA device, timed on the device; only in builds that know CUDA."""
-
-    def wrap(name: str) -> None:
-        original = getattr(torch.Tensor, name)
-
-        def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
-            clock = ph.device
-            if clock is None or self.device.type != "cpu" or get_ident() != ph.ledger.main_thread:
-                return original(self, *args, **kwargs)
-            clock.begin(Phase.H2D)
-            out = original(self, *args, **kwargs)
-            clock.end(Phase.H2D) if out.device.type == "cuda" else clock.drop(Phase.H2D)
-            return out
-
-        copy.__doc__ = original.__doc__
-        setattr(torch.Tensor, name, copy)
-
-    wrap("to")
-    wrap("cuda")
-
-
 def _wrap_join(ph: Phases) -> None:
-    """torch's Join makes uneven inputs legal; that it was used is kept for the rest of the job."""
+    """Record for the rest of the job that torch's Join was used: it makes uneven inputs legal."""
     from torch.distributed.algorithms.join import Join
 
     original = Join.__enter__
 
+    @wraps(original)
     def __enter__(self: Any) -> Any:
         ph.h.in_join = 1
-        return original(self)
+        try:
+            return original(self)
+        except BaseException as e:
+            hide_frame(e)
+            raise
 
     Join.__enter__ = __enter__  # type: ignore[method-assign]

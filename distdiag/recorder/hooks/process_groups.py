@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch.distributed as public
@@ -11,6 +10,7 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import LifeWord, Phase
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
+from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
@@ -19,7 +19,7 @@ def install(col: Collectives) -> None:
 
     def replace(name: str, make: Any) -> None:
         original = getattr(dist, name)
-        wrapped = functools.wraps(original)(make(original))
+        wrapped = wraps(original)(make(original))
         for module in (dist, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
@@ -32,6 +32,7 @@ def install(col: Collectives) -> None:
             try:
                 out = original(*args, **kwargs)
             except BaseException as e:
+                hide_frame(e)
                 note_caught(col.r, e)
                 raise
             finally:
@@ -46,6 +47,9 @@ def install(col: Collectives) -> None:
             col.new_group(args, kwargs)
             try:
                 out = original(*args, **kwargs)
+            except BaseException as e:
+                hide_frame(e)
+                raise
             finally:
                 col.group_call_ends()
             _registered(col, out)
@@ -56,7 +60,11 @@ def install(col: Collectives) -> None:
     def destroy(original: Any) -> Any:
         def destroy_process_group(group: Any = None) -> Any:
             col.group_destroyed(group)
-            return original(group)
+            try:
+                return original(group)
+            except BaseException as e:
+                hide_frame(e)
+                raise
 
         return destroy_process_group
 

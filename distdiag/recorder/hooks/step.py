@@ -22,6 +22,7 @@ from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.ddp_models import Model
 from distdiag.recorder.hooks.device_clock import DeviceClock
 from distdiag.recorder.hooks.step_accounting import Phases
+from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import failed, guarded, now_ns
 
 _PHASE, _SINCE = word("phase"), word("phase_since_ns")
@@ -61,17 +62,19 @@ def loader_next(ph: Phases, original: Method) -> Method:
 
     begins, ends = usual(led, "data_begins", general_begins), usual(led, "data_ends", general_ends)
 
+    @wraps(original)
     def __next__(self: Any) -> Any:
         began = begins(self)
-        if not began:
-            return original(self)
         try:
             batch = original(self)
-        except StopIteration:
-            loaders.ends(self)
-            led.data_ns += ph.leave() - began
+        except BaseException as e:
+            hide_frame(e)
+            if began and isinstance(e, StopIteration):
+                loaders.ends(self)
+                led.data_ns += ph.leave() - began
             raise
-        ends(self, batch, began)
+        if began:
+            ends(self, batch, began)
         return batch
 
     return __next__
@@ -90,6 +93,9 @@ def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator
             if not here:
                 ph.loaders.ends(iterator)
             return
+        except BaseException as e:
+            hide_frame(e)
+            raise
         if not here:  # fetched ahead by a thread: its waits are nobody's, its batches count
             _count(ph, iterator, batch)
         yield batch
@@ -159,11 +165,13 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
 
     begins, ends = usual(led, "forward_begins", general_begins), usual(led, "forward_ends", general_ends)
 
+    @wraps(original)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         began = begins(self, inputs)
         try:
             return original(self, *inputs, **kwargs)
         except BaseException as e:
+            hide_frame(e)
             if began:
                 _forward_failed(ph, models.get(id(self)), e)
             raise
@@ -220,10 +228,14 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
 
     begins, ends = usual(led, "sync_begins", general_begins), usual(led, "sync_ends", general_ends)
 
+    @wraps(original)
     def _sync_buffers(self: Any) -> Any:
         began = begins(self)
         try:
             return original(self)
+        except BaseException as e:
+            hide_frame(e)
+            raise
         finally:
             if began:
                 ends(began)
@@ -291,11 +303,13 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
     begins = usual(led, "backward_begins", general_begins, place)
     ends = usual(led, "backward_ends", general_ends)
 
+    @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         began = begins(tensors)
         try:
             return original(tensors, *args, **kwargs)
         except BaseException as e:
+            hide_frame(e)
             if began:
                 note_caught(ph.r, e)
             raise

@@ -1,0 +1,102 @@
+"""How the recorder puts a function of its own around one of torch's without the job noticing.
+
+Three things would notice. `torch.compile` would trace the wrapper: graph breaks, recompilations, errors under `fullgraph=True`.
+A traceback would show the wrapper's frame. Introspection would find another name and docstring.
+
+torch.compile is kept away in two ways, and neither imports `torch._dynamo`. A wrapper has the attribute `_torchdynamo_inline`,
+with which torch itself marks functions that are to be traced in place of their wrappers: compiled code contains the original
+and nothing of ours. And every code object of the recorder is marked to be skipped as a frame, for the frames that run between
+two compiled graphs. The mark is the C function behind `torch.compiler.disable`; it costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OURS = ("distdiag.recorder", "distdiag.page", "distdiag.terms")
+
+
+def wraps(original: Callable[..., Any], traced: Callable[..., Any] | None = None) -> Callable[[F], F]:
+    """Decorator for a Python function that calls `original` and takes its place; `torch.compile` traces `traced` instead.
+
+    Args:
+        original: What is wrapped; gives name and docstring.
+        traced: What compiled code runs in place of the wrapper; `original` if None.
+    """
+
+    def decorate(wrapper: F) -> F:
+        functools.update_wrapper(wrapper, original)
+        wrapper._torchdynamo_inline = traced or original  # type: ignore[attr-defined]
+        code = getattr(original, "__code__", None)
+        if code is not None:  # torch.compile looks at the file of a module's `forward` to decide how to call it
+            wrapper.__code__ = wrapper.__code__.replace(  # type: ignore[attr-defined]
+                co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+            )
+        skip(wrapper.__code__, callees=False)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Any:
+    """`wrapper` as a method of a class in C++, of the type that pybind11 gives methods.
+
+    torch.compile does not trace such a method; it handles it like the original, by its name.
+    """
+    wrapper.__name__, wrapper.__doc__ = original.__name__, original.__doc__
+    skip(wrapper.__code__, callees=False)  # type: ignore[attr-defined]
+    make = ctypes.pythonapi.PyInstanceMethod_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.py_object]
+    return make(wrapper)
+
+
+def hide_frame(error: BaseException) -> None:
+    """Take the calling wrapper's frame out of the traceback of `error`; the wrapper then re-raises with a bare `raise`."""
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
+def skip(code: CodeType, callees: bool) -> None:
+    """Tell torch.compile to run frames of `code` as they are, and with `callees` also all that they call."""
+    from torch._C._dynamo import eval_frame  # C++: the module torch._dynamo is not imported
+
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def skip_all_of_ours() -> None:
+    """Mark every function of the recorder to be skipped with its callees; before `wraps` marks the wrappers."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_OURS):
+            for code in _codes_of(module):
+                skip(code, callees=True)
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    for value in vars(module).values():
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            if isinstance(member, property):
+                member = member.fget
+            function = getattr(member, "__func__", member)
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield from _nested(function.__code__)
+    guard = getattr(module, "guarded", None)  # the wrapper of every guarded function, one code object for all
+    if guard is not None and guard.__module__ == module.__name__:
+        yield from _nested(guard.__code__)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
