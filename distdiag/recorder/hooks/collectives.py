@@ -37,7 +37,7 @@ from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
-from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame
+from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.ranks import fold_ranks
 
@@ -439,7 +439,7 @@ def install(r: state.Recorder) -> Collectives:
     for method in METHODS:
         original = getattr(pg_class, method, None)
         if original is not None:
-            setattr(pg_class, method, _wrap(col, method, original))
+            setattr(pg_class, method, as_c_method(_wrap(col, method, original), original))
     _wrap_coalescing(col, pg_class)
     work_class = c10d.Work
     original_wait = work_class.wait
@@ -466,9 +466,7 @@ def _wrap_subclass(col: Collectives, cls: Any) -> None:
     for method in METHODS:
         original = cls.__dict__.get(method)
         if callable(original) and not hasattr(original, "__wrapped__"):
-            wrapped = _wrap(col, method, original)
-            wrapped.__wrapped__ = original
-            setattr(cls, method, wrapped)
+            setattr(cls, method, wraps(original)(_wrap(col, method, original)))
 
 
 def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
@@ -477,7 +475,11 @@ def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
         return
 
     def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = start(self, *args, **kwargs)
+        try:
+            out = start(self, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
         col.coalescing_begins(self)
         return out
 
@@ -486,11 +488,15 @@ def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
         work = None
         try:
             work = end(self, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
         finally:
             col.coalesced(self, calls or [], work)
         return work
 
-    pg_class._start_coalescing, pg_class._end_coalescing = _start_coalescing, _end_coalescing
+    pg_class._start_coalescing = as_c_method(_start_coalescing, start)
+    pg_class._end_coalescing = as_c_method(_end_coalescing, end)
 
 
 def _wrap(col: Collectives, method: str, original: Any) -> Any:
@@ -512,4 +518,4 @@ def _wrap(col: Collectives, method: str, original: Any) -> Any:
             col.issued(*began, work, method)
         return work
 
-    return as_c_method(call, original)
+    return call
