@@ -2,15 +2,22 @@
 
 In a synchronous job every rank has the same step time; the slow rank is the one that waits least. So ranks are compared
 by `self = step - wait`, each with the median (the lower one) of the others: with two ranks the faster is the reference.
+
+On NCCL no host waits inside a collective, so its wait is not measured. There it is inferred: all ranks leave the last
+synchronisation of a step together, so a rank waits from its own arrival until the last rank's. That holds while hosts wait
+for their devices at least once a step; where they run ahead for longer, nothing is known.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from distdiag.diagnosis.model.findings import Abstained
-from distdiag.diagnosis.model.snapshot import Life, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot, Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 
@@ -26,6 +33,7 @@ class Limits:
     many_ranks: int = 256
     least: int = 30  # steps that all ranks must have in common before anything is judged
     warm_up: int = 5  # first steps of a job, which are left out: compilation, caches, allocator
+    arrived: float = 0.9  # share of steps whose arrival is known on all ranks, before waits are inferred from it
 
 
 LIMITS = Limits()
@@ -36,6 +44,7 @@ class Window:
     """The same last steps of every rank."""
 
     steps: dict[int, list[Step]]
+    inferred: bool = False  # waits are inferred from arrivals: they hold no communication, only lateness
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -58,10 +67,15 @@ def window(s: Snapshot) -> Window | Abstained:
     ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.FINISHED)]
     if len(ranks) < 2:
         return Abstained("there is one rank only" if s.world_size < 2 else "fewer than two ranks are running")
-    if not all(r.wait_measured for r in ranks):
-        return Abstained("the waits for other ranks lie on the device, and nothing measures them")
     if len(ranks) < s.world_size:
         return Abstained(f"{len(ranks)} of {s.world_size} ranks are running")
+    found = _common(ranks)
+    if isinstance(found, Abstained) or all(r.wait_measured for r in ranks):
+        return found
+    return _with_inferred_waits(found)
+
+
+def _common(ranks: list[RankState]) -> Window | Abstained:
     most = LIMITS.window if len(ranks) <= LIMITS.many_ranks else LIMITS.window_of_many
     # usually every rank has all of its last steps: then both ends of the window are known without sets
     if all(r.steps and r.steps[-1].step - r.steps[0].step == len(r.steps) - 1 for r in ranks):
@@ -76,6 +90,62 @@ def window(s: Snapshot) -> Window | Abstained:
         return _too_few(len(steps))
     wanted = set(steps)
     return Window({r.rank: [x for x in r.steps if x.step in wanted] for r in ranks})
+
+
+def _with_inferred_waits(window: Window) -> Window | Abstained:
+    """Return the window with each rank's wait from its arrival at the last synchronisation of a step to the last rank's."""
+    ready = list(zip(*([x.ready_s for x in window.steps[q]] for q in window.ranks), strict=True))
+    known = [i for i, column in enumerate(ready) if None not in column]
+    if len(known) < LIMITS.arrived * len(ready):
+        return Abstained("the waits for other ranks lie on the device, and no synchronisation of the steps was timed")
+    last = {i: max(t for t in ready[i] if t is not None) for i in known}
+    waits: dict[int, list[float]] = {}
+    steps: dict[int, list[Step]] = {}
+    for q in window.ranks:
+        steps[q] = [window.steps[q][i] for i in known]
+        late_ms = [(last[i] - (x.ready_s or 0.0)) * 1e3 for i, x in zip(known, steps[q], strict=True)]
+        if statistics.median(late_ms) >= statistics.median(x.step_ms for x in steps[q]):
+            return Abstained("the hosts run ahead of their devices by more than a step: arrivals show no waiting")
+        # what the host did wait, as in the end of backward, is measured already
+        waits[q] = [max(0.0, min(ms, x.step_ms) - x.wait_ms) for ms, x in zip(late_ms, steps[q], strict=True)]
+    phase = _phase_with_waits(steps, waits)
+    for q, rows in steps.items():
+        steps[q] = [_without_wait(x, phase, ms) for x, ms in zip(rows, waits[q], strict=True)]
+    return Window(steps, inferred=True)
+
+
+def _without_wait(x: Step, phase: str, wait_ms: float) -> Step:
+    # `part_ms` takes the rest of the wait, which was measured, from backward and other
+    return msgspec.structs.replace(
+        x,
+        wait_ms=x.wait_ms + wait_ms,
+        forward_wait_ms=x.forward_wait_ms + wait_ms,
+        **{f"{phase}_ms": max(0.0, getattr(x, f"{phase}_ms") - wait_ms)},
+    )
+
+
+def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]]) -> str:
+    """Return the phase in which hosts most likely wait: without the waits in it, no phase of the last rank to arrive is
+    shorter than the others'. With CUDA events the wait for gradients is in backward; without, in what reads a result."""
+    on_device = any(x.h2d_ms is not None for rows in steps.values() for x in rows)
+    order = ("backward", "other", "optimizer", "data", "forward")
+    order = order if on_device else (*order[1:], order[0])
+    usual = {q: {p: statistics.median(part_ms(x, p) for x in rows) for p in PHASES} for q, rows in steps.items()}
+    wait = {q: statistics.median(ms) for q, ms in waits.items()}
+    last = min(wait, key=lambda q: wait[q])
+    others = [q for q in steps if q != last]
+
+    def shortfall(phase: str) -> float:
+        """Milliseconds by which the last rank's phases are shorter, and by which waits do not fit into `phase`."""
+        total = 0.0
+        for p in PHASES:
+            theirs = statistics.median_low([usual[q][p] - (wait[q] if p == phase else 0.0) for q in others])
+            total += max(0.0, theirs - usual[last][p]) + max(0.0, -theirs)
+        return total
+
+    least = min(map(shortfall, order))
+    tolerance = 0.2 * statistics.median(wait[q] for q in others)
+    return next(p for p in order if shortfall(p) <= least + tolerance)
 
 
 def _too_few(steps: int) -> Abstained:

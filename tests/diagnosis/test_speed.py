@@ -262,3 +262,63 @@ def test_a_loop_that_waits_for_nobody_has_no_finding_at_all() -> None:
     )  # fmt: skip
     found = [*findings(ordinary, *RULES)]
     assert found == []
+
+
+def on_a_device(
+    late_ms: dict[int, float], phase: str = "data", ahead_s: float = 0.0, waits_in: str = "other"
+) -> Snapshot:
+    """A DDP job on NCCL, 200 ms a step: no wait is measured.
+
+    Args:
+        late_ms: Extra work of each rank in `phase`.
+        ahead_s: How far rank 0's host runs ahead of the others.
+        waits_in: Where hosts wait: in `.item()` between steps; with CUDA events, in the device's backward.
+    """
+    longest = max(late_ms.values())
+    ranks = []
+    for q, extra in late_ms.items():
+        made = [
+            msgspec.structs.replace(
+                x,
+                step_ms=x.step_ms + longest - extra,
+                **{f"{waits_in}_ms": getattr(x, f"{waits_in}_ms") + longest - extra},
+                h2d_ms=1.0 if waits_in == "backward" else None,
+                wait_ms=0.0,
+                ready_s=x.step * 0.2
+                + extra / 1e3
+                + random.Random(x.step * 8 + q).uniform(0, 1e-3)
+                - (ahead_s if q == 0 else 0),
+            )
+            for x in steps(extra, phase, seed=q)
+        ]
+        ranks.append(msgspec.structs.replace(rank(q, steps=tuple(made)), wait_measured=False))
+    return job(*ranks)
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause"),
+    [("data", "data"), ("forward", "forward"), ("optimizer", "optimizer"), ("other", "host"), ("backward", "backward")],
+)
+@pytest.mark.parametrize("waits_in", ["other", "backward"])
+def test_on_a_device_who_arrives_last_is_the_straggler(phase: str, cause: str, waits_in: str) -> None:
+    f = only(stragglers(on_a_device({0: 0.0, 1: 0.0, 2: 60.0}, phase, waits_in=waits_in)))
+    assert (f.cause, f.culprits, f.victims) == (cause, (2,), (0, 1))
+
+
+def test_on_a_device_equally_slow_ranks_are_nobodys_fault() -> None:
+    assert stragglers(on_a_device({0: 60.0, 1: 60.0, 2: 60.0})) == []
+
+
+def test_on_a_device_hosts_that_run_ahead_show_no_waiting() -> None:
+    found = step_times.window(on_a_device({0: 0.0, 1: 0.0}, ahead_s=0.5))
+    assert isinstance(found, Abstained) and "run ahead" in found.reason
+
+
+def test_on_a_device_steps_without_a_timed_synchronisation_are_not_judged() -> None:
+    s = on_a_device({0: 0.0, 1: 60.0})
+    blind = {
+        q: msgspec.structs.replace(r, steps=tuple(msgspec.structs.replace(x, ready_s=None) for x in r.steps))
+        for q, r in s.ranks.items()
+    }
+    found = step_times.window(msgspec.structs.replace(s, ranks=blind))
+    assert isinstance(found, Abstained) and "device" in found.reason

@@ -39,6 +39,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         late = any(f.kind == kinds.STRAGGLER.name for f in facts.found)
         share = 0.0 if late else _shared_waits(facts.snapshot)
         yield _finding(sorted(facts.snapshot.ranks), share, "the time") if share >= limits.share else window
+    elif window.inferred:
+        yield Abstained("communication lies on the device, and nothing measures it")
     elif facts.shadows:
         yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
     elif (share := _share(window)) >= limits.share:
