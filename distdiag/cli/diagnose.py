@@ -13,7 +13,7 @@ import click
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
-    from distdiag.diagnosis.model.findings import Finding, Report
+    from distdiag.diagnosis.model.findings import Report
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
@@ -88,7 +88,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 def verdict(report: Report) -> str:
     """One line: the state of the job, and who is to blame for it."""
-    from distdiag.diagnosis.model.findings import Severity, rank_list
+    from distdiag.diagnosis.model.findings import Severity, State, rank_list
 
     standing = [f for f in report.findings if f.cleared_s is None]
     world = "?" if report.world_size is None else f"{report.world_size:,}"
@@ -100,7 +100,8 @@ def verdict(report: Report) -> str:
     ]
     if not counts:
         gone = sum(f.cleared_s is not None for f in report.findings)
-        return f"{report.state}: nothing found, {seen}" + (f"; {gone} that went away" if gone else "")
+        found = "the cause was not found" if report.state == State.FAILED else "nothing found"
+        return f"{report.state}: {found}, {seen}" + (f"; {gone} that went away" if gone else "")
     culprits = sorted({r for f in standing if f.severity == Severity.ERROR for r in f.culprits})
     blame = f"; look at {rank_list(culprits)} first" if culprits else ""
     return f"{report.state}: {', '.join(counts)}{blame} ({seen})"
@@ -149,10 +150,15 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
             print("\n".join(["", *finding_lines(f, ascii=ascii)]))
 
 
-def _fails(findings: tuple[Finding, ...], threshold: str) -> bool:
-    from distdiag.diagnosis.model.findings import at_least
+def _fails(report: Report, threshold: str) -> bool:
+    """True if a finding is at least as bad as `threshold`, or the job failed, whatever was found."""
+    from distdiag.diagnosis.model.findings import State, at_least
 
-    return threshold != "never" and any(f.cleared_s is None and at_least(f.severity, threshold) for f in findings)
+    if threshold == "never":
+        return False
+    return report.state == State.FAILED or any(
+        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
+    )
 
 
 @click.command()
@@ -163,7 +169,7 @@ def _fails(findings: tuple[Finding, ...], threshold: str) -> bool:
     type=click.Choice(["error", "warning", "never"]),
     default="error",
     show_default=True,
-    help="Exit 1 where a finding is at least this bad.",
+    help="Exit 1 if a finding is at least this bad, or the job failed.",
 )
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
 @click.option("--ascii", "ascii", is_flag=True, help="No characters beyond ASCII.")
@@ -185,4 +191,4 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
         print(msgspec.json.encode(report).decode())
     else:
         _print_text(report, ascii)
-    return int(ExitCode.FAILED if _fails(report.findings, fail_on) else ExitCode.OK)
+    return int(ExitCode.FAILED if _fails(report, fail_on) else ExitCode.OK)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.diagnosis.culprit.rhythm import Rhythm, out_of_rhythm
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 
 Late = tuple[tuple[int, ...], tuple[int, ...]]  # (late ranks, ranks that waited for them)
 
@@ -99,6 +99,7 @@ class End(StrEnum):
     ABORTED = "aborted"  # the backend aborted ranks whose calls have different sizes
     FINISHED = "finished"  # a rank ended normally while the others continued
     TIMEOUT = "timeout"  # a collective ran into its timeout although the late rank was alive
+    ECHOES = "echoes"  # every rank failed because of another, and which was the first is not known
     UNCONNECTED = "unconnected"  # ranks could not connect to each other at the start
     OUT_OF_BATCHES = "out_of_batches"  # a rank ran out of batches and continued with what follows the loop
 
@@ -124,6 +125,22 @@ def cascade(snapshot: Snapshot, kinds: dict[int, str], late: Late | None = None)
         kinds: `ends(snapshot)`.
         late: Who was late, as last seen before the first end; None: not seen.
     """
+    found = _known(snapshot, kinds, late)
+    if found is NO_CASCADE and kinds and all(state.life in DEAD for state in snapshot.ranks.values()):
+        return _unexplained(snapshot, kinds)
+    return found
+
+
+def _unexplained(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
+    """Every rank is gone, and no incident explains it: the job has failed all the same. Nothing if it was ended from outside."""
+    refused = [snapshot.ranks[q] for q, k in kinds.items() if k in ("unused", "model", "mismatch")]
+    if refused:
+        return _lost(snapshot, refused)
+    echoes = tuple(sorted(q for q, k in kinds.items() if k in ("echo", "timeout")))
+    return Cascade(End.ECHOES, (), echoes) if echoes else NO_CASCADE
+
+
+def _known(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Cascade:
     causes = [snapshot.ranks[q] for q, k in kinds.items() if k == "cause"]
     if not kinds or _killed_together(snapshot, causes):
         return NO_CASCADE

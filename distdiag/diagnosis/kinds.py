@@ -67,7 +67,8 @@ DEADLOCK = Kind(
     name="deadlock",
     severities=(_ERROR,),
     causes=(
-        "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped"
+        "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped",
+        "file_lock",
     ),
     every_poll=True,
     release=2,

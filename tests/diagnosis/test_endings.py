@@ -144,3 +144,31 @@ def test_two_places_in_an_abort_of_gloo_and_who_is_out_of_rhythm(
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", culprits)
     assert ("collectives" in f.message) == bool(culprits)
+
+
+UNUSED = "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss"
+
+
+def test_a_failed_job_always_has_a_finding() -> None:
+    """DDP's refusal without names, in a library's words; and a job of which only the echoes were seen."""
+    refused = job(*(rank(q, life=Life.CRASHED, exception=UNUSED, ended_s=9.0, models=()) for q in range(2)))
+    f = only(ended(refused))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "crashed", (0, 1))
+    assert "find_unused_parameters" in f.advice
+    echoes = job(*(rank(q, life=Life.CRASHED, exception=CLOSED, ended_s=9.0) for q in range(2)))
+    f = only(ended(echoes))
+    assert (f.kind, f.culprits, f.victims) == ("rank_lost", (), (0, 1))
+    assert f.certainty == "suspected"
+
+
+def test_a_job_that_was_ended_from_outside_blames_nobody() -> None:
+    assert ended(job(*(rank(q, life=Life.KILLED, signal=15, ended_s=9.0) for q in range(2)))) == []
+
+
+def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
+    source = "def train():\n    if not isfinite(loss):\n        print(loss)\n        sys.exit(1)\n"
+    place = Site("/job/engine.py", 4, "train")
+    s = job(rank(0), rank(1, life=Life.CRASHED, exit_code=1, ended_s=9.0, place=place, user_stack=(place,)))
+    f = only(ended(s, source=lambda _: source))
+    assert (f.kind, f.culprits) == ("rank_lost", (1,))
+    assert "exit code 1 at engine.py:4 in train, under `if not isfinite(loss)` at line 2" in f.message

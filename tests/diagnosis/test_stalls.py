@@ -35,7 +35,8 @@ def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:
 def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
     s = waits_for_rank_one(99.0, 100.0, activity="lock", holds_up=(0,))
     f = only([deadlock.lock_finding(s, lock) for lock in lock_cycles(s, build(s))])
-    assert (f.kind, f.certainty, f.victims) == ("deadlock", "proved", (0, 1))
+    assert (f.kind, f.cause, f.certainty) == ("deadlock", "file_lock", "proved")
+    assert (f.culprits, f.victims) == ((0,), (1,))
 
 
 def test_a_lock_is_waited_for_with_a_collective_in_flight_that_others_never_come_to() -> None:

@@ -19,7 +19,7 @@ JOBS = load(FOLDER / "manifest.json").jobs
 # kinds and causes that a job can have on any machine; the others depend on its memory, its GPUs or a second node
 COVERED = {
     "deadlock": {
-        "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped",
+        "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped", "file_lock",
     },
     "mismatch": {"op", "shape", "dtype", "root", "group", "model"},
     "stall": {"user_code", "data", "gil_held", "checkpoint", "unknown"},

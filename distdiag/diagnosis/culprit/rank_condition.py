@@ -1,4 +1,4 @@
-"""Conditions on the rank in the user's source: `if rank == 0:` around a call, or `if rank: return` before it."""
+"""Conditions in the user's source: on the rank (`if rank == 0:` around a call, or `if rank: return` before it), or on data."""
 
 from __future__ import annotations
 
@@ -46,6 +46,26 @@ def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Cond
         if text and found is not None:
             return Condition(frame.file, found, text.splitlines()[found - 1].strip())
     return None
+
+
+def enclosing(site: Site | None, source: Source) -> Condition | None:
+    """Return the innermost `if` whose body holds a site, on the rank or on data; None if there is none in its function."""
+    text = source(site.file) if site is not None else None
+    tree = _tree(text) if text else None
+    if site is None or text is None or tree is None:
+        return None
+    found = None
+    for block, at in _path(tree, site.line):
+        statement = block[at]
+        if isinstance(statement, _Function):
+            found = None
+        elif isinstance(statement, ast.If) and any(
+            x.lineno <= site.line <= (x.end_lineno or x.lineno) for x in statement.body
+        ):
+            found = statement.lineno
+    if found is None:
+        return None
+    return Condition(site.file, found, text.splitlines()[found - 1].strip().removesuffix(":"))
 
 
 def _function(site: Site) -> tuple[str, str]:

@@ -62,12 +62,13 @@ def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
     assert call is not None
     return Finding(
         kind=kind.name,
-        cause="missing_rank",
+        cause="file_lock",
         certainty=Certainty.PROVED,
         severity=Severity.ERROR,
-        victims=lock.members,
+        culprits=holders,
+        victims=tuple(q for q in lock.members if q not in holders),
         collective=CollectiveRef(call.op, call.group, call.seq, call.bytes),
-        where=(where(r, "lock"), *(where(s.ranks[h], "waiting") for h in holders)),
+        where=(*(where(s.ranks[h], "waiting") for h in holders), where(r, "lock")),
         waiting=tuple(where(s.ranks[v]) for v in lock.members if v != r.rank and v not in holders),
         step=r.step,
         message=f"rank {r.rank} waits{at(r.place)} for a file lock that {rank_list(holders)} {verb(holders, 'holds', 'hold')}, "

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import End
+from distdiag.diagnosis.culprit import rank_condition
+from distdiag.diagnosis.endings import UNUSED, End
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, place_text, seconds, where, where_stack
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -37,10 +38,12 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     match facts.cascade.end:
         case End.LOST:
             yield _lost(facts)
+        case End.ECHOES if not any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found)):
+            yield _echoes(facts.snapshot, facts.cascade.others)
         case End.UNCONNECTED:
             yield _unconnected(facts.snapshot, facts.cascade.others)
     stalled = any(f.kind == kinds.STALL.name for f in facts.reported)
-    if facts.stopped or (stalled and facts.ends) or facts.cascade.end in (End.LOST, End.UNCONNECTED):
+    if facts.stopped or (stalled and facts.ends) or facts.cascade.end in (End.LOST, End.ECHOES, End.UNCONNECTED):
         return
     yield from _silent(facts.snapshot, facts.graph)
 
@@ -72,6 +75,8 @@ def _lost(facts: Facts) -> Finding:
     first = s.ranks[facts.cascade.ranks[0]]
     victims = facts.cascade.others
     who = rank_list(culprits)
+    state = "killed" if first.life == Life.KILLED else "crashed"
+    echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
     if first.life == Life.KILLED:
         name = signals.Signals(first.signal).name if first.signal else "a signal"
         message = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {name}{at(first.place)}"
@@ -80,9 +85,20 @@ def _lost(facts: Facts) -> Finding:
         )
     else:
         message = f"{who} ended by {(first.exception or f'exit code {first.exit_code}')[:200]}{at(first.place)}"
-        advice = f"fix {place_text(first.place) or 'the exception'}; the other ranks' errors are its echo"
-    state = "killed" if first.life == Life.KILLED else "crashed"
-    echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
+        advice = f"fix {place_text(first.place) or 'the exception'}"
+        if echoes:
+            advice += "; the other ranks' errors are its echo"
+        condition = rank_condition.enclosing(first.place, facts.source) if not first.exception else None
+        if condition is not None:
+            message += f", under `{condition.text}` at line {condition.line}"
+            advice = f"find why `{condition.text.removeprefix('if ')}` held on {who}" + (
+                ", and let all ranks leave together (all_reduce the decision)" if victims else ""
+            )
+        if UNUSED.search(first.exception or ""):
+            advice = (
+                "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
+                "find_unused_parameters=True"
+            )
     together = [s.ranks[q] for q in facts.cascade.ranks]
     return Finding(
         kind=kind.name,
@@ -98,6 +114,25 @@ def _lost(facts: Facts) -> Finding:
         message=message,
         cost="the job cannot continue without it" if victims else "the job ended",
         advice=advice,
+    )
+
+
+def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
+    """Every rank failed because another was gone; the first of them was not seen."""
+    failed = [s.ranks[q] for q in ranks]
+    first = min(failed, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
+    return Finding(
+        kind=kind.name,
+        cause="crashed",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        victims=ranks,
+        where=tuple(w for r in failed for w in where_stack(r, r.user_stack, "crashed", 2)),
+        first_seen_s=first.ended_s,
+        message=f"{rank_list(ranks)} failed because another rank was gone; the first end that was seen is that of rank "
+        f"{first.rank}: {(first.exception or '').splitlines()[0][:160] if first.exception else 'no exception'}{at(first.place)}",
+        cost="the job ended",
+        advice="read the ranks' own stderr from the top: the first error in it is the cause",
     )
 
 

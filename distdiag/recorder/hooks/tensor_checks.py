@@ -269,6 +269,10 @@ class Checks:
         m.next_check = step + max(1 if looks < NEW_LOOKS else LATER_STEPS, each)
         for _, p in named:  # mostly there is nothing to find
             if p.grad is None:
+                if slot.find_unused == 0 and not slot.static_graph:
+                    # A script may drop a gradient itself before the step. If backward left it out, DDP refuses the next
+                    # forward and says which: that is the proof.
+                    return
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]
                 if len(missing) < len(named):
                     self._write_unused(m, missing, step)
