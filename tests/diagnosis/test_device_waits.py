@@ -145,3 +145,23 @@ def test_what_is_open_goes_by_the_counters() -> None:
         ("all_reduce", 3),
         ("send", 3),
     ]  # fmt: skip
+
+
+def test_both_places_are_shown() -> None:
+    (found,) = proved(
+        job(rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, issued("broadcast", 7, 90.0, 14, root=1)))
+    )
+    assert [(w.rank, w.line, w.state) for w in (*found.where, *found.waiting) if w.rank == 0] == [
+        (0, 10, "waiting"),
+        (0, 99, "waits_for_device"),
+    ]
+    assert "the hosts of ranks 0, 1 wait for the device at train.py:99 in log" in found.message
+
+
+def test_a_first_collective_that_creates_its_communicator() -> None:
+    """The host is inside the call, and the flight recorder has nothing yet."""
+    first = issued("all_reduce", 1, 90.0, 10, "a", left_s=None)
+    waiting = RankState(rank=0, blocked=first, calls=(first,), enqueued={"a": 1})
+    other = issued("all_reduce", 1, 90.0, 20, "b", left_s=None)
+    (found,) = proved(job(waiting, RankState(rank=1, blocked=other, calls=(other,), enqueued={"b": 1})))
+    assert found.kind == "deadlock" and "ranks 0, 1 are creating the communicator of the group" in found.message

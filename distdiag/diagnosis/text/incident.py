@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sized
 
-from distdiag.diagnosis.model.findings import CollectiveRef, Where, size_text
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list, size_text
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.text.phrases import place_text
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
 
@@ -67,7 +68,46 @@ def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
 
 
 def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]) -> tuple[Where, ...]:
-    return tuple(where_of(snapshot.ranks.get(r), r, calls[r][1] if r in calls else None) for r in sorted(ranks))
+    """Return where each rank is: at its call, and where its host waits for the device, if that is another place."""
+    out = []
+    for r in sorted(ranks):
+        state = snapshot.ranks.get(r)
+        out.append(where_of(state, r, calls[r][1] if r in calls else None))
+        host = host_site(state)
+        if host is not None and (host.file, host.line) != (out[-1].file, out[-1].line):
+            out.append(Where(r, host.file, host.line, host.function or None, "waits_for_device"))
+    return tuple(out)
+
+
+def host_site(state: RankState | None) -> Site | None:
+    """Return where the host of a rank waits for its device; None if it does not, or is not known to."""
+    waits = state is not None and state.host_wait == "device" and state.blocked is not None and state.blocked.on_device
+    return state.place if state is not None and waits else None
+
+
+def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
+    """Return where the hosts of ranks on a device backend are: the device is in the collective, not the host. Often empty."""
+    by_place: dict[str, list[int]] = {}
+    connecting = []
+    for r in sorted(ranks):
+        state = snapshot.ranks.get(r)
+        host = host_site(state)
+        if state is None or state.blocked is None or not state.blocked.on_device:
+            continue
+        if host is not None:
+            by_place.setdefault(place_text(host), []).append(r)
+        elif state.blocked.left_s is None:
+            connecting.append(r)
+    texts = [
+        f"the {verb(rs, 'host', 'hosts')} of {rank_list(rs)} {verb(rs, 'waits', 'wait')} for the device at {place}"
+        for place, rs in list(by_place.items())[:3]
+    ]
+    if connecting:
+        texts.append(
+            f"{rank_list(connecting)} {verb(connecting, 'is', 'are')} creating the communicator of the group, for which every "
+            "member must come"
+        )
+    return "".join(f"; {text}" for text in texts)
 
 
 def newest_step(snapshot: Snapshot, ranks: Collection[int]) -> int | None:

@@ -7,7 +7,7 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import conflict, cycle, gone
-from distdiag.diagnosis.text.incident import calls_of, collective_ref, newest_step, places
+from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, places
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
 from distdiag.diagnosis.waits.incidents import Root
 
@@ -48,7 +48,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
         waiting=places(snapshot, victims if culprits else outside, calls),
         step=step,
         first_seen_s=None if snapshot.source == "dumps" else _complete_since(snapshot, (*culprits, *victims)),
-        message=message,
+        message=message + host_text(snapshot, (*culprits, *victims)),
         cost=cost,
         advice=advice,
     )
