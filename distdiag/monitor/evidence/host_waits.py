@@ -1,7 +1,7 @@
 """Do hosts wait for their devices? Native frames of ranks that make no progress while operations are in flight.
 
-A proof needs it: a device's counters that do not move say nothing about what its host will do next. Two samples of one
-standstill must agree, so that a short wait is not taken for a lasting one.
+A proof needs it: a device's counters that do not move say nothing about what its host will do next. While a standstill is
+new, every poll takes a sample: a proof has to hold in two polls, and so two samples have to agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Rank:
     kind: HostWait | None = None
     name: str = ""
     since_s: float = 0.0  # first sample of this kind
-    confirmed: bool = False
+    confirmed: bool = False  # two samples agree: they are taken less often from then on
 
 
 class HostWaits:
@@ -47,7 +47,7 @@ class HostWaits:
     def of(self, rank: int) -> tuple[str, str] | None:
         """(what the host waits for, the native function that shows it); None where it is not known."""
         r = self._ranks.get(rank)
-        return (str(r.kind), r.name) if r is not None and r.confirmed and r.kind is not None else None
+        return (str(r.kind), r.name) if r is not None and r.kind is not None else None
 
     def sample(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
         """Take over what ranks answered since the last poll, and ask those that make no progress; never waits."""
