@@ -22,7 +22,7 @@ SHM = Path("/dev/shm")
 MARK, MARK_TEXT = ".distdiag-pages", b"distdiag rank pages, version 1\n"
 SPARE_BYTES = 64 * 1024  # beside the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
-_OURS = re.compile(r"rank_\d+\.(page|new\d+)|r\d+\.(sock|trace|fatal)|monitor\.lock")
+_OURS = re.compile(r"rank_\d+\.(page|new\d+)|r\d+\.[a-z]+|monitor\.lock")
 
 
 def memory_root() -> Path:

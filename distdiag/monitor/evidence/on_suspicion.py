@@ -38,7 +38,7 @@ class Gatherer:
         self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
         self._asked: dict[int, float] = {}
-        self.host_waits = HostWaits(pages)
+        self.host_waits = HostWaits()
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:

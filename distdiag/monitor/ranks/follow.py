@@ -103,7 +103,7 @@ class PageView(Slots):
         return view
 
     def file(self, kind: str) -> Path:
-        """File beside the page: `trace` (stacks asked for by a signal) or `fatal` (stacks of a signal that killed it)."""
+        """File beside the page: `trace` and `native` (stacks asked for by signals), `fatal` (of one that killed it)."""
         return self.reader.path.with_name(f"r{self.rank}.{kind}")
 
     # -- reading ----------------------------------------------------------------------------------
