@@ -53,6 +53,17 @@ def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) ->
     return chosen
 
 
+def _without_witnesses(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment in which the monitor does not ask these witnesses."""
+    from distdiag.diagnosis.culprit.witnesses import Reason
+
+    known = [str(reason) for reason in Reason if reason is not Reason.NONE]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise DistdiagError(f"no witness named '{unknown[0]}'", f"one of {', '.join(known)}")
+    return {"DISTDIAG_WITHOUT_WITNESSES": ",".join(names)} if names else {}
+
+
 @command.command("faults")
 @click.option("--only", multiple=True, metavar="NAME[,NAME…]", help="Run only these jobs (repeatable).")
 @click.option("--subset", metavar="WORD", help="Only jobs of this subset, e.g. ci.")
@@ -74,6 +85,7 @@ def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) ->
     help="Run the jobs on another backend, scripts unchanged: stream (NCCL's semantics on the CPU), or a folder with a"
     " sitecustomize.py.",
 )
+@click.option("--without", multiple=True, metavar="WITNESS", help="Blame without this witness (repeatable).")
 @click.option("--list", "list_only", is_flag=True, help="List the jobs and exit.")
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.bench/1.")
 def faults(
@@ -86,6 +98,7 @@ def faults(
     keep: Path | None,
     plain: bool,
     backend: str | None,
+    without: tuple[str, ...],
     list_only: bool,
     as_json: bool,
 ) -> int:
@@ -109,7 +122,7 @@ def faults(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise DistdiagError(f"{keep} is not empty", "name a new folder for --keep")
     todo = [j for _ in range(repeat) for j in chosen]
-    environment = _fault_jobs.backend_environment(where, backend)
+    environment = _fault_jobs.backend_environment(where, backend) | _without_witnesses(without)
     if plain:
         return _plain(todo, where.parent, parallel, environment, as_json)
     return _scorecard(todo, where, parallel, keep, environment, as_json)

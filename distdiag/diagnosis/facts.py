@@ -27,6 +27,7 @@ class Facts:
 
     snapshot: Snapshot
     source: Callable[[str], str | None] = _no_source  # text of a source file by path; None: cannot be read
+    without: frozenset[str] = frozenset()  # witnesses that are not asked
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause has been seen, too
     waits_settled: bool = True  # nothing moved since the poll before: what the waits prove may be reported
@@ -70,7 +71,7 @@ class Facts:
         conflict_died = any(wait.conflict and wait.died for wait in self.graph.waits)
         if not (self.waits_settled or conflict_died):
             return ()
-        out = verdict.judge(self.snapshot, self.graph, self.exhausted, self.source)
+        out = verdict.judge(self.snapshot, self.graph, self.exhausted, self.source, self.without)
         if not self.waits_settled or self.cascade.end not in (End.NONE, End.OUT_OF_BATCHES):
             return tuple(v for v in out if v.kind is kinds.MISMATCH)
         if self.ends:  # a rank ended abnormally, and the cause is not settled yet

@@ -36,6 +36,7 @@ class History:
     """
 
     recovered: dict[int, float] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()  # witnesses that are not asked
     _mark: tuple = ()
     _lock_mark: tuple = ()
     _first_end_s: float | None = None
@@ -54,7 +55,7 @@ class History:
         """
         graph = build(s)
         self._follow_waits(s, graph)
-        facts = Facts(s, source, reported=tuple(reported))
+        facts = Facts(s, source, self.without, reported=tuple(reported))
         facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:

@@ -60,7 +60,8 @@ class Monitor:
         self.voice = Voice(run_dir, quiet)
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
-        self.diagnosis = Diagnosis(source=_source)
+        without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
+        self.diagnosis = Diagnosis(source=_source, without=frozenset(without.split(",")) - {""})
         self.endings = processes.Endings()
         self.cpu = processes.CpuWatch()
         self.hosts = Hosts(node)

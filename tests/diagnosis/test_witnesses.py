@@ -1,0 +1,42 @@
+"""Witnesses: the order in which evidence decides who is the culprit, and what each is worth."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
+from distdiag.diagnosis.waits.incidents import Root
+from tests.diagnosis.made import job, only, rank
+
+
+def stuck(t_s: float, sizes: tuple[int, ...]) -> Snapshot:
+    """Ranks 0… in a barrier at line 9, the others in an all_reduce at line 40; each side knows only line 40."""
+    calls = [("barrier", 9)] * sizes[0] + [("all_reduce", 40)] * sizes[1]
+    ranks = [
+        rank(q, enqueued={"default_pg": 7}, activity="waiting", sites={"/job/train.py:40": 5, f"/job/train.py:{line}": 5},
+             blocked=Call(op=op, group="default_pg", seq=7, entered_s=5.0, site=Site("/job/train.py", line, "f")))
+        for q, (op, line) in enumerate(calls)
+    ]  # fmt: skip
+    return job(*ranks, t_s=t_s)
+
+
+def culprits(sizes: tuple[int, ...], *without: str) -> tuple[int, ...]:
+    d = Diagnosis(source=lambda _: None, without=frozenset(without))
+    for t_s in (6.0, 6.25):
+        d.update(stuck(t_s, sizes))
+    return only(d.findings).culprits
+
+
+def test_the_first_witness_that_names_ranks_decides() -> None:
+    assert culprits((1, 2)) == (0,)  # the minority
+    assert culprits((1, 1)) == (0,)  # a tie: it is at a site where the other has never been
+
+
+def test_without_its_witness_a_tie_blames_nobody() -> None:
+    assert culprits((1, 1), "site", "history") == ()
+    assert culprits((1, 2), "site", "history") == (0,)
+
+
+def test_every_root_of_an_incident_has_an_order_and_every_reason_a_witness() -> None:
+    assert set(ORDER) == set(Root)
+    assert {w.name for witnesses in ORDER.values() for w in witnesses} | {Reason.NONE} == set(Reason)
