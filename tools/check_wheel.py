@@ -2,7 +2,7 @@
 
 Usage: python tools/check_wheel.py [--from-index] [--keep DIRECTORY]
 
-The wheel gets an environment of its own. Its dependencies are linked from the environment that runs this script, and
+The wheel gets its own environment. Its dependencies are linked from the environment that runs this script, and
 only those that the wheel declares: first without extras (a recorded job, the verdict, and one line of error where an
 extra is missing), then with all of them. `--from-index` downloads them instead, torch included.
 """
@@ -23,6 +23,8 @@ import time
 import zipfile
 from pathlib import Path
 
+import jsonschema
+from jsonschema.exceptions import best_match
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,8 +171,8 @@ class Environment:
         site = next((self.path / "lib").glob("python3*/site-packages"))
         (site / "dependencies.pth").write_text(f"{linked}\n")
 
-    def run(self, *arguments: str, code: int | tuple[int, ...] = 0, said: str = "") -> str:
-        """Run a command of the environment; fail unless its exit code is `code` and its output has `said`."""
+    def run(self, *arguments: str, code: int | tuple[int, ...] = 0, shows: str = "") -> str:
+        """Run a command of the environment; fail unless its exit code is `code` and its output has `shows`."""
         command = [str(self.path / "bin" / arguments[0]), *arguments[1:]]
         shown = " ".join(arguments)
         done = subprocess.run(
@@ -179,8 +181,8 @@ class Environment:
         )  # fmt: skip
         allowed = (code,) if isinstance(code, int) else code
         out = done.stdout + done.stderr
-        if done.returncode not in allowed or "Traceback" in out or said not in out:
-            raise Failed(f"`{shown}` ended with {done.returncode}, expected {allowed} and {said!r}:\n{out}")
+        if done.returncode not in allowed or "Traceback" in out or shows not in out:
+            raise Failed(f"`{shown}` ended with {done.returncode}, expected {allowed} and {shows!r}:\n{out}")
         print(f"  ok  {shown}", flush=True)
         return done.stdout
 
@@ -241,8 +243,9 @@ def check_base(env: Environment) -> None:
         )  # fmt: skip
         try:
             wait_for_steps(env, job, log)
-            env.run("distdiag", "dump", said="saved:")
-            env.run("distdiag", "diagnose", said="2 of 2 ranks")
+            env.run("distdiag", "dump", shows="saved:")
+            from_json(env.run("distdiag", "dump", "--json", "--no-save"), "distdiag.stacks/1")
+            env.run("distdiag", "diagnose", shows="2 of 2 ranks")
             (env.cwd / "stop").touch()
             if job.wait(DEADLINE_S) or "Traceback" in log.read_text():
                 raise Failed(f"the recorded job ended with {job.returncode}:\n{log.read_text()}")
@@ -250,13 +253,13 @@ def check_base(env: Environment) -> None:
         finally:
             if job.poll() is None:
                 job.kill()
-    env.run("distdiag", "diagnose", said="ended: ")
-    env.run("distdiag", "tui", "--once", said="rank")
+    env.run("distdiag", "diagnose", shows="ended: ")
+    env.run("distdiag", "tui", "--once", shows="rank")
     env.run("distdiag", "report", "--format", "text")
     if not env.from_index:  # a package of an extra may be there anyway
-        env.run("distdiag", "tui", code=2, said="distdiag[tui]")
-        env.run("distdiag", "tui", "--web", code=2, said="distdiag[web]")
-        env.run("distdiag", "report", code=2, said="distdiag[report]")
+        env.run("distdiag", "tui", code=2, shows="distdiag[tui]")
+        env.run("distdiag", "tui", "--web", code=2, shows="distdiag[web]")
+        env.run("distdiag", "report", code=2, shows="distdiag[report]")
 
 
 def wait_for_steps(env: Environment, job: subprocess.Popen[bytes], log: Path) -> None:
@@ -280,23 +283,29 @@ def wait_for_steps(env: Environment, job: subprocess.Popen[bytes], log: Path) ->
 def check_commands(env: Environment) -> None:
     """With all extras: every command on the run that was recorded."""
     from_json(env.run("distdiag", "diagnose", "--json"), "distdiag.findings/1")
-    env.run("distdiag", "tui", "--once", said="rank")
+    env.run("distdiag", "tui", "--once", shows="rank")
     from_json(env.run("distdiag", "tui", "--once", "--json"), "distdiag.snapshot/1")
     env.run("distdiag", "report", "-o", "report.html")
     if "<html" not in (env.cwd / "report.html").read_text():
         raise Failed("report.html is no HTML file")
-    env.run("distdiag", "compare", str(env.run_dir), str(env.run_dir))
-    env.run("distdiag", "doctor", code=(0, 1), said="torch")
-    env.run("distdiag", "probe", "list", said="allreduce")
-    env.run("distdiag", "probe", "allreduce", "--quick", "--nproc", "2", code=(0, 3), said="allreduce")
-    env.run("distdiag", "bench", "faults", "--list", code=2, said="hint: ")
-    env.run("distdiag", "run", "--help", said="torchrun")
-    env.run("python", "-m", "distdiag.train", "--help", said="--max-steps")
+    from_json(env.run("distdiag", "report", "--format", "json"), "distdiag.report/1")
+    from_json(env.run("distdiag", "compare", "reports/wheel", "reports/latest", "--json"), "distdiag.compare/1")
+    from_json(env.run("distdiag", "doctor", "--json", code=(0, 1)), "distdiag.doctor/1")
+    env.run("distdiag", "probe", "list", shows="allreduce")
+    quick = ("distdiag", "probe", "allreduce", "--quick", "--nproc", "2", "--json")
+    from_json(env.run(*quick, code=(0, 3)), "distdiag.probe/1")
+    env.run("distdiag", "bench", "faults", "--list", code=2, shows="hint: ")
+    env.run("distdiag", "run", "--help", shows="torchrun")
+    env.run("python", "-m", "distdiag.train", "--help", shows="--max-steps")
 
 
 def from_json(text: str, schema: str) -> None:
-    if json.loads(text).get("schema") != schema:
-        raise Failed(f"expected an object of schema {schema}, got: {text[:200]}")
+    """Fail unless `text` is one object that docs/schemas describes."""
+    path = ROOT / "docs" / "schemas" / (schema.removeprefix("distdiag.").replace("/", "-") + ".json")
+    try:
+        jsonschema.validate(json.loads(text), json.loads(path.read_text()))
+    except jsonschema.ValidationError as e:
+        raise Failed(f"not of schema {schema}: {best_match([e]).message}\n{text[:500]}") from None
 
 
 def call(command: list[str], cwd: Path) -> None:

@@ -77,8 +77,7 @@ class Slots:
 
     @property
     def facts(self) -> dict[str, Any]:
-        found = self.parsed(self.page.header.facts) if self.page else None
-        return found if isinstance(found, dict) else {}
+        return (self.parsed(self.page.header.facts) if self.page else None) or {}
 
     # -- slots -------------------------------------------------------------------------------------------
 
