@@ -176,7 +176,15 @@ GPU = Kind(
 RECORDER = Kind(
     name="recorder",
     severities=(_INFO, _WARNING),
-    causes=("disk_full", "clock_skew", "dropped", "unsupported_torch", "missing_dump", "unreadable_dump"),
+    causes=(
+        "disk_full",
+        "clock_skew",
+        "dropped",
+        "unsupported_torch",
+        "device_waits",
+        "missing_dump",
+        "unreadable_dump",
+    ),
     sticky=True,
 )
 

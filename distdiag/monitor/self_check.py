@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.monitor.device_sight import DeviceSight
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
 
@@ -15,6 +16,7 @@ DRIVER_SILENT_S = 20.0  # an NVML call takes milliseconds; initialising eight ca
 DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
 ADVICE = {
     "disk_full": "free the disk",
+    "device_waits": "keep the flight recorder on (TORCH_FR_BUFFER_SIZE), and install distdiag with a C compiler",
     "driver_silent": "see if `nvidia-smi` answers on this node; if not, drain it",
     "clock_skew": "compare times of this run by their differences, not by the clock",
 }
@@ -25,6 +27,7 @@ class OwnFaults:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._device = DeviceSight()
         self.found: list[Finding] = []  # all that were said: on a full disk, the summary is their only way out
 
     def faults(
@@ -62,6 +65,8 @@ class OwnFaults:
             if missing:
                 text = f"this torch lacks: {missing}; what needs it is not seen"
                 out.append(self._new(f"unsupported/{q}", t_s, "unsupported_torch", text, q))
+        for key, text, q in self._device.missing(t_s, views):
+            out.append(self._new(key, t_s, "device_waits", text, q))
         jump_s = time.time() - started_unix_s - t_s
         if abs(jump_s) > CLOCK_JUMP_S:
             text = (

@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.rules import stall
 from distdiag.diagnosis.waits.graph import build
 from distdiag.monitor.ranks import device_queue
-from tests.diagnosis.made import proved
+from tests.diagnosis.made import findings, proved
 
 HOST = Site("/job/train.py", 99, "log")
 
@@ -165,3 +166,21 @@ def test_a_first_collective_that_creates_its_communicator() -> None:
     other = issued("all_reduce", 1, 90.0, 20, "b", left_s=None)
     (found,) = proved(job(waiting, RankState(rank=1, blocked=other, calls=(other,), enqueued={"b": 1})))
     assert found.kind == "deadlock" and "ranks 0, 1 are creating the communicator of the group" in found.message
+
+
+def test_a_collective_that_all_have_issued_and_that_does_not_complete() -> None:
+    def both(since_s: float) -> Snapshot:
+        first = replace(rank(0, issued("all_reduce", 7, since_s, 10)), step=5)
+        return job(first, replace(rank(1, issued("all_reduce", 7, since_s, 10)), step=5))
+
+    (found,) = findings(both(75.0), stall)
+    assert (found.cause, found.certainty, found.culprits, found.victims) == ("unknown", "suspected", (), (0, 1))
+    assert findings(both(90.0), stall) == []
+    assert findings(replace(both(75.0), usual_step_s=9.0), stall) == []
+
+
+def test_a_rank_whose_own_device_is_busy_is_a_stall_of_its_device() -> None:
+    late = replace(rank(1), host_wait="device", blocked=None, activity="device", step=5)
+    (found,) = findings(job(rank(0, issued("all_reduce", 7, 75.0, 10)), late), stall)
+    assert found.culprits == (1,) and "waits for its own device" in found.message
+    assert [w.line for w in found.where] == [99]

@@ -66,6 +66,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s, graph = facts.snapshot, facts.graph
     if not graph.sinks:
         yield Abstained("no rank is waited for by the others", checked=True)
+    yield from _incomplete(facts)
     for rank in graph.sinks:
         state = s.ranks.get(rank)
         if state is None or state.life not in (Life.RUNNING, Life.STARTING):
@@ -80,6 +81,39 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             yield Abstained(usual, checked=True)
         else:
             yield _finding(s, state, victims, waited_s, limit_s)
+
+
+def _incomplete(facts: Facts) -> Iterator[Finding]:
+    """Yield collectives that every member has issued on its device, and that do not complete: nobody is known to be late."""
+    s = facts.snapshot
+    for wait in facts.graph.waits:
+        group = s.groups.get(wait.group)
+        if wait.p2p or wait.missing or wait.conflict or group is None or set(wait.ranks) != set(group.ranks):
+            continue
+        calls = [wait.calls[r] for r in wait.ranks]
+        entered = [c.entered_s for c in calls if c.on_device and c.entered_s is not None]
+        if len(entered) < len(calls) or len(calls) < 2:
+            continue
+        waited_s = s.t_s - max(entered)
+        started = any(s.ranks[r].step or s.ranks[r].steps for r in wait.ranks)
+        limit_s = limits.patience_s["device"] if started else limits.first_step_s
+        limit_s = max(limit_s, limits.usual_factor * (s.usual_step_s or 0.0))
+        if waited_s >= limit_s:
+            yield Finding(
+                kind=kind.name,
+                cause="unknown",
+                certainty=Certainty.SUSPECTED,
+                severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
+                victims=tuple(sorted(wait.ranks)),
+                collective=CollectiveRef(calls[0].op, wait.group, wait.seq, calls[0].bytes),
+                waiting=tuple(where(s.ranks[r], "waiting", wait.calls[r].site) for r in sorted(wait.ranks)),
+                step=max(s.ranks[r].step for r in wait.ranks),
+                first_seen_s=max(entered),
+                message=f"{rank_list(wait.ranks)} have all issued {op_text(calls[0])}{at(calls[0].site)}, and it has not completed "
+                f"for {seconds(waited_s)}: a device is busy with earlier work, or the network does not deliver",
+                cost="the job makes no progress",
+                advice="see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors",
+            )
 
 
 def patience_s(r: RankState) -> float:

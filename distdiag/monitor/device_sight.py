@@ -1,0 +1,57 @@
+"""What cannot be seen of ranks on a device backend: there a hang is proved from counters and native frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distdiag.monitor.ranks.state import RankView
+
+SETTLED_S = 10.0  # a watchdog notices completions within some 100 ms; a first collective may take seconds to connect
+STEPS = 10  # that a rank makes meanwhile
+
+
+@dataclass(slots=True)
+class _Counter:
+    completed: int
+    since_s: float
+    step: int
+
+
+class DeviceSight:
+    """Follows the counters of device groups."""
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[int, int], _Counter] = {}
+
+    def missing(self, t_s: float, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
+        """Yield (key, text, rank) of what a proof of a hang would need and does not have."""
+        for rank, view in views.items():
+            page = view.page
+            if page is None or view.ending is not None or not view.device_groups:
+                continue
+            h = page.header
+            if h.trace_signal and not (Path(view.reader.path).parent / f"r{rank}.native").exists():
+                text = (
+                    f"native frames of rank {rank} cannot be read (no compiled module, or the job uses the signal): whether its "
+                    "host waits for the device is not known, and a hang of it is not proved"
+                )
+                yield f"native/{rank}", text, rank
+            for i in view.device_groups:
+                group = page.groups[i]
+                last = self._counters.get((rank, i))
+                if last is None or group.completed != last.completed or group.completed == group.enqueued:
+                    self._counters[rank, i] = _Counter(group.completed, t_s, h.step)
+                elif t_s - last.since_s >= SETTLED_S and h.step - last.step >= STEPS and not h.n_peers:
+                    yield f"counters/{rank}/{i}", self._text(view, i), rank
+
+    @staticmethod
+    def _text(view: RankView, group: int) -> str:
+        assert view.page is not None
+        slot, name = view.page.groups[group], view.group_key(view.page, group)
+        if slot.completed < 0:
+            why = "the flight recorder does not count its completed collectives (switched off, or of a backend without one)"
+        else:
+            why = f"no completion after #{slot.completed} was noticed while its steps continue (is the backend's watchdog stuck?)"
+        return f"rank {view.rank}, group {name} ({view.text(slot.backend)}): {why}; waits in it are not judged"
