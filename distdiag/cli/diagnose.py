@@ -120,7 +120,7 @@ def _print_text(report: Report, ascii: bool) -> None:
     def show(line: str) -> str:
         return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
 
-    print(show(verdict(report)))
+    print(show(printable(verdict(report))))
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
     for f in sorted(report.findings, key=lambda f: (f.cleared_s is not None, order.index(Severity(f.severity)))):
         print()

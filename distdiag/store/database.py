@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import sqlite3
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
 
+from distdiag.store.checked import Connection
 from distdiag.store.opening import ReadStatus, RunUnreadable, inode, rows, unreadable
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
+def _optional(f: msgspec.structs.FieldInfo) -> bool:
+    """True if a field of a row may be None."""
+    return type(None) in typing.get_args(f.type)
+
+
 class Database:
     """A read-only connection. Not for use by two threads at once."""
 
-    def __init__(self, path: Path, database: Path, con: sqlite3.Connection, note: str | None = None) -> None:
+    def __init__(self, path: Path, database: Path, con: Connection, note: str | None = None) -> None:
         self.path = path
         self.database = database
         self.note = note  # what a person should know about how it was opened
@@ -67,16 +74,16 @@ class Database:
     def structs(
         self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
     ) -> list[_T]:
-        """Rows of a table as Structs, whose fields are its columns."""
-        names = ", ".join(f"{table}.{c}" for c in kind.__struct_fields__)
-        return [
-            kind(**dict(zip(kind.__struct_fields__, r, strict=True)))
-            for r in self.query(f"SELECT {names} FROM {table} {tail}", args)
-        ]
+        """Return rows of a table as Structs, whose fields are its columns; rows that lack a needed value are left out."""
+        fields = kind.__struct_fields__
+        names = ", ".join(f"{table}.{c}" for c in fields)
+        found = self.query(f"SELECT {names} FROM {table} {tail}", args)
+        needed = [i for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f)]
+        return [kind(**dict(zip(fields, r, strict=True))) for r in found if not any(r[i] is None for i in needed)]
 
     def newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:
-        """Newest row of each key, not after `t_s`."""
-        # the last minute decides, so that the cost does not grow with the run
+        """Return the newest row of each key, not after `t_s`."""
+        # only the last minute is read, so that the cost does not grow with the run
         newest = self.query(f"SELECT max(t_s) FROM {table} WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
         if newest is None:
             return []

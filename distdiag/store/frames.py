@@ -12,6 +12,8 @@ from functools import cached_property
 
 import msgspec
 
+from distdiag.terms.untrusted import MAX_INT, MAX_RANKS
+
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """Newest state of one rank; field names are the columns of table `rank`, then what only the screen needs.
@@ -91,6 +93,8 @@ class _Packed(msgspec.Struct):
     words: dict[str, tuple[list[str | None], str, bytes]]  # column -> (vocabulary, type code, index per rank)
 
 
+MAX_FRAME_BYTES, MAX_COLUMNS = 64 << 20, 100  # unpacked: 128 Ki ranks of 48 columns
+_NUMBER_CODES, _INDEX_CODES = frozenset("fd"), frozenset("HI")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Packed)
 
@@ -194,7 +198,7 @@ class RankTable:
         for name, column, whole in self._readers:
             v = column[i]
             if v is not None and v == v:
-                values[name] = int(v) if whole else v
+                values[name] = v if not whole else int(v) if abs(v) < MAX_INT else None
         return RankRow(**values)
 
     def rows(self) -> list[RankRow]:
@@ -202,7 +206,7 @@ class RankTable:
         columns: dict[str, list[typing.Any]] = {}
         for name in self._packed.numbers:
             if name in _INTEGERS:
-                columns[name] = [None if v != v else int(v) for v in self.numbers(name)]
+                columns[name] = [int(v) if abs(v) < MAX_INT else None for v in self.numbers(name)]
             elif name in _HINTS:
                 columns[name] = [None if v != v else v for v in self.numbers(name)]
         for name in self._packed.words:
@@ -213,19 +217,48 @@ class RankTable:
 
 
 def unpack_table(blob: bytes) -> RankTable:
-    """Columns of a packed frame.
+    """Return the columns of a packed frame.
 
     Raises:
-        msgspec.DecodeError, zlib.error: the blob was written by something else.
+        msgspec.DecodeError, zlib.error, ValueError: the blob was written by something else.
     """
-    return RankTable(_decoder.decode(zlib.decompress(blob)))
+    stream = zlib.decompressobj()
+    data = stream.decompress(blob, MAX_FRAME_BYTES)
+    if not stream.eof:
+        raise zlib.error("cut short, or larger than any frame")
+    return RankTable(_valid(_decoder.decode(data)))
+
+
+def _valid(packed: _Packed) -> _Packed:
+    """Return a frame whose columns all have one value per rank, and whose ranks can be ranks.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if not 0 <= packed.n <= MAX_RANKS or len(packed.numbers) + len(packed.words) > MAX_COLUMNS:
+        raise ValueError("more ranks or columns than a frame can have")
+    for code, data in packed.numbers.values():
+        if code not in _NUMBER_CODES or len(data) != packed.n * array(code).itemsize:
+            raise ValueError("a column of another length")
+    for vocabulary, code, data in packed.words.values():
+        if code not in _INDEX_CODES or len(data) != packed.n * array(code).itemsize:
+            raise ValueError("a column of another length")
+        if packed.n and len(vocabulary) != 1 and max(_from_bytes(code, data)) >= len(vocabulary):
+            raise ValueError("a word that is not in the vocabulary")
+    if packed.n:
+        if "rank" not in packed.numbers:
+            raise ValueError("a frame without ranks")
+        ranks = _from_bytes(*packed.numbers["rank"])
+        if not (min(ranks) >= 0 and max(ranks) < MAX_RANKS and math.isfinite(sum(ranks))):
+            raise ValueError("ranks out of range")
+    return packed
 
 
 def unpack(blob: bytes) -> list[RankRow]:
-    """Inverse of `pack`; durations and shares come back with seven digits, not-a-number as None.
+    """Return the rows that `pack` was given; durations and shares have seven digits, not-a-number is None.
 
     Raises:
-        msgspec.DecodeError, zlib.error: the blob was written by something else.
+        msgspec.DecodeError, zlib.error, ValueError: the blob was written by something else.
     """
     return unpack_table(blob).rows()
 

@@ -1,20 +1,24 @@
-"""Finding and opening a run's database read-only, and a clear word for each way in which that fails."""
+"""Finding and opening a run's database read-only, and one error for each way in which that fails."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sqlite3
 import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import msgspec
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.store import rundir
+from distdiag.store.checked import Connection, fetch, harden
+from distdiag.terms.untrusted import visible
 
 BUSY_TIMEOUT_S = 0.3
 FOLDING_S = 0.5  # the writer needs some hundredths for it
@@ -35,22 +39,22 @@ class ReadStatus(StrEnum):
 
 
 class RunUnreadable(DistdiagError):
-    """A run that is there but cannot be read; `status` says why, for a screen that waits and tries again."""
+    """A run that exists and cannot be read; `status` says why, for a screen that waits and tries again."""
 
     def __init__(self, status: ReadStatus, message: str, hint: str) -> None:
         code = ExitCode.NO_DATA if status in (ReadStatus.MISSING, ReadStatus.DELETED) else ExitCode.USAGE
-        super().__init__(message, hint, code, f"run_{status}")
+        super().__init__(visible(message), visible(hint), code, f"run_{status}")
         self.status = status
 
 
 def locate(path: Path) -> Path:
-    """The database of a run directory: in it, or where its pointer says."""
+    """Return the database of a run directory: in it, or where its pointer says."""
     database = path / rundir.DATABASE
     if database.exists():
-        return database
+        return _regular(database)
     try:
         where = msgspec.json.decode((path / rundir.POINTER).read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         if not path.is_dir():
             raise RunUnreadable(
                 ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
@@ -62,17 +66,35 @@ def locate(path: Path) -> Path:
         ) from None
     local = Path(where.get("path", ""))
     if where.get("host") == socket.gethostname() and local.exists():
-        return local
+        return _regular(local)
+    host = where.get("host", "?")
     raise RunUnreadable(
         ReadStatus.ELSEWHERE,
-        f"the database of {path} is on {where.get('host')} ({local}) until the run ends",
-        f"`ssh {where.get('host')} distdiag tui {path.absolute()}`",
+        f"the database of {path} is on {host} ({local}) until the run ends",
+        f"`ssh -- {shlex.quote(host)} {shlex.quote(shlex.join(['distdiag', 'tui', str(path.absolute())]))}`",
     )
 
 
-def rows(con: sqlite3.Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
-    """All rows of a SELECT. At the moment when the writer folds its log into the file, a reader is told that it would
-    have to write: it asks again.
+def _regular(database: Path) -> Path:
+    """Return the path of a regular file; anything else (a FIFO) could block its reader for ever.
+
+    Raises:
+        RunUnreadable: it is not one.
+    """
+    try:
+        regular = S_ISREG(database.stat().st_mode)
+    except OSError:
+        return database  # opening it says why
+    if not regular:
+        raise RunUnreadable(ReadStatus.CORRUPT, f"{database} is not a file", CORRUPT_HINT)
+    return database
+
+
+def rows(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
+    """Return all rows of a SELECT.
+
+    While the writer copies its log into the file, SQLite answers readers "attempt to write a readonly database": the
+    query is repeated.
 
     Raises:
         sqlite3.Error: anything else, or this for longer than `FOLDING_S`.
@@ -80,22 +102,33 @@ def rows(con: sqlite3.Connection, sql: str, args: Sequence[Any] | dict[str, Any]
     end = time.monotonic() + FOLDING_S
     while True:
         try:
-            return con.execute(sql, args).fetchall()
+            return fetch(con, sql, args)
         except sqlite3.OperationalError as e:
             if "readonly" not in str(e) or time.monotonic() > end:
                 raise
         time.sleep(0.02)
 
 
-def connect(database: Path) -> tuple[sqlite3.Connection, str | None]:
+def connect(database: Path) -> tuple[Connection, str | None]:
+    """Return a read-only connection with limits, and a note if it does not see the newest rows.
+
+    Raises:
+        sqlite3.Error: it cannot be opened, or its schema is not to be trusted.
+    """
     quoted = database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
-    def attempt(options: str) -> sqlite3.Connection:
-        con = sqlite3.connect(
-            f"file:{quoted}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    def attempt(options: str) -> Connection:
+        con: Connection = sqlite3.connect(  # type: ignore[assignment]
+            f"file:{quoted}?{options}",
+            uri=True,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=Connection,
         )
         try:
             rows(con, "SELECT count(*) FROM sqlite_master")
+            harden(con, database)
         except BaseException:
             con.close()
             raise
@@ -113,6 +146,7 @@ def connect(database: Path) -> tuple[sqlite3.Connection, str | None]:
 
 
 def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadable:
+    """Return the error for what SQLite reports."""
     text = str(error)
     if not database.exists():
         return RunUnreadable(
@@ -122,7 +156,7 @@ def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadabl
         return RunUnreadable(
             ReadStatus.LOCKED,
             f"{database} is locked by another process",
-            f"try again; `fuser {database}` names who holds it",
+            f"try again; `fuser {shlex.quote(str(database))}` names who holds it",
         )
     if "no such table" in text or "no such column" in text:
         if not size_of(database):

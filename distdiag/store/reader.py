@@ -6,7 +6,10 @@ Rows are light Structs; only the methods that end in `_frame` import pandas.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
+import shlex
 import socket
 import sqlite3
 import time
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Check, Finding, Report
+from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State
 from distdiag.errors import need
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.database import Database
@@ -38,6 +41,7 @@ from distdiag.store.rows import (
 )
 from distdiag.terms import secrets
 from distdiag.terms.ranks import unfold_ranks
+from distdiag.terms.untrusted import MAX_INT, is_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +51,25 @@ if TYPE_CHECKING:
 SILENT_S, GONE_S = 13.0, 10.0
 
 _finding = msgspec.json.Decoder(Finding)
+_STATES, _SEVERITIES, _CERTAINTIES = (frozenset(map(str, e)) for e in (State, Severity, Certainty))
+
+
+def state_of(meta: dict[str, str | None]) -> str:
+    """Return the state of the job; "waiting" if it is missing or no state."""
+    state = meta.get("state")
+    return state if state in _STATES and state is not None else State.WAITING
+
+
+def _checked(f: Finding) -> Finding:
+    """Return a finding whose words are those of the contract and whose ranks can be ranks.
+
+    Raises:
+        ValueError: it is not.
+    """
+    ranks = itertools.chain(f.culprits, f.victims, (w.rank for w in (*f.where, *f.waiting)))
+    if f.severity not in _SEVERITIES or f.certainty not in _CERTAINTIES or not all(map(is_rank, ranks)):
+        raise ValueError("not a finding")
+    return f
 
 
 class Monitor(StrEnum):
@@ -94,8 +117,9 @@ class Run(Database):
         )
         out = []
         for (text,) in rows:
-            with contextlib.suppress(msgspec.DecodeError, TypeError):  # one damaged record must not hide the others
-                out.append(_finding.decode(text))
+            # one damaged record must not hide the others
+            with contextlib.suppress(msgspec.DecodeError, TypeError, ValueError, RecursionError):
+                out.append(_checked(_finding.decode(text)))
         return tuple(out)
 
     def report(self) -> Report:
@@ -110,8 +134,8 @@ class Run(Database):
             notes.append(self.note)
         return Report(
             run=str(self.path),
-            state=meta.get("state") or "waiting",
-            world_size=None if world is None else int(world),
+            state=state_of(meta),
+            world_size=None if world is None or not is_rank(int(world)) else int(world),
             ranks_seen=seen,
             findings=self.findings(),
             notes=tuple(notes),
@@ -137,7 +161,7 @@ class Run(Database):
 
     def frame_times(self) -> list[float]:
         """Times of all frames kept, rising."""
-        return [t for (t,) in self.query("SELECT t_s FROM frame ORDER BY t_s")]
+        return [t for (t,) in self.query("SELECT t_s FROM frame WHERE t_s IS NOT NULL ORDER BY t_s") if t is not None]
 
     def frame_step(self, t_s: float, count: int) -> float | None:
         """Time of the frame `count` after (before, if negative) that at `t_s`, or the outermost one; None without frames."""
@@ -162,10 +186,10 @@ class Run(Database):
             return None
         t_s, state, text, blob = rows[0]
         try:
-            return Frame(t_s, state or "", text or "", unpack_table(blob))
-        except (msgspec.DecodeError, zlib.error, TypeError) as e:
+            return Frame(float(t_s), state if state in _STATES else "", text or "", unpack_table(blob))
+        except (msgspec.DecodeError, zlib.error, TypeError, ValueError) as e:
             raise RunUnreadable(
-                ReadStatus.CORRUPT, f"{self.database}: the frame at {t_s:.1f} s is damaged", CORRUPT_HINT
+                ReadStatus.CORRUPT, f"{self.database}: the frame at {t_s} s is damaged", CORRUPT_HINT
             ) from e
 
     # -- rows ---------------------------------------------------------------------------------------------------
@@ -175,7 +199,7 @@ class Run(Database):
         from distdiag.store.frames import TABLE_COLUMNS
 
         rows = self.query(f"SELECT {', '.join(TABLE_COLUMNS)} FROM rank ORDER BY rank")
-        return [RankRow(**dict(zip(TABLE_COLUMNS, r, strict=True))) for r in rows]
+        return [RankRow(**dict(zip(TABLE_COLUMNS, r, strict=True))) for r in rows if is_rank(r[0])]
 
     def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
         """First and newest step with raw rows, not after `t_s`; None without any."""
@@ -243,7 +267,7 @@ class Run(Database):
                 members = unfold_ranks(ranks or "")
             except ValueError:
                 members = ()
-            out.append(GroupRow(name=name, ranks=members, description=text or "", backend=backend or ""))
+            out.append(GroupRow(name=name or "", ranks=members, description=text or "", backend=backend or ""))
         return out
 
     def hosts(self, t_s: float | None = None) -> list[HostRow]:
@@ -376,7 +400,7 @@ def open_run(path: Path | str) -> Run:
         raise RunUnreadable(
             ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
         )
-    found = int(version[0]) if str(version[0]).isdigit() else 0
+    found = int(version[0]) if re.fullmatch(r"[0-9]{1,6}", str(version[0])) else 0
     if found != SCHEMA_VERSION:
         wrote = (con.execute("SELECT value FROM meta WHERE key = 'distdiag'").fetchone() or ["?"])[0]
         con.close()
@@ -386,17 +410,20 @@ def open_run(path: Path | str) -> Run:
             f"{database} was written by an {status} distdiag (schema {found}, this one reads {SCHEMA_VERSION})"
             if status is ReadStatus.OLDER
             else f"{database} was written by a newer distdiag (schema {found}, this one reads {SCHEMA_VERSION})",
-            "`pip install -U distdiag`" if status is ReadStatus.NEWER else f"`pip install distdiag=={wrote}` reads it",
+            "`pip install -U distdiag`"
+            if status is ReadStatus.NEWER
+            else f"`pip install {shlex.quote(f'distdiag=={wrote}')}` reads it",
         )
     return Run(path, database, con, note)
 
 
 def number(text: str | None) -> float | None:
-    """A meta value as a number; None where it is missing or not one."""
+    """Return a meta value as a number; None if it is missing, no number, or not finite."""
     try:
-        return None if text is None else float(text)
+        value = None if text is None else float(text)
     except ValueError:
         return None
+    return value if value is not None and abs(value) < MAX_INT else None
 
 
 def _process_gone(meta: dict[str, str | None]) -> bool:
@@ -407,6 +434,6 @@ def _process_gone(meta: dict[str, str | None]) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except OSError:
+    except (OSError, OverflowError):
         pass
     return False

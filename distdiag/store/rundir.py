@@ -164,6 +164,6 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
     """Contents of `run.json`; empty where it is missing or damaged."""
     try:
         found = msgspec.json.decode((run_dir / "run.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from pathlib import Path
 
 import msgspec
 
 NAME = "stacks/latest.json"
+MAX_FRAMES = 400  # of one stack; each is a level of the tree
+_RANK = re.compile(r"[0-9]{1,6}")
 
 
 class RankStack(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +73,10 @@ def write(run_dir: Path, stacks: Stacks) -> Path:
 
 
 def read(run_dir: Path) -> Stacks | None:
-    """Newest stacks; None where there are none, or what lies there is not of this form."""
+    """Return the newest stacks; None if there are none, or the file is not of this form."""
     try:
-        return msgspec.json.decode((run_dir / NAME).read_bytes(), type=Stacks)
-    except (OSError, msgspec.DecodeError):
+        found = msgspec.json.decode((run_dir / NAME).read_bytes(), type=Stacks)
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         return None
+    valid = all(_RANK.fullmatch(key) and len(s.stack) <= MAX_FRAMES for key, s in found.ranks.items())
+    return found if valid and math.isfinite(found.t_s) else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from distdiag.terms.untrusted import MAX_RANKS, is_rank
+
 
 def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
     """First and last rank of each run without a gap, in ascending order."""
@@ -23,13 +25,16 @@ def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def unfold_ranks(text: str) -> tuple[int, ...]:
-    """Inverse of `fold_ranks`.
+    """Return the ranks in '0-3,8': the inverse of `fold_ranks`.
 
     Raises:
-        ValueError: `text` is not of that form.
+        ValueError: `text` is not of that form, or names more ranks than a job can have.
     """
     out: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        out.extend(range(int(first), int(last or first) + 1))
+        low, high = int(first), int(last or first)
+        if not (is_rank(low) and is_rank(high)) or len(out) > MAX_RANKS:
+            raise ValueError(f"ranks out of range: {part:.40}")
+        out.extend(range(low, high + 1))
     return tuple(out)

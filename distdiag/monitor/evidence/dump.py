@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import pickle
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,9 +70,28 @@ def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
 
 
 def _alive(v: RankView) -> bool:
+    """True if the page's process lives, and really is the one that writes this page.
+
+    The page may be anybody's (a run directory from elsewhere), and its process is asked, and sent a signal.
+    """
     assert v.page is not None
     h = v.page.header
-    return processes.start_ticks(h.pid) == h.process_start_ticks
+    return processes.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
+
+
+def maps_page(pid: int, page: Path) -> bool:
+    """True if page and process belong to this user, nobody else can write the page, and the process maps it."""
+    try:
+        stat = page.stat()
+        owner = os.stat(f"/proc/{pid}").st_uid
+        with open(f"/proc/{pid}/maps", "rb") as f:
+            mapped = any(
+                line.split(maxsplit=5)[4] == str(stat.st_ino).encode() and line.split(maxsplit=2)[1].endswith(b"s")
+                for line in f
+            )
+    except (OSError, IndexError):
+        return False
+    return mapped and stat.st_uid == owner == os.getuid() and not stat.st_mode & 0o022
 
 
 def _ask(v: RankView, timeout_s: float) -> RankDump:
@@ -87,7 +107,7 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     stopped = look is not None and look.state in "Tt"
     if stopped:  # it cannot answer
         note = "stopped by a signal"
-    elif state_silent and h.trace_signal:
+    elif state_silent and signal.SIGRTMIN <= h.trace_signal <= signal.SIGRTMAX:
         try:
             trace = Path(v.reader.path).parent / f"r{h.rank}.trace"
             frames = ask.main_stack(ask.stacks_by_signal(h.pid, h.trace_signal, trace, timeout_s))

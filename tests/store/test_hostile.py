@@ -1,0 +1,143 @@
+"""A run directory that somebody sent: no traceback, no hang, no memory without end, and no signal to a stranger."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distdiag.errors import DistdiagError
+from distdiag.page.writer import PageWriter
+from distdiag.store import rundir, stacks
+from distdiag.store.frames import RankRow, unpack_table
+from distdiag.store.reader import ReadStatus, RunUnreadable, open_run
+from distdiag.store.writer import Writer
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+
+
+def run_with(path: Path, *statements: str) -> Path:
+    with Writer(path) as w:
+        w.frame(1.0, "running", "", [RankRow(rank=0)])
+    con = sqlite3.connect(path / "run.db")
+    for statement in statements:
+        con.execute(statement)
+    con.commit()
+    con.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("DROP TABLE rank", f"CREATE VIEW rank AS {ENDLESS} SELECT i AS rank FROM n"),
+        ("DROP TABLE meta", f"CREATE VIEW meta AS {ENDLESS} SELECT i AS key, i AS value FROM n"),
+        ("ALTER TABLE event ADD COLUMN x TEXT AS (hex(zeroblob(100000000)))",),
+    ],
+)
+def test_views_and_computed_columns_are_refused(tmp_path: Path, statements: tuple[str, ...]) -> None:
+    with pytest.raises(RunUnreadable) as e:
+        open_run(run_with(tmp_path, *statements))
+    assert e.value.status is ReadStatus.CORRUPT
+
+
+def test_an_endless_query_ends(tmp_path: Path) -> None:
+    with open_run(run_with(tmp_path)) as run, pytest.raises(RunUnreadable, match="more than"):
+        run.query(f"{ENDLESS} SELECT count(*) FROM n")
+
+
+def test_values_of_another_type_are_not_measured(tmp_path: Path) -> None:
+    path = run_with(
+        tmp_path,
+        "INSERT INTO frame VALUES (9e999, 'running', '', x'00')",
+        "INSERT INTO rank (rank, step, host) VALUES (3, 'many', x'00'), (1000000000, 1, 'a')",
+        "INSERT INTO event VALUES ('late', 1, x'00', x'00')",
+        "UPDATE meta SET value = 'running' || char(27) || ']0;x' WHERE key = 'state'",
+        "INSERT OR REPLACE INTO meta VALUES ('state', char(27)), ('world_size', '9e999')",
+        "INSERT INTO pgroup VALUES ('g', '', '', 2, '0-100000000000'), ('h', '', '', 2, '0-1')",
+        """INSERT INTO finding (key, json) VALUES ('a', '{"kind": "stall", "severity": "worst"}'),
+           ('b', '{"kind": "stall", "culprits": [1000000000000]}'), ('c', CAST(x'ff' AS TEXT))""",
+    )
+    with open_run(path) as run:
+        assert [(r.rank, r.step, r.host) for r in run.ranks() if r.rank] == [(3, None, None)]
+        assert run.frame_times() == [1.0]
+        assert run.events()[-1].text is None
+        report = run.report()
+        assert (report.state, report.world_size, report.findings) == ("waiting", None, ())
+        assert {g.name: g.ranks for g in run.groups()} == {"g": (), "h": (0, 1)}
+
+
+def packed(n: int, **columns: object) -> bytes:
+    words = columns.pop("words", {})
+    return zlib.compress(msgspec.msgpack.encode({"n": n, "numbers": columns, "words": words}))
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        zlib.compress(bytes(200 << 20)),
+        packed(1 << 40),
+        packed(2, rank=("d", bytes(8))),
+        packed(1, rank=("u", bytes(4))),
+        packed(1),
+        packed(1, rank=("d", b"\0\0\0\0\0\0\xf0\x7f")),
+        packed(1, rank=("d", bytes(8)), words={"host": (["a", "b"], "H", b"\xff\xff")}),
+    ],
+    ids=["a bomb", "too many ranks", "too short", "an unknown code", "no ranks", "an infinite rank", "no such word"],
+)
+def test_frames_are_checked(blob: bytes) -> None:
+    with pytest.raises((ValueError, zlib.error, msgspec.DecodeError)):
+        unpack_table(blob)
+
+
+def test_json_of_any_depth_and_encoding(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    for content in (b"[" * 100_000, b'{"a": "\xff"}', b'{"host": "h", "path": ' + b"[" * 100_000):
+        for name in ("run.json", rundir.POINTER, stacks.NAME):
+            (tmp_path / name).write_bytes(content)
+        assert rundir.read_run_json(tmp_path) == {} and stacks.read(tmp_path) is None
+        with pytest.raises(DistdiagError):
+            open_run(tmp_path)
+
+
+def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
+    (tmp_path / rundir.POINTER).write_text('{"host": "-oProxyCommand=x; rm\\u001b[2J", "path": "/nowhere"}')
+    with pytest.raises(RunUnreadable) as e:
+        open_run(tmp_path)
+    assert "'-oProxyCommand=x; rm" in e.value.hint and "\x1b" not in e.value.hint + e.value.message
+
+
+def test_a_fifo_is_no_database(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.db")
+    with pytest.raises(RunUnreadable, match="is not a file"):
+        open_run(tmp_path)
+
+
+def test_a_page_cannot_send_a_signal_to_a_stranger(tmp_path: Path) -> None:
+    """The page names a process that would die of the signal; it does not map the page, and is left alone."""
+    from distdiag.monitor.evidence import dump
+    from distdiag.monitor.host import processes
+
+    victim = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdin=subprocess.DEVNULL)
+    try:
+        (tmp_path / "pages").mkdir()
+        writer = PageWriter(tmp_path / "pages" / "r0.page")
+        writer.h.pid, writer.h.trace_signal = victim.pid, int(signal.SIGTERM)
+        writer.h.process_start_ticks = processes.start_ticks(victim.pid) or 0
+        writer.h.started_mono_ns = 1
+        writer.publish()
+        with pytest.raises(DistdiagError, match="is alive"):
+            dump.take(tmp_path, 0.2)
+        assert victim.poll() is None
+        assert dump.maps_page(os.getpid(), tmp_path / "pages" / "r0.page")
+        assert not dump.maps_page(victim.pid, tmp_path / "pages" / "r0.page")
+    finally:
+        victim.kill()
+        victim.wait()
