@@ -101,7 +101,7 @@ def verdict(report: Report) -> str:
     if not counts:
         gone = sum(f.cleared_s is not None for f in report.findings)
         found = "the cause was not found" if report.state == State.FAILED else "nothing found"
-        return f"{report.state}: {found}, {seen}" + (f"; {gone} that went away" if gone else "")
+        return f"{report.state}: {found}, {seen}" + (f"; {gone} cleared" if gone else "")
     culprits = sorted({r for f in standing if f.severity == Severity.ERROR for r in f.culprits})
     blame = f"; look at {rank_list(culprits)} first" if culprits else ""
     return f"{report.state}: {', '.join(counts)}{blame} ({seen})"

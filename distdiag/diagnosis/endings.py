@@ -78,7 +78,7 @@ def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> b
     """True if this SIGKILL came after `failed` crashed: launcher cleanup, not the cause.
 
     A launcher's SIGTERM reads as no signal at all if it has reaped the rank before anybody could see it. A failure caused
-    by a lost peer is told from a later one by the rank's last sign of life: its end itself is seen late.
+    by a lost peer is told from a later one by the rank's last heartbeat: its end itself is seen late.
     """
     if killed.life != Life.KILLED or killed.signal not in (None, signals.SIGKILL):
         return False

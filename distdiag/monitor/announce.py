@@ -61,7 +61,7 @@ class Voice:
             lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
             for f in found[:8]:
                 if f.key not in self._said:
-                    gone = " (went away)" if f.cleared_s is not None else ""
+                    gone = " (cleared)" if f.cleared_s is not None else ""
                     lines.append(f"  {f.severity} {f.kind}: {f.message}{gone}")
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")

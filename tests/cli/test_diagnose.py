@@ -126,8 +126,8 @@ def test_a_finding_that_went_away_does_not_fail(tmp_path: Path, capsys: pytest.C
     gone = msgspec.structs.replace(FINDING, severity="error", cleared_s=9.0)
     assert main(["diagnose", a_run(tmp_path / "run", gone)]) == ExitCode.OK
     out = capsys.readouterr().out
-    assert out.startswith("running: nothing found, 2 of 2 ranks seen; 1 that went away")
-    assert "went away after 8 s" in out
+    assert out.startswith("running: nothing found, 2 of 2 ranks seen; 1 cleared")
+    assert "cleared after 8 s" in out
 
 
 def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,9 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import (
-    Loader,
-    Snapshot,
-    Step,
-)
-from distdiag.diagnosis.rules import duplicate_data, straggler, uneven_batches
-from tests.diagnosis.made import MODEL, findings, job, loader, of_kind, only, rank, steps
+from distdiag.diagnosis.model.snapshot import Call, Life, Loader, Snapshot, Step
+from distdiag.diagnosis.rules import deadlock, duplicate_data, straggler, uneven_batches
+from tests.diagnosis.made import LOOP, MODEL, findings, job, loader, of_kind, only, rank, steps
 
 
 def data(s: Snapshot, source: str | None) -> list[Finding]:
@@ -164,3 +160,19 @@ def test_batch_sizes_alike_or_varying_or_not_known_are_no_fault() -> None:
     assert of_sizes(of_size(8), of_size(0)) == []  # not measured
     apart = msgspec.structs.replace(MODEL, synced_backwards=0)
     assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged
+
+
+def test_of_equally_many_batches_the_rank_that_ran_out_is_named() -> None:
+    """Rank 0 has left the loop after 45 batches; rank 1 is in the step of its 45th and has more."""
+    out, more = loader(length=None, batches=45, exhausted=True), loader(length=None, batches=45)
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=5.0, site=LOOP)
+    crashed = {"life": Life.CRASHED, "exception": "RuntimeError: Connection closed by peer", "ended_s": 99.0}
+    s = job(
+        rank(0, loaders=(out,), life=Life.FINISHED, ended_s=98.0), rank(1, loaders=(more,), calls=(waits,), **crashed)
+    )
+    f = only(findings(s, deadlock, uneven_batches))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("uneven_batches", "count", (0,), (1,))
+    assert (
+        f.message.startswith("rank 0 ran out of batches after 45")
+        and "rank 1 hangs: rank 0 has no batch left" in f.cost
+    )

@@ -268,7 +268,7 @@ def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) ->
 @pytest.mark.parametrize(
     ("waits", "trains", "culprits", "words"),
     [
-        ((61, 121, 160), (160, 61, 121), (1,), "after 39 collectives, all ranks after 60"),
+        ((61, 121, 160), (160, 61, 121), (1,), "after 39 collectives; earlier, all ranks got there after 60"),
         ((61, 121, 181), (181, 61, 121), (0,), "was due after 60"),
         ((1, 61, 121, 160), (160, 1, 61, 121), (1,), "after 39"),
         ((11, 61, 121, 160), (160, 11, 61, 121), (), "order"),  # no rhythm
@@ -540,3 +540,12 @@ def test_cost_grows_with_the_job_and_not_with_its_square() -> None:
             best = min(best, time.process_time() - start)
         cost[n] = best
     assert cost[1024] < 24 * cost[128]
+
+
+def test_two_calls_at_one_line_are_not_compared_with_each_other() -> None:
+    both = [
+        rank(r, call("all_reduce", 7, dtype=dtype), sites={key(TRAIN): 7}) for r, dtype in ((0, "Float"), (1, "Double"))
+    ]
+    f = only(snapshot(*both))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", ())
+    assert "the ranks at train.py:88" in f.advice and f.advice.count("train.py:88") == 1

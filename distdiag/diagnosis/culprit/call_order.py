@@ -1,7 +1,7 @@
-"""The order in which a rank makes its calls: what is repeated, and who has just departed from it.
+"""Witness by the order of calls: which rank has departed from the sequence that it repeated until then.
 
-A program that goes round and round makes one call after the same other. Of ranks that wait for each other in a circle,
-the one that lately went from one call to another as it never had before has left something out, or done it twice.
+A training loop makes the same calls in the same order. Of ranks that wait for each other in a cycle, the one that recently
+went from one call to another as it never had before has left a call out, or made it twice.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
 
-LATELY = 32  # calls; the circle closes some calls after the departure
+LATELY = 32  # calls; the cycle closes some calls after the departure
 HISTORY = 48  # earlier calls, at least
 SEEN, LONGEST = 3, 24  # times that the same calls, at most so many in a row, were followed by one and the same
 KINDS = 0.25  # at most so many different passages for each of them: else there is no pattern
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:
-    """The one rank that lately departed from its own pattern while the others kept to theirs; None where not just one.
+    """Return the one rank that recently departed from its own pattern while the others kept to theirs; None if not just one.
 
     Args:
-        members: Of the circle.
-        others: The rest of the job: where one of them has departed, too, the program has gone on to something new.
+        members: Of the cycle.
+        others: The rest of the job: if one of them has departed, too, the program has entered something new.
     """
     found = []
     for st in members:
@@ -38,7 +38,7 @@ def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> 
 
 
 def _has_departed(st: RankState) -> bool | None:
-    """Whether it lately went from one call to another as never before; None where there is no pattern."""
+    """True if it recently went from one call to another as never before; None if there is no pattern."""
     before, now = _passages(st.calls)
     if len(before) < 4 or sum(n for _, n, _ in before) < HISTORY or len(set(before)) > max(2, KINDS * len(before)):
         return None
@@ -46,7 +46,7 @@ def _has_departed(st: RankState) -> bool | None:
 
 
 def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
-    """(what was called, how often in a row, what then), before and lately.
+    """Return (what was called, how often in a row, what came next), earlier and recently.
 
     What is called is the operation, with whom, where, and how far its tag moved on from the last of its kind.
     """
@@ -68,8 +68,8 @@ def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
 
 
 def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
-    """Of two sides that meet in one collective with different calls, the one whose call never came there, where the other's
-    always did; empty where that cannot be told."""
+    """Two sides disagree on the call at (group, seq). Return the side whose call has never followed the preceding calls, if
+    the other side's always has; else nobody."""
     sides = [frozenset(side) for side in wait.sides]
     if wait.p2p or len(sides) != 2 or any(r not in states or r not in wait.calls for side in sides for r in side):
         return frozenset()
@@ -88,7 +88,7 @@ def _kind(c: Call) -> tuple[Any, ...]:
 
 
 def _due(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | None:
-    """The kind of call that always followed what came last in this group before `seq`; None where more than one did."""
+    """Return the kind of call that always followed the newest calls of this group before `seq`; None if more than one did."""
     numbered = sorted(
         ((c.seq, c) for c in calls if c.group == group and c.seq is not None and c.seq < seq), key=lambda x: x[0]
     )

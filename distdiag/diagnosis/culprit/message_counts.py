@@ -11,7 +11,7 @@ from distdiag.diagnosis.waits.incidents import Incident
 
 
 def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
-    """Rank m waits for a message of p, who stands in a collective with others: did all of these send m theirs, and p not?"""
+    """Rank m waits for a message of p, which is in a collective with others. Return p if all of these have sent m theirs."""
     states = snapshot.ranks
     for w in incident.waits:
         if not w.p2p or len(w.ranks) != 1 or len(w.missing) != 1:
@@ -29,14 +29,14 @@ def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
 
 
 def visits_differ(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> tuple[int, ...]:
-    """Rank m waits alone for p at a site that all others know: has m been there once too often, or p once too seldom?"""
+    """Rank m waits alone for p at a site that all others know. Return m if it has been there once too often, p if once too few."""
     states = snapshot.ranks
     found: set[int] = set()
     for w in incident.waits if len(incident.waits) == 2 else ():
         inside = [r for r in w.ranks if r in incident.members]
         awaited = w.missing & incident.members
         if w.p2p or len(inside) != 1 or len(awaited) != 1:
-            continue  # of messages, who is stuck behind the circle has been at its ends less often for that alone
+            continue  # of messages: a rank stuck behind the cycle has been at their ends less often for that alone
         (m,), (p,) = inside, awaited
         site = here.get(m)
         if site is None:
@@ -49,6 +49,6 @@ def visits_differ(snapshot: Snapshot, incident: Incident, here: dict[int, str | 
         n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
         if n_m > usual:
             found.add(m)
-        elif before >= n_m > n_p > 0:  # who has never been there has another part to play
+        elif before >= n_m > n_p > 0:  # a rank that has never been there has another role
             found.add(p)
     return (found.pop(),) if len(found) == 1 else ()

@@ -18,25 +18,25 @@ from distdiag.diagnosis.waits.graph import Wait
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """A rank at a site that all ranks of an incident have come to before, in collectives of the group since its last visit."""
+    """Ranks whose visit to a site differs from the earlier visits of all ranks, in collectives of the group between visits."""
 
     ranks: tuple[int, ...]  # out of rhythm
-    gap: int  # that the ranks at the site made this time
-    usual: int  # and the times before
+    gap: int  # collectives before this visit
+    usual: int  # collectives before each earlier visit
 
     @property
     def early(self) -> bool:
-        """Whether they came too early; else they have not come although they were due."""
+        """True if they are there too early; else they are missing where they were due."""
         return self.gap < self.usual
 
     @property
     def text(self) -> str:
-        """What tells, as the end of a sentence about the two places."""
+        """Return what decides, as the end of a sentence about the two sites."""
         who = rank_list(self.ranks)
         if self.early:
-            return f"{who} came there after {self.gap:,} collectives, all ranks after {self.usual:,} the times before"
+            return f"{who} got there after {self.gap:,} collectives; earlier, all ranks got there after {self.usual:,}"
         return (
-            f"{who} should be at the other place, too: it was due after {self.usual:,} collectives, as the times before"
+            f"{who} should be in the other call, too: it was due after {self.usual:,} collectives, as at earlier visits"
         )
 
 
@@ -47,9 +47,9 @@ def _gaps(
     side: Collection[int],
     others: Collection[int],
 ) -> tuple[int, int] | None:
-    """(collectives since the last visit, the usual number) of a side at its site; None where there is no common rhythm.
+    """Return (collectives since the last visit, the usual number) of a side at its site; None if there is no common rhythm.
 
-    Of the times before all that are known (two at most) must be alike, on both sides.
+    All known earlier visits (two at most) must have the same distance, on both sides.
     """
     group, seq = meeting
     found: set[tuple[int, int]] = set()
@@ -76,11 +76,11 @@ def out_of_rhythm(
     first: Collection[int],
     second: Collection[int],
 ) -> Rhythm | None:
-    """Which of two sides came too early to its call, or stays away from one that is due.
+    """Return which of two sides is too early at its call, or missing at one that is due; None if neither.
 
     Args:
-        meeting: (group, sequence number) of the collective in which they met.
-        here: Site at which each stands.
+        meeting: (group, sequence number) of the collective in which their calls differ.
+        here: Each rank's site.
         first, second: The sides.
     """
     gaps = _gaps(states, meeting, here, first, second), _gaps(states, meeting, here, second, first)
@@ -97,7 +97,7 @@ def out_of_rhythm(
 
 
 def rhythm_of(snapshot: Snapshot, wait: Wait) -> Rhythm | None:
-    """The same, of a collective whose calls do not fit together."""
+    """Return the same for a collective whose calls differ."""
     if wait.p2p or wait.seq is None or len(wait.sides) != 2:
         return None
     states = snapshot.ranks

@@ -46,7 +46,7 @@ class State(StrEnum):
 
 
 class Where(msgspec.Struct, frozen=True, omit_defaults=False):
-    """Where one rank stands: the user's own innermost frame, never torch's or ours."""
+    """Where one rank is: the user's own innermost frame, never torch's or ours."""
 
     rank: int
     file: str | None = None  # absolute path

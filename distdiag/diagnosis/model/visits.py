@@ -1,4 +1,4 @@
-"""Where a rank's collectives were issued: by group and call site, the sequence numbers of the last visits."""
+"""Sites of a rank's collectives: by group and site, the sequence numbers of the last visits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VISITS_KEPT, VISITED_SITES = 4, 256
 
 
 class Visits:
-    """Of calls in a row at one site only the first counts; of each site the last few are kept."""
+    """Keep the last few visits of each site; of calls in a row at one site only the first counts."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, deque[int]]] = {}
@@ -16,7 +16,7 @@ class Visits:
         self.whole = True  # a site that is not known here was never visited
 
     def add(self, group: str, site: str, seq: int) -> None:
-        """A call of this group, in the order of their numbers."""
+        """Add a call of this group; calls come in the order of their sequence numbers."""
         before = self._newest.get((group, site))
         if before is None and len(self._newest) >= VISITED_SITES:
             self.whole = False
@@ -26,10 +26,10 @@ class Visits:
             self._kept.setdefault(group, {}).setdefault(site, deque(maxlen=VISITS_KEPT)).append(seq)
 
     def forget(self) -> None:
-        """Some calls were not seen: what was known of the times before says nothing any more."""
+        """Drop the visits: some calls were not seen, so earlier distances mean nothing any more."""
         self._kept.clear()
         self.whole = False
 
     def known(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """As `RankState.visits`."""
+        """Return the visits in the form of `RankState.visits`."""
         return {g: {site: tuple(v) for site, v in sites.items()} for g, sites in self._kept.items()}

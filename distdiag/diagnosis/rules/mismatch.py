@@ -18,7 +18,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, Met, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_finding
-from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.text.phrases import at, count, where
 
 kind = kinds.MISMATCH
 
@@ -122,7 +122,10 @@ def _model(s: Snapshot, cascade: Cascade) -> Finding:
     shapes = model_shapes(s)
     ranks = [s.ranks[q] for side in shapes for q in side]
     odd = cascade.ranks
-    sizes = {r.rank: f"{r.models[-1].parameters:,} parameters of {r.models[-1].elements:,} elements" for r in ranks}
+    sizes = {
+        r.rank: f"{count(r.models[-1].parameters, 'parameter')} of {count(r.models[-1].elements, 'element')}"
+        for r in ranks
+    }
     groups = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in shapes)
     if len(set(sizes.values())) == 1:
         groups += ", in different shapes"

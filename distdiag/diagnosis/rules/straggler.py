@@ -113,7 +113,7 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if isinstance(slow, Abstained):
         return slow
     if not _arrives_last(window, slow.ranks):
-        return _veto(f"{rank_list(slow.ranks)} works longest but does not arrive last: nobody waits for it")
+        return _veto(f"{rank_list(slow.ranks)}: longest at work, but not last to arrive, so nobody waits")
     rest = [q for q in window.ranks if q not in slow.ranks]
     rest = rest[:: max(1, len(rest) // limits.enough)]
     found = _phase_of(s, window, slow, rest)
@@ -136,7 +136,7 @@ def _slow(s: Snapshot, window: Window) -> _Slow | Abstained:
     step_ms = statistics.median(x.step_ms for x in window.steps[ranks[0]])
     least_ms = max(limits.least_ms, min(share for _, share in limits.shares_quiet_host) * step_ms)
     if gain_ms < least_ms:
-        return _veto(f"{rank_list(ranks)} costs {gain_ms:.1f} ms per step, below {least_ms:.1f} ms")
+        return _veto(f"{rank_list(ranks)}: costs {gain_ms:.1f} ms per step, below {least_ms:.1f} ms")
     return _Slow(ranks, count, gain_ms, step_ms)
 
 
@@ -204,7 +204,7 @@ def _phase_of(s: Snapshot, window: Window, slow: _Slow, rest: list[int]) -> tupl
         found.append((q, *excess))
     most = max(found, key=lambda x: x[2])
     if any(phase != most[1] for _, phase, _ in found):
-        return _veto(f"{rank_list(slow.ranks)} are slow, each in another phase")
+        return _veto(f"{rank_list(slow.ranks)}: each is slow in another phase")
     return most
 
 

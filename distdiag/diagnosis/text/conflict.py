@@ -53,12 +53,12 @@ def advice(snapshot: Snapshot, verdict: Verdict) -> str:
     """Return what to change."""
     wait, cause = verdict.wait, verdict.cause
     a, b = (wait.calls[min(s)] for s in _sides(verdict)[:2])
-    both = f"{place_text(a.site)} and {place_text(b.site)}" if a.site and b.site else "the two calls"
+    both = _both(a.site, b.site)
     if verdict.reason is Reason.EXHAUSTED:
         return EXHAUSTED_ADVICE
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None
     if odd is not None and cause == "missing_rank":
-        left = "came early to" if odd.early else "has not come to"
+        left = verb(verdict.culprits, "is", "are") + (" early in" if odd.early else " not in")
         call = a if odd.early else b
         return (
             f"find why {rank_list(verdict.culprits)} {left} {compatible.op_name(call.op)}{at(call.site)}: fewer or more "
@@ -69,9 +69,16 @@ def advice(snapshot: Snapshot, verdict: Verdict) -> str:
         "missing_rank": f"call {one} on all ranks or on none: look for a condition on the rank around it",
         "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}",
         "shape": f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks",
-        "dtype": f"compare the dtypes at {both}: autocast, or a cast on some ranks only",
+        "dtype": f"compare the dtypes at {both}: a tensor made from Python or NumPy numbers, autocast, or a cast on some ranks only",
         "root": f"pass the same src/dst on all ranks: compare {both}",
     }.get(cause, f"make all ranks call the same operation: compare {both}")
+
+
+def _both(a: Site | None, b: Site | None) -> str:
+    """Return the sites of two calls; one site if it is the same."""
+    if a is None or b is None:
+        return "the two calls"
+    return f"the ranks at {place_text(a)}" if place_text(a) == place_text(b) else f"{place_text(a)} and {place_text(b)}"
 
 
 def _sides(verdict: Verdict) -> list[frozenset[int]]:

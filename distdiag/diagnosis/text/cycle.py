@@ -26,7 +26,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         if main.p2p:
             done = "sent" if main.key[2] == "recv" else "received"
             where = at(call.site if call else None)
-            return f"{has} not {done} what {rank_list(main.ranks)} waits for in {what}{where}, and {parts[0]}"
+            return f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and {parts[0]}"
         others = sorted(incident.victims - set(culprits))
         return (
             f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
@@ -73,7 +73,7 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
     what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
     if main.p2p:
         other = "send to" if main.key[2] == "recv" else "recv from"
-        return f"look for the {other} {rank_list(main.ranks)} that {rank_list(culprits)} has left out before {what}"
+        return f"look for the {other} {rank_list(main.ranks)} that {rank_list(culprits)} {verb(culprits, 'has', 'have')} left out before {what}"
     return f"look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
 
 

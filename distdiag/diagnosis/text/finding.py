@@ -8,7 +8,7 @@ from distdiag.diagnosis.model.findings import Finding, Severity, Where
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
-WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARN", Severity.INFO: "info"}
+WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_PLACES = 4
 
 
@@ -55,7 +55,7 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
     kind = f.kind + (f"/{f.cause}" if f.cause else "")
     certain = "" if f.certainty == "proved" else " (suspected)"
     gone = (
-        f" (went away after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
+        f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
     )
     lines = [("", f"{glyph} {word} {kind}{certain}  {f.message}{gone}")]
     where = _places(f.where)

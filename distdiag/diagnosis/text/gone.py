@@ -20,7 +20,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if verdict.reason is Reason.HISTORY:
         return (
             f"{rank_list(culprits)} waits in {what}{at(call.site if call else None)} for ranks that have ended: it has "
-            f"made collective calls that the others never made; {ending}"
+            f"made collective calls that they never made; {ending}"
         )
     if verdict.reason is Reason.EXHAUSTED:
         ending = f"{rank_list(culprits)} ran out of batches and {verb(culprits, 'has', 'have')} ended"

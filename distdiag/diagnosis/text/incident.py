@@ -1,4 +1,4 @@
-"""Words and places that the findings about stuck collectives share."""
+"""Wording and places that the findings about stuck collectives share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdiag.diagnosis.waits.graph import Wait
 
 
 def group_label(snapshot: Snapshot, name: str) -> str:
-    """What people call a process group: its description; with its name where several groups share it."""
+    """Return what people call a process group: its description; with its name if several groups share it."""
     group = snapshot.groups.get(name)
     if group is None or group.description in ("", "undefined"):
         return name
@@ -22,7 +22,7 @@ def group_label(snapshot: Snapshot, name: str) -> str:
 
 
 def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where:
-    """Where a rank stands: at its call, else at the user's innermost frame."""
+    """Return where a rank is: at its call, else at the user's innermost frame."""
     if st is None:
         return Where(rank)
     site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.place
@@ -43,7 +43,7 @@ def collective_ref(snapshot: Snapshot, wait: Wait, call: Call | None) -> Collect
 
 
 def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
-    """`all_reduce #417 (default_pg, 4.0 KiB)`, `recv from rank 3 (default_pg)`."""
+    """Return `all_reduce #417 (default_pg, 4.0 KiB)`, `recv from rank 3 (default_pg)`."""
     label = group_label(snapshot, wait.group)
     size = f", {size_text(call.bytes)}" if call is not None and call.bytes is not None else ""
     op = (compatible.op_name(call.op) if call is not None else "") or "collective"
@@ -59,7 +59,7 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
 
 
 def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
-    """The call of each rank in `waits` (the first where there are several)."""
+    """Return the call of each rank in `waits` (the first of several)."""
     out: dict[int, tuple[Wait, Call]] = {}
     for w in waits:
         for r, c in w.calls.items():
@@ -111,7 +111,7 @@ def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
 
 
 def newest_step(snapshot: Snapshot, ranks: Collection[int]) -> int | None:
-    """The newest step that the ranks are in, where steps are counted."""
+    """Return the newest step that the ranks are in; None if steps are not counted."""
     return max((snapshot.ranks[r].step for r in ranks if r in snapshot.ranks), default=0) or None
 
 

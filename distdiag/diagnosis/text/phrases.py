@@ -1,4 +1,4 @@
-"""Small pieces of text that all rules share: places, durations, operations. Data of the job stay data."""
+"""Small pieces of text that all rules share: places, durations, operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 
 
 def place_text(site: Site | None) -> str:
-    """`train.py:88 in evaluate`; empty where the place is not known."""
+    """Return `train.py:88 in evaluate`; empty if the place is not known."""
     if site is None:
         return ""
     name = site.file.rsplit("/", 1)[-1]
@@ -18,12 +18,12 @@ def place_text(site: Site | None) -> str:
 
 
 def at(site: Site | None) -> str:
-    """` at train.py:88 in evaluate`, or nothing."""
+    """Return ` at train.py:88 in evaluate`, or nothing."""
     return f" at {place_text(site)}" if site else ""
 
 
 def seconds(s: float) -> str:
-    """`0.4 s`, `31 s`, `12 min`."""
+    """Return `0.4 s`, `31 s`, `12 min`."""
     if s < 10:
         return f"{s:.1f} s"
     return f"{s:.0f} s" if s < 180 else f"{s / 60:.0f} min"
@@ -38,7 +38,7 @@ def rough_time(s: float) -> str:
 
 
 def op_text(call: Call) -> str:
-    """`all_reduce #417 (default_pg)`, `recv from rank 2`."""
+    """Return `all_reduce #417 (default_pg)`, `recv from rank 2`."""
     if call.op in ("send", "isend"):
         return f"send to rank {call.peer}"
     if call.op in ("recv", "irecv"):
@@ -50,7 +50,7 @@ def op_text(call: Call) -> str:
 
 
 def where(r: RankState, state: str | None = None, site: Site | None = None) -> Where:
-    """Where one rank stands, for a finding."""
+    """Return where one rank is, for a finding."""
     s = site or r.place
     return Where(
         rank=r.rank,
@@ -62,7 +62,7 @@ def where(r: RankState, state: str | None = None, site: Site | None = None) -> W
 
 
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:
-    """One rank's user frames, innermost first: the line that works, and the line of the loop that called it."""
+    """Return one rank's user frames, innermost first: the line that works, and the line of the loop that called it."""
     out = []
     for s in stack[:depth]:
         if s.function == "<module>" and out:
