@@ -6,9 +6,11 @@ code; a traceback shows its own frames only.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -133,14 +135,27 @@ def _finish(body: object) -> NoReturn:
         raise
     except KeyboardInterrupt as e:
         _show(e)
-        # Python itself ends an interrupted script by the signal, so that the launcher sees an interruption
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            _exit_handlers()
+        finally:  # as Python does, end by the signal: the launcher sees an interruption
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     except BaseException as e:
         _show(e)
         sys.exit(1)
     _exiting(session.current, 0)
     sys.exit(0)
+
+
+def _exit_handlers() -> None:
+    """Do what Python does for the script at exit: wait for its threads, call its atexit functions, flush its output."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed or replaced by the script
+            pass
 
 
 def _exiting(current: object, code: int, tb: TracebackType | None = None) -> None:

@@ -1,8 +1,8 @@
-"""`torchrun … -m distdiag.train --monitor`: keeps torchrun from taking `--monitor` for an abbreviation of its own.
+"""Make `torchrun … -m distdiag.train --monitor` work: torchrun would take `--monitor` for an abbreviation of its own options.
 
-torchrun knows `--monitor-interval` and `--monitor_interval`, and before Python 3.12 argparse looks for abbreviations even
-behind the script's name: "ambiguous option: --monitor". torch calls `autoload` when it is imported (entry point group
-`torch.backends`, as any device extension); in the launcher's process, and only there, a `--` is put before the module.
+torchrun has `--monitor-interval` and `--monitor_interval`. Before Python 3.12 argparse expands abbreviations even after
+the script's name: "ambiguous option: --monitor". torch calls `autoload` at its import (entry point group `torch.backends`,
+made for device extensions). In the launcher's process alone, `autoload` puts a `--` before the module.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import sys
 
 
 def autoload() -> None:
-    """Called by `import torch` in every process of this environment: must cost nothing and never fail."""
-    argv = sys.argv
-    if "distdiag.train" not in argv:
-        return
-    at = argv.index("distdiag.train")
-    if argv[at - 1] in ("-m", "--module") and "--" not in argv[:at] and at > 1:
-        argv.insert(at, "--")
+    """Called by `import torch` in every process of this environment: an exception here would break that import."""
+    try:
+        argv = sys.argv
+        if "distdiag.train" not in argv:
+            return
+        at = argv.index("distdiag.train")
+        if argv[at - 1] in ("-m", "--module") and "--" not in argv[:at] and at > 1:
+            argv.insert(at, "--")
+    except Exception:  # no argv (an embedded Python), or one that is no list of strings
+        pass

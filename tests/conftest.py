@@ -25,6 +25,9 @@ from tests.jobs import REPOSITORY, TEST_MARK, kill_marked, marked
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The recorder counts its failures and goes on; in our own tests it raises them. Before any import of the package.
+os.environ["DISTDIAG_RAISE"] = "1"
+
 _GRACE_S = 5.0  # a monitor writes its last rows after the last rank is gone
 
 
@@ -79,7 +82,7 @@ def no_orphans() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code under test in this process must not see the run directory of the person's shell."""
-    for name in [n for n in os.environ if n.startswith("DISTDIAG_")]:
+    for name in [n for n in os.environ if n.startswith("DISTDIAG_") and n != "DISTDIAG_RAISE"]:
         monkeypatch.delenv(name)
 
 

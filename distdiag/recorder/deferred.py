@@ -1,13 +1,12 @@
-"""Hooks that wait: for torch to be imported, for a process to become a rank, for children to be started.
+"""Install the hooks when torch is imported, and start recording when a process becomes a rank.
 
-Importing torch ourselves would be a change: a script may set OMP_NUM_THREADS before it does. So an import hook acts right
+The recorder does not import torch itself: a script may set OMP_NUM_THREADS before it does. An import hook acts right
 after the script's own import. A process without a rank in its environment (a launcher that spawns its ranks) is recorded
-from the moment it shows to be one: it joins a process group, or runs a backward pass.
+from the moment it joins a process group or runs a backward pass; processes that it spawns are treated the same.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -15,7 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.recorder import run_claim, session
+from distdiag.recorder import run_claim, session, state
+from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded
 
 
@@ -36,7 +36,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            execute(module)
+            try:
+                execute(module)
+            except BaseException as e:
+                hide_frame(e)
+                raise
             del loader.exec_module  # the loader as it was: pickles and reloads see nothing of us
             then()
 
@@ -52,22 +56,37 @@ def after_torch(then: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport("torch", then))
 
 
-def record_process(run_dir: str | None, name: str | None) -> None:
-    """Record this process: at once where it is a rank, else when it becomes one; its children likewise."""
+def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
+    """Record this process: at once if it is a rank, else when it or a child that it spawns becomes one.
+
+    Args:
+        job: The job of the process that spawned this one.
+    """
     rank, world, local = session._from_environment()
+    if job is not None:
+        run_claim.belong_to(job)
     if any(v in os.environ for v in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")):
         started = session.start(run_dir, name, rank, world, local)
         if started is not None:
             after_torch(started.install)
         return
-    os.environ.setdefault(run_claim.ENV_JOB, run_claim.job_token())
-    after_torch(lambda: _becomes_rank(run_dir, name))
-    _watch_children(run_dir, name)
+    try:
+        if job is None:
+            job = run_claim.job_token()
+            run_claim.belong_to(job)
+        directory = str(run_claim.claim(run_dir, name or run_claim.script_name()))
+    except Exception as e:
+        if state.RAISE:
+            raise
+        session.report_not_recorded(e)
+        return
+    after_torch(lambda: _becomes_rank(directory, name))
+    _watch_children(directory, name, job)
 
 
 @guarded
 def _becomes_rank(run_dir: str | None, name: str | None) -> None:
-    """Without a rank yet: wrap the two doors through which a process becomes one."""
+    """Wrap the two functions by which a process becomes a rank: until then nothing is recorded."""
     import torch
 
     def begin(rank: int, world: int) -> None:
@@ -79,25 +98,35 @@ def _becomes_rank(run_dir: str | None, name: str | None) -> None:
 
         original = dist.init_process_group
 
-        @functools.wraps(original)
+        @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            function = original
             if session.current is None:
                 rank, world = _rank_of_call(args, kwargs)
                 dist.init_process_group = torch.distributed.init_process_group = original
                 begin(rank, world)
-                return dist.init_process_group(*args, **kwargs)
-            return original(*args, **kwargs)
+                function = dist.init_process_group
+            try:
+                return function(*args, **kwargs)
+            except BaseException as e:
+                hide_frame(e)
+                raise
 
         dist.init_process_group = torch.distributed.init_process_group = init_process_group
     plain = torch.autograd.backward
 
-    @functools.wraps(plain)
+    @wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> Any:
+        function = plain
         if session.current is None and torch.autograd.backward is backward:
             torch.autograd.backward = plain
             begin(0, 1)
-            return torch.autograd.backward(*args, **kwargs)
-        return plain(*args, **kwargs)
+            function = torch.autograd.backward
+        try:
+            return function(*args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
 
     torch.autograd.backward = backward
 
@@ -115,22 +144,25 @@ def _rank_of_call(args: tuple, kwargs: dict) -> tuple[int, int]:
 
 
 class _Child:
-    """Target of a spawned child process: prepares the recorder, then does what it was started for."""
+    """Target of a spawned child process: prepares the recorder, then calls the script's own target."""
 
-    def __init__(self, target: Callable[..., Any], run_dir: str | None, name: str | None) -> None:
-        self.target, self.run_dir, self.name = target, run_dir, name
+    def __init__(self, target: Callable[..., Any], run_dir: str, name: str | None, job: str) -> None:
+        self.target, self.run_dir, self.name, self.job = target, run_dir, name, job
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        record_process(self.run_dir, self.name)
-        return self.target(*args, **kwargs)
+        record_process(self.run_dir, self.name, self.job)
+        try:
+            return self.target(*args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
 
 
-def _watch_children(run_dir: str | None, name: str | None) -> None:
-    """Children started by `multiprocessing` (torch's spawn among them) may become ranks; forked ones have our hooks."""
+def _watch_children(run_dir: str, name: str | None, job: str) -> None:
+    """Prepare children spawned by `multiprocessing` (also by torch's spawn) to become ranks; forked ones have our hooks."""
     from multiprocessing.process import BaseProcess
 
     original = BaseProcess.start
-    os.environ.setdefault(run_claim.ENV_DIR, str(run_claim.claim(run_dir, name or run_claim.script_name())))
 
     def start(self: Any) -> None:
         target = getattr(self, "_target", None)
@@ -141,7 +173,7 @@ def _watch_children(run_dir: str | None, name: str | None) -> None:
             and not getattr(target, "__module__", "").startswith("torch.utils.data")
         )
         if ours and target is not None:
-            self._target = _Child(target, run_dir, name)
+            self._target = _Child(target, run_dir, name, job)
         try:
             original(self)
         finally:

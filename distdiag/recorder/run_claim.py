@@ -15,6 +15,9 @@ from pathlib import Path
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
+_launcher_job: str | None = (
+    None  # the job of the launcher that spawned this process; not in the environment, see `belong_to`
+)
 
 
 def _parent_start() -> str:
@@ -26,9 +29,19 @@ def _parent_start() -> str:
         return "?"
 
 
+def belong_to(job: str) -> None:
+    """Make this process part of `job`: what it or its spawned children become are ranks of that job.
+
+    The environment would hand this on to every program that the script starts, and a second job among them would be
+    recorded as part of this one.
+    """
+    global _launcher_job
+    _launcher_job = job
+
+
 def job_token() -> str:
     """The same text on every rank of a job, and no other job's."""
-    given = os.environ.get(ENV_JOB)
+    given = _launcher_job or os.environ.get(ENV_JOB)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if given:
         return f"{given}.{restart}"

@@ -89,10 +89,13 @@ class Session:
     def _witness(self) -> None:
         from distdiag.recorder import witness
 
-        path = self.pages / f"r{self.recorder.h.rank}.sock"
+        path = self._socket()
         self.server = witness.start(path)
         if self.server is not None:
             self.recorder.h.witness = self.recorder.page.text(str(path))
+
+    def _socket(self) -> Path:
+        return self.pages / f"r{self.recorder.h.rank}.sock"
 
     def note(self, **facts: Any) -> None:
         """Facts about the job: kept as one JSON text, replaced whole."""
@@ -199,7 +202,7 @@ class Session:
             try:
                 from distdiag.recorder import witness
 
-                witness.stop(server)
+                witness.stop(server, self._socket())
             except Exception as e:
                 self.recorder.failed(e)
 
@@ -238,13 +241,18 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
             if state.RAISE:
                 raise
             if local_rank == 0:
-                reason = e.strerror or e if isinstance(e, OSError) else e
-                print(f"distdiag: this job is not recorded: {reason}", file=sys.stderr)
-                print("hint: choose a writable directory with --run-dir; the job itself goes on", file=sys.stderr)
+                report_not_recorded(e)
             return None
     if "torch" in sys.modules and hasattr(sys.modules["torch"], "distributed"):
         current.install()
     return current
+
+
+def report_not_recorded(error: Exception) -> None:
+    """Print why nothing is recorded, and what to do: two lines on stderr."""
+    reason = error.strerror or error if isinstance(error, OSError) else error
+    print(f"distdiag: this job is not recorded: {reason}", file=sys.stderr)
+    print("hint: choose a writable directory with --run-dir; the job itself goes on", file=sys.stderr)
 
 
 def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session:

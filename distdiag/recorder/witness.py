@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 MAX_SOCKET_PATH = 107  # sockaddr_un
+FATAL = 3  # of c10's log levels
+ANSWER_S = 1.0
 
 
 def start(path: Path) -> Any:
-    """Start the server on `path`; returns it, to be kept and shut down; None where this torch has none.
+    """Start the server on `path` and return it, to be shut down later; None if this torch has none.
 
     Raises:
         RuntimeError, OSError: it could not listen.
@@ -27,8 +32,11 @@ def start(path: Path) -> Any:
     # registering the handlers is an import with side effects; it starts nothing
     import torch.distributed.debug  # noqa: F401
 
+    level = _log_level()
+    if level is None:  # it would print into the job's stderr
+        return None
     path.unlink(missing_ok=True)
-    with _quiet_stderr():
+    with _only_fatal(level):
         server = server_class(str(path))
     # Never destroyed, only shut down: its destructor, run in a forked child (a DataLoader worker that drops its copy),
     # would close the listening socket under the parent's thread, and that aborts the parent.
@@ -36,21 +44,47 @@ def start(path: Path) -> Any:
     return server
 
 
-def stop(server: Any) -> None:
-    """Shut the server down without its parting words on the user's terminal."""
-    with _quiet_stderr():
-        server.shutdown()
+def stop(server: Any, path: Path) -> None:
+    """Shut the server down; leave it to the end of the process if it does not answer.
+
+    A shutdown that comes before the server's thread has begun to serve waits for that thread for ever.
+    """
+    level = _log_level()
+    if level is not None and _answers(path):
+        with _only_fatal(level):
+            server.shutdown()
 
 
-class _quiet_stderr:
-    """C++ logs its start on file descriptor 2; for these few milliseconds it goes nowhere."""
+def _answers(path: Path) -> bool:
+    """True if the server on `path` answers a request within `ANSWER_S`."""
+    request = b"POST /handler/ping HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            connection.connect(str(path))
+            connection.sendall(request)
+            return bool(connection.recv(16))
+        except OSError:
+            return False
 
-    def __enter__(self) -> None:
-        self._saved = os.dup(2)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-        os.close(null)
 
-    def __exit__(self, *exc: object) -> None:
-        os.dup2(self._saved, 2)
-        os.close(self._saved)
+def _log_level() -> ctypes.c_int | None:
+    """The variable in libc10 that holds the lowest severity which torch's C++ code logs; None if this torch has none."""
+    import torch
+
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))  # loaded already: the same one
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _only_fatal(level: ctypes.c_int) -> Iterator[None]:
+    """Keep torch's C++ warnings of the server's start and end off the terminal; stderr itself is not touched."""
+    before = level.value
+    level.value = FATAL
+    try:
+        yield
+    finally:
+        level.value = before

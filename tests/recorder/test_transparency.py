@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,12 @@ SCRIPTS = {
     "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(30)\n",
     "interrupted": "import os, signal\nsignal.raise_signal(signal.SIGINT)\n",
     "pickles": "import pickle\nclass A:\n    pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)\n",
-    "environment": "import os, threading\nprint(os.getcwd(), sorted(k for k in os.environ if k.startswith('OMP')))\n",
+    "environment": "import os, threading\nprint(os.getcwd(), sorted(k for k in os.environ if k.startswith(('OMP', 'DISTDIAG'))))\n",
     "fork": "import os\np = os.fork()\nif p == 0:\n    os._exit(3)\nprint(os.waitpid(-1, 0)[1] >> 8)\n",
     "no_child_of_ours": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n    print('a child')\nexcept ChildProcessError:\n    print('none')\n",
     "atexit": "import atexit\natexit.register(print, 'bye')\nprint('hello')\n",
+    "interrupted_at_exit": "import atexit, signal, threading, time\natexit.register(print, 'saved')\n"
+    "threading.Thread(target=lambda: (time.sleep(0.2), print('thread done'))).start()\nsignal.raise_signal(signal.SIGINT)\n",
 }
 
 
@@ -91,13 +94,12 @@ def test_bad_arguments_are_one_error_and_one_hint(arguments: list[str], message:
     assert lines[1].startswith("hint: ") and len(lines) == 2
 
 
-def test_a_directory_that_cannot_be_written_costs_only_the_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {}], ids=["rank", "no_rank"])
+def test_a_directory_that_cannot_be_written_costs_only_the_record(rank: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('trained')\n")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    env = clean_env(
-        tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    )
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), **rank})
     code, out, err = run(
         [sys.executable, "-m", "distdiag.run", "--run-dir", str(blocked / "R"), "script.py"], tmp_path, env
     )
@@ -120,3 +122,68 @@ def test_interruption_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
         p.kill()
     assert p.returncode == -signal.SIGINT
     assert err.rstrip().endswith("KeyboardInterrupt") and "distdiag" not in err
+
+
+def test_spawned_children_are_recorded_in_the_run_of_their_launcher(tmp_path: Path) -> None:
+    """Without a word in the environment, which other jobs of the script would inherit."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os\n"
+        "def work(rank):\n"
+        "    import torch\n"
+        "    torch.ones(1, requires_grad=True).sum().backward()\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=work, args=(0,))\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    raise SystemExit(child.exitcode)\n"
+    )
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1"})
+    code, _, err = run([sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py"], tmp_path, env)
+    assert (code, err) == (0, "")
+    assert (tmp_path / "R" / "run.json").exists() and not (tmp_path / "reports").exists()
+
+
+def test_a_users_test_suite_does_not_see_failures_of_the_recorder(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import distdiag\ndistdiag.attach().log(loss='high')\nprint('passed')\n")
+    env = clean_env(
+        tmp_path / "home",
+        {"PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1", "PYTEST_CURRENT_TEST": "test_x.py::test_y (call)"},
+    )
+    assert run([sys.executable, "script.py"], tmp_path, env) == (0, "passed\n", "")
+
+
+def test_stderr_stays_where_it_is_while_the_witness_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._C import _distributed_c10d as c10d
+
+    from distdiag.recorder import witness
+
+    class Server:
+        def __init__(self, path: str) -> None:
+            os.write(2, b"another thread's words\n")
+
+    monkeypatch.setattr(c10d, "_WorkerServer", Server)
+    assert witness.start(tmp_path / "r1.sock") is not None
+    assert capfd.readouterr().err == "another thread's words\n"
+
+
+def test_a_witness_that_does_not_serve_yet_is_not_shut_down(tmp_path: Path) -> None:
+    """torch's shutdown would wait for ever for a thread that has not begun to serve."""
+    from distdiag.recorder import witness
+
+    class Server:
+        def shutdown(self) -> None:
+            raise AssertionError("it hangs here")
+
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "r0.sock"))  # bound, and not served
+        witness.stop(Server(), tmp_path / "r0.sock")
+
+
+@pytest.mark.parametrize("argv", ["del sys.argv", "sys.argv = None", "sys.argv = ['x', 3]"])
+def test_nothing_in_the_command_line_breaks_the_import_of_torch(argv: str) -> None:
+    program = f"import sys; from distdiag.torchrun_compat import autoload; {argv}; autoload()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
