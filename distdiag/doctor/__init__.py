@@ -1,1 +1,1 @@
-"""Is this machine fit to run distributed jobs: one check per fact, each with what was found and what to do."""
+"""Checks that this machine can run distributed jobs: one per fact, each with what was found and what to do."""

@@ -242,12 +242,14 @@ _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 
 def variables(env: Mapping[str, str]) -> Check:
     """Variables of the shell that a job would obey without anyone remembering them."""
-    said = [f"{n}={env[n]} {why}" for n, (value, why) in _TRAPS.items() if env.get(n, "").upper() == value]
+    found = [f"{n}={env[n]} {why}" for n, (value, why) in _TRAPS.items() if env.get(n, "").upper() == value]
     names = [n for n, (value, _) in _TRAPS.items() if env.get(n, "").upper() == value]
     left = [n for n in _OF_A_LAUNCHER if n in env]
     if left and "TORCHELASTIC_RUN_ID" not in env and "SLURM_PROCID" not in env:
-        said.append(f"{', '.join(left)} set by hand: a script started without torchrun waits for ranks that never come")
+        found.append(
+            f"{', '.join(left)} set by hand: a script started without torchrun waits for ranks that never come"
+        )
         names += left
-    if said:
-        return warned("variables", "; ".join(said), f"unset {' '.join(names)}")
+    if found:
+        return warned("variables", "; ".join(found), f"unset {' '.join(names)}")
     return passed("variables", "none that changes a job unseen")

@@ -1,4 +1,4 @@
-"""Checks of the network: what other nodes would be told, which interface gloo and NCCL would take."""
+"""Checks of the network: the address that other nodes would get, and the interface that gloo and NCCL would use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def host_name() -> Check:
         return warned(
             "host name",
             f"{found}: loopback",
-            "fine on one node; on several, the others are told an address that is their own: correct /etc/hosts or "
+            "fine on one node; on several, the other nodes get an address that is their own: correct /etc/hosts or "
             f"export GLOO_SOCKET_IFNAME={candidate() or '<interface>'} and --master-addr by number",
         )
     return passed("host name", found)
@@ -110,7 +110,7 @@ def is_virtual(name: str) -> bool:
 
 
 def candidate() -> str | None:
-    """The interface that another node could reach; None where there is none."""
+    """The interface that another node can reach, or None."""
     return next((n for n in addresses() if not is_virtual(n)), None)
 
 

@@ -1,4 +1,4 @@
-"""Checks of torch and of the GPUs, made of what a subprocess and NVML said."""
+"""Checks of torch and of the GPUs, from a subprocess and NVML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW_INIT_MS = 3000.0
 
 
 def ask_torch(timeout_s: float = TIMEOUT_S) -> TorchFacts:
-    """What torch says of itself in a process of its own, which is ended (with all it started) after `timeout_s`."""
+    """Facts about torch from a separate process, which is killed with its children after `timeout_s`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "distdiag.doctor.torch_facts"],
         stdin=subprocess.DEVNULL,
@@ -151,34 +151,34 @@ def gpus(facts: TorchFacts | None) -> list[Check]:
 
 
 def _as_torch_sees_them(facts: TorchFacts, driver: str, found: Sequence[_Gpu]) -> Check:
-    said = f"driver {driver}, {len(found)} devices, torch sees {len(facts.gpus)}"
+    text = f"driver {driver}, {len(found)} devices, torch sees {len(facts.gpus)}"
     if not facts.cuda:
-        return failed("GPU", f"{said}: this torch is a CPU build", "install a CUDA build of torch")
+        return failed("GPU", f"{text}: this torch is a CPU build", "install a CUDA build of torch")
     if facts.gpu_error or not facts.gpus:
         return failed(
             "GPU",
-            f"{said}: {facts.gpu_error or 'CUDA is not available'}",
+            f"{text}: {facts.gpu_error or 'CUDA is not available'}",
             f"a driver for CUDA {facts.cuda} or newer; see `nvidia-smi` and CUDA_VISIBLE_DEVICES",
         )
     if len(facts.gpus) < len(found):
-        return warned("GPU", said, "CUDA_VISIBLE_DEVICES or MIG hides some")
+        return warned("GPU", text, "CUDA_VISIBLE_DEVICES or MIG hides some")
     if "nccl" not in facts.backends:
         return warned(
             "GPU",
-            f"{said}; no NCCL in this torch",
+            f"{text}; no NCCL in this torch",
             "gloo moves CUDA tensors through the host: install a build with NCCL",
         )
-    return passed("GPU", said)
+    return passed("GPU", text)
 
 
 def _one(index: int, g: _Gpu) -> Check:
-    said = f"{g.name}, {size_text(g.memory_total_bytes)}, {size_text(g.memory_used_bytes)} used"
-    said += f" by {g.others} processes" if g.others else ""
+    text = f"{g.name}, {size_text(g.memory_total_bytes)}, {size_text(g.memory_used_bytes)} used"
+    text += f" by {g.others} processes" if g.others else ""
     if g.problems:
-        return warned(f"GPU {index}", f"{said}; {'; '.join(g.problems)}", "distdiag probe gpu")
+        return warned(f"GPU {index}", f"{text}; {'; '.join(g.problems)}", "distdiag probe gpu")
     if g.others:
-        return warned(f"GPU {index}", said, "another job is on it: nvidia-smi; it costs memory and time")
-    return passed(f"GPU {index}", said)
+        return warned(f"GPU {index}", text, "another job is on it: nvidia-smi; it costs memory and time")
+    return passed(f"GPU {index}", text)
 
 
 def _gpu(nvml, index: int) -> _Gpu:  # pyright: ignore[reportMissingParameterType] - the module, which has no stubs

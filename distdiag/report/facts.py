@@ -47,6 +47,7 @@ _KNOWN_META = frozenset(
         "attempt",
         "backend",
         "world_size",
+        "checks",
     ]
 )
 # Operations whose recorded bytes are the S of nccl-tests; of the others one rank's part is recorded.
@@ -151,7 +152,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None
     command: str | None
     versions: dict[str, str]
-    details: dict[str, str]  # what the job said of itself: model, data, batch size …
+    details: dict[str, str]  # reported by the job: model, data, batch size, …
     attempt: int | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]

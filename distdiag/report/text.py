@@ -89,7 +89,7 @@ def _job(f: RunFacts) -> list[str]:
         "ranks", f"{f.ranks_seen} of {number(f.world_size)} reported" + (f", {f.backend}" if f.backend else "")
     )
     if f.last_step is not None:
-        sampled = f" (every {f.sampled_every}th was read)" if f.sampled_every > 1 else ""
+        sampled = f" (one in {f.sampled_every} was read)" if f.sampled_every > 1 else ""
         lines += _wrap("steps", f"{f.first_step:,}–{f.last_step:,}{sampled}")
     if f.step:
         ci = f.step.ci95_ms
@@ -201,7 +201,7 @@ def _gpus(f: RunFacts) -> list[str]:
 
 
 def _events(f: RunFacts) -> list[str]:
-    said = [e for e in f.events if e.level != "info"][-10:]
-    if not said:
+    events = [e for e in f.events if e.level != "info"][-10:]
+    if not events:
         return []
-    return ["What was said", *(line for e in said for line in _wrap(duration(e.t_s), f"{e.source}: {e.text}"))]
+    return ["Events", *(line for e in events for line in _wrap(duration(e.t_s), f"{e.source}: {e.text}"))]

@@ -18,7 +18,7 @@ def visible(text: object) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """`0.042`, `3.1`, `231.4`, `12,400`; the unit stands in the heading."""
+    """`0.042`, `3.1`, `231.4`, `12,400`; the unit is in the heading."""
     if value is None:
         return NA
     if abs(value) >= 1000:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import typing
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,6 +20,12 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 def _optional(f: msgspec.structs.FieldInfo) -> bool:
     """True if a field of a row may be None."""
     return type(None) in typing.get_args(f.type)
+
+
+@cache
+def _booleans(kind: type[msgspec.Struct]) -> tuple[int, ...]:
+    """Indices of the fields of a Struct that are booleans: SQLite has none, it stores 0 and 1."""
+    return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if f.type in (bool, bool | None))
 
 
 class Database:
@@ -75,9 +82,12 @@ class Database:
         self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
     ) -> list[_T]:
         """Return rows of a table as Structs, whose fields are its columns; rows that lack a needed value are left out."""
-        fields = kind.__struct_fields__
+        fields, booleans = kind.__struct_fields__, _booleans(kind)
         names = ", ".join(f"{table}.{c}" for c in fields)
-        found = self.query(f"SELECT {names} FROM {table} {tail}", args)
+        found = [list(row) for row in self.query(f"SELECT {names} FROM {table} {tail}", args)]
+        for row in found:
+            for i in booleans:
+                row[i] = None if row[i] is None else bool(row[i])
         needed = [i for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f)]
         return [kind(**dict(zip(fields, r, strict=True))) for r in found if not any(r[i] is None for i in needed)]
 

@@ -1,4 +1,4 @@
-"""What the app writes when told to: a snapshot, a picture, and the stacks that `distdiag dump` takes."""
+"""What the app writes on request: a snapshot, a picture, and the stacks of `distdiag dump`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Files(App[None]):
         self._write(self._free_name("svg"), self.export_screenshot(title=title).encode())
 
     async def action_refresh_stacks(self) -> None:
-        """Run `distdiag dump`: the one thing here that asks the ranks for something, and only when told to."""
+        """Run `distdiag dump`: the only action here that asks the ranks, and only on request."""
         if self.ui.busy or self.snap.monitor is not Monitor.LIVE:
             return self.say("stacks can be taken while the job runs")
         self.ui.busy = "taking the stacks of all ranks …"
@@ -61,7 +61,7 @@ class Files(App[None]):
         self.run_worker(self._dump(), exclusive=True)
 
     async def _dump(self) -> None:
-        said = ""
+        text = ""
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "distdiag", "dump", str(self.snap.run),
@@ -70,10 +70,10 @@ class Files(App[None]):
             _, errors = await process.communicate()
             if process.returncode:
                 lines = errors.decode(errors="replace").strip().splitlines()
-                said = lines[0] if lines else f"distdiag dump ended with code {process.returncode}"
+                text = lines[0] if lines else f"distdiag dump ended with code {process.returncode}"
         except OSError as e:
-            said = f"cannot start distdiag dump: {e.strerror}"
+            text = f"cannot start distdiag dump: {e.strerror}"
         self.ui.busy = ""
-        self.ui.message = said
+        self.ui.message = text
         self.source.again()
         self.redraw()

@@ -1,4 +1,4 @@
-"""What every screen is made of: lines of styled parts, drawn alike by the terminal app, `--once` and the tests.
+"""Lines of styled parts: what every screen consists of, in the terminal app, in `--once` and in the tests.
 
 A part is `(text, style, hit)`. `style` names a meaning, never a colour: several may be joined by spaces. `hit` says
 what a click there does: `row:5`, `sort:self_ms`, `do:screen('comm')`.
@@ -45,7 +45,7 @@ def plain(text: Line) -> str:
 
 
 def fitted(text: Line, width: int) -> Line:
-    """The line in at most `width` cells; what does not fit is said by an ellipsis."""
+    """The line in at most `width` cells, cut with an ellipsis."""
     if width_of(text) <= width:
         return text
     out: list[Part] = []
@@ -113,7 +113,7 @@ class Screenful:
     Attributes:
         lines: From the top.
         rows: How many items of the list are shown: what PgUp and PgDn move by.
-        cursor: Line number of the cursor; None where there is none.
+        cursor: Line number of the cursor; None if there is none.
     """
 
     lines: list[Line] = field(default_factory=list)

@@ -66,7 +66,7 @@ def ordered(snap: Snapshot, ui: Ui) -> list[int]:
         values = [w if w == w else p for w, p in zip(values, phase, strict=True)]
     known = [i for i in rows if values[i] == values[i]]
     known.sort(key=values.__getitem__, reverse=order.descending != ui.reverse)
-    return known + [i for i in rows if values[i] != values[i]]  # what was not measured stands last either way
+    return known + [i for i in rows if values[i] != values[i]]  # what was not measured comes last either way
 
 
 class Cached:

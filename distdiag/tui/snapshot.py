@@ -95,7 +95,7 @@ class Taker:
         self._history: tuple[Any, tuple[float | None, ...]] = (None, ())
 
     def forget(self) -> None:
-        """Read everything anew with the next snapshot: something beside the database has changed."""
+        """Read everything again with the next snapshot: a file in the run directory has changed."""
         self._version = None
 
     def take(self, request: Request) -> Snapshot:

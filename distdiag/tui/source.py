@@ -57,7 +57,7 @@ class Source(threading.Thread):
                 self._wake.notify()
 
     def again(self) -> None:
-        """Read once more now: a file beside the database has changed."""
+        """Read again now: a file in the run directory has changed."""
         with self._wake:
             if self._taker is not None:
                 self._taker.forget()

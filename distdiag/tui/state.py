@@ -82,15 +82,15 @@ def _from_frame(snap: Snapshot) -> JobState:
     ranks = f"{s.n:,} ranks / {s.nodes:,} node{'s' if s.nodes != 1 else ''}" if s.n else ""
     if state == State.WAITING:
         world = snap.world_size
-        told = f"{s.reported:,} of {world:,} ranks have reported" if world else "no rank has reported yet"
+        reported = f"{s.reported:,} of {world:,} ranks have reported" if world else "no rank has reported yet"
         if s.missing and world and s.reported:
-            told += f"; missing {rank_list(s.missing).split(' ', 1)[1]}"
+            reported += f"; missing {rank_list(s.missing).split(' ', 1)[1]}"
         do = ""
         if not world:
             do = CREATE
         elif s.missing or s.reported < world:
             do = "did the launcher start every rank? do they all run `-m distdiag.run`, with the same run directory?"
-        return JobState("WAITING", "○", "muted", text or told, do)
+        return JobState("WAITING", "○", "muted", text or reported, do)
     if state == State.RUNNING:
         return JobState("RUNNING", "●", "accent", text or ranks)
     if state == State.STALLED:

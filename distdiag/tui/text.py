@@ -62,7 +62,7 @@ def cells(text: str) -> int:
 
 
 def clip(text: str, width: int) -> str:
-    """`text` in at most `width` cells; what is cut off is said by an ellipsis."""
+    """`text` in at most `width` cells, cut with an ellipsis."""
     if cells(text) <= width:
         return text
     if width <= 0:

@@ -56,7 +56,7 @@ class Ui:
         return top, index
 
     def index(self, page: str, items: Sequence[Hashable]) -> int:
-        """Where the cursor stands among `items`; the first item while it was never moved."""
+        """Index of the cursor in `items`; 0 until it is moved."""
         if page not in self.cursor:
             return 0
         try:

@@ -13,7 +13,7 @@ def test_lines_name_verdict_fact_and_remedy() -> None:
     at = next(i for i, line in enumerate(lines) if "TORCH_DISTRIBUTED_DEBUG=DETAIL" in line)
     assert lines[at].startswith("warn  variables")
     assert lines[at + 1].strip() == "→ unset TORCH_DISTRIBUTED_DEBUG"
-    assert "to look at" in lines[-1] and answer.stderr == ""
+    assert "warnings" in lines[-1] and answer.stderr == ""
 
 
 def test_exit_code_follows_fail_on() -> None:

@@ -57,6 +57,7 @@ def make_run(
     rng = random.Random(seed)
     with Writer(path) as w:
         w.meta(
+            checks="[]",
             name=name, world_size=ranks, backend="gloo", started_unix_s=1_700_000_000.0, torch=torch,
             distdiag="0.1.0", command=command, state=state, ended_s=steps * step_ms / 1e3 + 1, monitor_ended=1, model="SimpleCNN",
         )  # fmt: skip
@@ -123,7 +124,8 @@ def make_run(
                         for g in range(ranks)
                     ]
                 )  # fmt: skip
-        w.loaders([LoaderRow(rank=0, file="/home/me/train.py", line=40, length=100, batch_size=samples, workers=2)])
+        w.loaders([LoaderRow(rank=0, file="/home/me/train.py", line=40, length=100, batch_size=samples, workers=2,
+                             drop_last=True, distributed_sampler=False)])  # fmt: skip
         w.event(1.0, "monitor", "warning", "no NVIDIA driver")
         w.probe(2.0, "allreduce", "pass", "{}")
         for f in findings:

@@ -1,4 +1,4 @@
-"""The probes there are, by name, without importing any of them."""
+"""The probes by name, without importing any of them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def load(name: str) -> Probe:
     except ModuleNotFoundError as e:
         if not (e.name or "").startswith("distdiag.probes"):
             raise
-        # A bare checkout that was not installed: the scripts lie beside the package.
+        # A bare checkout that was not installed: the scripts are next to the package.
         root = str(Path(__file__).resolve().parents[3])
         if root not in sys.path:
             sys.path.append(root)

@@ -234,7 +234,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
         ascii=args.ascii,
     )
-    options.sizes(1, False)  # bounds that cannot be are told before anything starts
+    options.sizes(1, False)  # impossible bounds are reported before anything starts
     return options
 
 

@@ -140,7 +140,7 @@ def as_summary(results: list[Result], options: Options) -> str:
         says = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
         lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {says}")
         if r.verdict is not Verdict.PASS:
-            # The noise is said once, above.
+            # The noise is reported once, above.
             lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
     text = "\n".join(lines)
     return text.replace("–", "-").encode("ascii", "replace").decode() if options.ascii else text

@@ -224,12 +224,12 @@ def _totals(snap: Snapshot, data: DataData, width: int) -> list[Line]:
     parts: list[str | tuple[str, str]] = [f" waiting for data: {percent(median_low(shares))} of step time (median)"]
     if lengths:
         agree = len(lengths) == 1
-        said = (
+        text = (
             f"lengths agree: {integer(min(lengths))} batches"
             if agree
             else f"lengths differ: {min(lengths)} to {max(lengths)} batches"
         )
-        parts.append((f"   {said}", "" if agree else "error"))
+        parts.append((f"   {text}", "" if agree else "error"))
     if data.shared:
         parts.append(("   the same data on several ranks", "warning"))
     at = {clean(place(x.file, x.line)) for x in training if x.file}

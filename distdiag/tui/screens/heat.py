@@ -80,7 +80,7 @@ def _scale(metric: str, values: dict[int, list[float | None]], frame: Frame) -> 
     quiet = max(1.0, 0.02 * (quantile(steps, 0.5) or 0.0))
     base = 0.0 if metric in ("delta", "late_ms") else (quantile(known, 0.25) or 0.0)
     hot = [v - base for v in known if v - base > quiet]
-    # one compiled first step must not make all others look alike: at most four times the usual hot value
+    # one compiled first step must not make all others look equal: at most four times the usual hot value
     top = min((quantile(known, 0.98) or 0.0) - base, 4 * (quantile(hot, 0.5) or 0.0))
     return base + quiet, base + max(top, 5 * quiet)
 

@@ -152,7 +152,7 @@ def _throttle(s: _Shown) -> Cell:
 
 
 def _gpu_state(s: _Shown) -> Cell:
-    """Busy although the job stands still: a kernel that spins in a collective looks like work."""
+    """Busy although the job makes no progress: a kernel that spins in a collective looks like work."""
     busy = s.gpu is not None and (s.gpu.utilization_pct or 0.0) >= BUSY_PCT
     if busy and s.stuck:
         return "spinning", "warning"
@@ -209,7 +209,7 @@ def _columns(snap: Snapshot, with_gpus: bool) -> list[Column[_Shown]]:
         Column("", "pcie", 7, "generation x width", _pcie, ">", 9),
         Column("", "torch", 6, "peak reserved by torch's allocator, GiB", lambda s: gib(s.row.device_bytes if s.row else None), ">", 6),
         trend, full, rss, cpu,
-        Column("", "state", 8, "severity; busy without progress is said here", _gpu_state, "<", 0, 10),
+        Column("", "state", 8, "severity, or busy without progress", _gpu_state, "<", 0, 10),
     ]  # fmt: skip
 
 

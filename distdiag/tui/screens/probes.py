@@ -64,7 +64,7 @@ class ProbesPage:
             lines += [
                 BLANK,
                 line(("   No probe was recorded into this run.", "")),
-                line(("   distdiag probe allreduce       beside the running job, from another terminal", "muted")),
+                line(("   distdiag probe allreduce       while the job runs, in another terminal", "muted")),
                 line(("   --probe allreduce              between the steps of distdiag.train", "muted")),
             ]
         else:
@@ -99,15 +99,15 @@ def _result(p: ProbeResult, body: dict[str, Any], width: int) -> Line:
     verdict = clean(p.verdict or "?")
     style = _STYLES.get(verdict, "")
     reasons = body.get("reasons")
-    said = "; ".join(clean(str(r)) for r in reasons) if isinstance(reasons, list) and reasons else ""
-    if not said:
+    text = "; ".join(clean(str(r)) for r in reasons) if isinstance(reasons, list) and reasons else ""
+    if not text:
         best = max((b for r in _rows(body) if (b := _number(r.get("busbw_gbps"))) is not None), default=None)
-        said = f"busbw up to {decimal(best, 2)} GB/s" if best is not None else ""
+        text = f"busbw up to {decimal(best, 2)} GB/s" if best is not None else ""
     return line(
         (f" {_GLYPHS.get(verdict, '–')} ", style),
         f" {clock(p.t_s)}  {fit(clean(p.name), 15)}  ",
         (fit(verdict, 12), style),
-        f"  {said}",
+        f"  {text}",
     )
 
 

@@ -138,7 +138,7 @@ class RankPage:
         room = height - len(flag)
         stack, calls = _stack(data, row, snap, width, height), _collectives(data, width, 8 if height >= 40 else 3)
         phases = _phases(data, snap, at, width)
-        # a rank that stands still is asked where; one that runs is asked how long
+        # a stuck rank shows where it is, a running one how long it takes
         facts = _facts(data, row, width)
         still = job.stuck or row.life != "running"
         blocks = [stack, facts, calls, phases] if still else [phases, facts, stack, calls]

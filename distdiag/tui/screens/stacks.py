@@ -40,7 +40,7 @@ class StacksData:
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> StacksData:
-    """The newest dump beside the run; without one, the place that each rank's page shows."""
+    """The newest dump in the run directory; without one, the site from each rank's page."""
     found = store.read(run.path)
     if found is None:
         return StacksData(frame.t_s, tuple(_flatten(store.merge(places(frame)), 0)), False, len(frame.table))
@@ -131,10 +131,10 @@ def _age(snap: Snapshot, data: StacksData, ui: Ui, width: int) -> list[Line]:
             if snap.t_s is not None and snap.t_s >= data.t_s
             else ""
         )
-        said = f" whole stacks, taken at {clock(data.t_s)}{ago}   "
+        title = f" full stacks, taken at {clock(data.t_s)}{ago}   "
     else:
-        said = " innermost lines only, as each rank's page has them; no whole stacks were taken   "
-    return [fitted(line(said, (key, "muted")), width)]
+        title = " innermost lines only, from the rank pages; no full stacks were taken   "
+    return [fitted(line(title, (key, "muted")), width)]
 
 
 def _tree_line(t: TreeLine, total: int, width: int) -> Line:
