@@ -1,6 +1,6 @@
 """What recording costs a training step: plain and recorded steps interleaved in one run on two ranks, as a ratio.
 
-    python benchmarks/overhead.py [--rounds 100] [--steps-per-round 40] [--batch 24]
+    python benchmarks/overhead.py [--rounds 100] [--steps-per-round 40] [--batch 24] [--backend stream]
 
 Steps are plain (hooks off, pulse silent) and recorded (hooks and pulse) in turns, in pairs of random order that is alike on
 both ranks, so that what neighbours on the host do meets both alike. Hooks are switched by swapping the hooked methods of
@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS, JOB = Path(__file__).parent / "results", Path(__file__).with_name("_overhead_job.py")
+JOBS = Path(__file__).resolve().parents[1] / "tests/faults/manifest.json"  # next to the backends
 ALLOWED_RATIO, ALLOWED_HOOKS_US, ALLOWED_BYTES = 1.005, 30.0, 8 << 20
 LOOK_CPU_S = 1.5e-3  # of the monitor in one step: a full look, not a glance
 
@@ -59,10 +60,13 @@ def interval(
     return float(center(values)), float(low), float(high)
 
 
-def _launch(kind: str, rounds: int, steps: int, batch: int) -> list[Any]:
-    """What each rank measured."""
+def _launch(kind: str, rounds: int, steps: int, batch: int, backend: str = "gloo") -> list[Any]:
+    """Return what each rank measured."""
+    from distdiag.cli._fault_jobs import backend_environment
+
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTDIAG_RUN_DIR": f"{folder}/run", "DISTDIAG_QUIET": "1"}
+        env |= backend_environment(JOBS, backend)
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, kind,
              str(rounds), str(steps), str(batch)],
@@ -115,8 +119,11 @@ def main() -> int:
     parser.add_argument(
         "--batch", type=int, default=24, help="images of a rank in a step, which make its length (default 24)"
     )
+    parser.add_argument(
+        "--backend", default="gloo", help="of the ranks: gloo (default), or stream, which acts like NCCL"
+    )
     o = parser.parse_args()
-    ranks = _launch("steps", o.rounds, o.steps_per_round, o.batch)
+    ranks = _launch("steps", o.rounds, o.steps_per_round, o.batch, o.backend)
     # rank, round, step, (recorded, wall, CPU, the monitor's CPU)
     steps = np.asarray([r[0] for r in ranks])
     rounds = steps.shape[1]
@@ -144,10 +151,10 @@ def main() -> int:
         np.quantile(drawn, (0.025, 0.975), axis=0),
     )
     memory = max(m for _, m, *_ in ranks)
-    by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 2), 10, o.batch))
+    by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 2), 10, o.batch, o.backend))
     taken, taken_low, taken_high = interval((by_clocks[..., 0] / by_clocks[..., 1]).T.tolist())
     taken_us = float(np.median(by_clocks[..., 0])) / 1e3
-    alone = _launch("hooks", 4, 20, 4)
+    alone = _launch("hooks", 4, 20, 4, o.backend)
     hooks, in_step = ([v for r in alone for v in r[i]] for i in (2, 3))
     hook, hook_low, hook_high = interval([[v] for v in hooks])
     added, added_low, added_high = interval([[v] for v in in_step])
@@ -161,8 +168,8 @@ def main() -> int:
     }
     text = f"""# What recording costs
 
-`python benchmarks/overhead.py --rounds {o.rounds} --steps-per-round {o.steps_per_round} --batch {o.batch}` on {os.cpu_count()} cores
-({platform.machine()}, {platform.system()}, no GPU), two gloo ranks; plain and recorded steps in turns, in one run.
+`python benchmarks/overhead.py --rounds {o.rounds} --steps-per-round {o.steps_per_round} --batch {o.batch} --backend {o.backend}` on {os.cpu_count()} cores
+({platform.machine()}, {platform.system()}, no GPU), two ranks; plain and recorded steps in turns, in one run.
 
 | what | estimate | 95 % interval | n | allowed |
 |---|---|---|---|---|
@@ -178,7 +185,7 @@ def main() -> int:
 | extra memory of a rank at attach | {memory / 2**20:.1f} MiB | – | {len(ranks)} ranks | {ALLOWED_BYTES / 2**20:.0f} MiB |
 """
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "overhead.md").write_text(text)
+    (RESULTS / ("overhead.md" if o.backend == "gloo" else f"overhead-{o.backend}.md")).write_text(text)
     print(text)
     return 0 if all(passed.values()) else 1
 

@@ -59,10 +59,14 @@ def check(job: Job, folder: Path, environment: dict[str, str] | None = None) -> 
         with started(job, script, work, None, env) as running:
             hang = job.plain_outcome.type == "hang"
             still = ["not looked at"]
+            seen: dict[int, list[tuple[str, int]]] = {}
             while not running.ended and running.age_s() < LIMIT_S and not interrupted.is_set():
                 time.sleep(0.1)
                 if hang and running.age_s() > LOOK_FROM_S:
-                    before, still = still, _standing(job, folder, running, stacks)
+                    frames, earlier = _frames(job, running, stacks), seen
+                    # on another backend a rank waits elsewhere: a hang is a job in which nothing moves
+                    now = [] if environment and frames and frames == earlier else _standing(job, folder, frames)
+                    before, still, seen = still, now, frames
                     if not before and not still:
                         break
                     time.sleep(LOOK_EVERY_S)
@@ -95,9 +99,8 @@ def _line_texts(job: Job, folder: Path) -> list[str]:
     return problems
 
 
-def _standing(job: Job, folder: Path, running: Running, stacks: Path) -> list[str]:
-    """One look at the ranks' innermost user frames against the manifest."""
-    frames = _frames(job, running, stacks)
+def _standing(job: Job, folder: Path, frames: dict[int, list[tuple[str, int]]]) -> list[str]:
+    """Return in what the ranks' innermost user frames differ from the manifest's positions."""
     problems = []
     for p in job.positions:
         if p.state in ("stopped", "exited", "finished", "crashed", "left_off"):

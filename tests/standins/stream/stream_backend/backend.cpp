@@ -14,6 +14,26 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace standin {
 
+// CUDA graphs: what is captured is neither run nor enqueued nor recorded, and its replay moves no counter.
+struct Captured {
+  std::shared_ptr<Stream> stream;
+  std::function<void()> run;
+  std::vector<std::pair<at::Tensor, bool>> tensors;
+};
+struct Graph {
+  std::vector<Captured> kernels;
+  void replay() const {
+    Inside guard;
+    for (const auto& c : kernels) {
+      auto kernel = std::make_shared<Kernel>();
+      kernel->run = c.run;
+      kernel->tensors = c.tensors;
+      c.stream->launch(kernel, true);
+    }
+  }
+};
+static std::shared_ptr<Graph> capturing;
+
 static size_t n_groups = 0;
 static int64_t eager_bytes = 4 << 20;  // of a send that completes without its receiver: NCCL_BUFFSIZE
 
@@ -439,7 +459,8 @@ class StreamBackend : public c10d::Backend {
       coalescing_ |= kColl;
       coalesced_async_ |= async;
       comm("cpu", rank_, size_);
-      record(g_, title, in, out, nullptr, nullptr, false);
+      if (!capturing)
+        record(g_, title, in, out, nullptr, nullptr, false);
       coalesce(reads, writes, checked);
       return nullptr;
     }
@@ -465,7 +486,8 @@ class StreamBackend : public c10d::Backend {
     if (batch) {
       coalescing_ |= kP2P;
       comm("cpu", rank_, size_);
-      record(g_, title, ts, {}, nullptr, nullptr, true);
+      if (!capturing)
+        record(g_, title, ts, {}, nullptr, nullptr, true);
       coalesce(sends ? ts : Tensors{}, sends ? Tensors{} : ts, transfer);
       return nullptr;
     }
@@ -536,14 +558,19 @@ class StreamBackend : public c10d::Backend {
     };
     auto work = c10::make_intrusive<StreamWork>(g_, op, p2p);
     work->kernel = kernel;
+    work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    work->future->markCompleted(at::IValue(writes));
     work->outputs = writes;
+    if (capturing) {
+      capturing->kernels.push_back({c.stream, kernel->run, kernel->tensors});
+      kernel->end.record();  // not an event that may be queried; nobody waits for it
+      return async ? work : nullptr;
+    }
     work->numel_in = elements_of(in);
     work->numel_out = elements_of(out);
     work->trace = record(g_, title, in, out, g_->timing ? &kernel->start : nullptr, &kernel->end, p2p);
     if (g_->blocking_wait)
       new KernelPtr(kernel);  // no watchdog retires the entry, which points to its events
-    work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    work->future->markCompleted(at::IValue(writes));
     c.stream->launch(kernel, !async);
     enqueue(work);
     return async ? work : nullptr;
@@ -636,6 +663,10 @@ PYBIND11_MODULE(_stream, m) {
     register_handlers();
   });
   m.def("replace_reads", &replace_reads);
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
+      .def(py::init<>())
+      .def("replay", &Graph::replay, py::call_guard<py::gil_scoped_release>());
+  m.def("capture", [](std::shared_ptr<Graph> graph) { capturing = std::move(graph); }, py::arg("graph").none(true));
   m.def(
       "create",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Millis timeout, std::vector<uint64_t> ranks,

@@ -21,6 +21,7 @@ from stream_backend import build
 
 NAME = "stream"
 DRAIN_MS = 2000  # at exit: what is under way gets so long to complete
+loaded: list[Any] = []  # the extension, once a process group was made
 _REPLACED = {"gloo", "nccl", "undefined", ""}
 
 
@@ -61,7 +62,6 @@ def install(dist: Any) -> None:
     nothing = b'{"version": "2.10", "pg_config": {}, "pg_status": {}}'
     c10d._dump_nccl_trace_json = lambda *_, **__: nothing
     eager = os.environ.get("STANDIN_EAGER") == "1"
-    loaded: list[Any] = []
 
     def create(options: Any, _: Any) -> Any:
         if not loaded:  # a launcher has no need of it
@@ -84,18 +84,31 @@ def install(dist: Any) -> None:
     def _new_process_group_helper(
         group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        nonlocal eager
         named = str(backend or "").lower()
         # the job's groups; a group that asks for gloo beside them gets it, as it would beside NCCL
         if named in _REPLACED - {"gloo"} or "nccl" in named or (named == "gloo" and not global_ranks_in_group):
             backend = dist.Backend(NAME)
+            eager = eager or kwargs.get("device_id") is not None  # of a GPU that is not here
             kwargs["device_id"] = None
         out = original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
         if backend == NAME and out[0] is not dist.GroupMember.NON_GROUP_MEMBER:
             _as_nccl(out[0], eager)
+        if backend == NAME and eager and global_ranks_in_group:
+            _split(dist)
         return out
 
     dist._new_process_group_helper = _new_process_group_helper
     _allow_monitored_barrier(dist)
+
+
+def _split(dist: Any) -> None:
+    """Wait for all ranks of the default group: ncclCommSplit, which also those call that get no communicator."""
+    world = dist._get_default_group()
+    store, name = dist._world.pg_map[world][1], f"ncclCommSplit/{dist._world.group_count}"
+    if store.add(name, 1) == world.size():
+        store.set(f"{name}/all", "1")
+    store.wait([f"{name}/all"])
 
 
 def _as_nccl(pg: Any, eager: bool) -> None:

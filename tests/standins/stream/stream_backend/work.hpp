@@ -165,12 +165,14 @@ inline Recorder::TraceIdentifier record(const GroupPtr& g, const std::string& ti
                                                  title, in, out, start, end, g->timeout, g->status, p2p);
 }
 
+using CommStates = std::unordered_map<std::string, std::unordered_map<std::string, std::string>>;
+
 inline std::string dump_json(bool collectives, bool only_active) {
-  return Recorder::get()->dump_json(std::nullopt, collectives, only_active);
+  return Recorder::get()->dump_json(CommStates(), collectives, only_active);
 }
 
 inline std::string dump_pickle(bool collectives, bool stacks, bool only_active) {
-  return Recorder::get()->dump(std::nullopt, collectives, stacks, only_active);
+  return Recorder::get()->dump(CommStates(), collectives, stacks, only_active);
 }
 
 inline void dump_to_file(int rank) {

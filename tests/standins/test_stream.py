@@ -1,0 +1,57 @@
+"""The stand-in for NCCL: its semantics, its watchdog, and that numbers are gloo's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import Job, free_port, launch
+
+pytestmark = pytest.mark.job
+
+HERE = Path(__file__).parent
+STREAM = {"PYTHONPATH": str(HERE / "stream")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    done = subprocess.run([sys.executable, HERE / "stream/prepare.py"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no stand-in: {done.stderr[-300:]}")
+
+
+def _numbers(env: dict[str, str]) -> Iterator[str]:
+    with launch([HERE / "numbers_job.py"], env=env) as job:
+        assert job.wait() == 0, job.tail()
+        yield from sorted(line for line in job.stdout().splitlines() if line[:2] in ("0 ", "1 "))
+
+
+def test_a_caller_sees_what_it_would_see_of_nccl() -> None:
+    with launch([HERE / "semantics_job.py", str(free_port())], env=STREAM) as job:
+        assert job.wait() == 0, job.tail()
+        assert job.stdout().count("done") == 2
+
+
+def test_numbers_are_those_of_gloo() -> None:
+    plain = list(_numbers({}))
+    assert len(plain) == 16
+    assert list(_numbers(STREAM)) == plain
+
+
+def _aborts(job: Job) -> None:
+    assert job.wait() != 0
+    error = job.stderr()
+    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=2" in error
+    assert "last enqueued NCCL work: 2, last completed NCCL work: 1" in error
+    assert "Signal 6 (SIGABRT)" in error
+
+
+def test_the_watchdog_ends_the_process_after_the_timeout(tmp_path: Path) -> None:
+    env = {**STREAM, "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "dump_")}
+    with launch([HERE / "timeout_job.py"], env=env) as job:
+        _aborts(job)
+    assert (tmp_path / "dump_0").stat().st_size
