@@ -172,6 +172,7 @@ GPU = Kind(
     causes=("throttled", "ecc", "pcie_degraded", "xid", "idle", "busy_without_progress", "lost", "nvlink", "shared"),
     release=10,
 )
+GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING,), causes=("not_a_member",), sticky=True)
 # Reported by the monitor about itself, and by the reader of dumps: it has no rule here.
 RECORDER = Kind(
     name="recorder",

@@ -262,6 +262,7 @@ class SampleKind(IntEnum):
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
     REDUCED = 5  # elements all-reduced during the step, against those of the parameters that have gradients
     AVERAGED = 7  # the most of them between two steps so far
+    NOT_A_MEMBER = 10  # a collective called by a rank outside its group: it returned at once; its name is the operation
     NAN_INPUT = 8  # the batch of a loss that is not finite holds NaN itself
     LEARNING_RATE = (
         9  # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups

@@ -168,6 +168,17 @@ class PageWriter:
         words[at] = number
         words[_N_STEPS] = number
 
+    def write_sample(self, kind: int, step: int, value: float, key: int, name: str, site: int, t_ns: int) -> None:
+        """One more sampled check."""
+        header = self.h
+        number = header.n_samples + 1
+        rec = self.page.samples[header.n_samples % SAMPLES]
+        rec.number = 0  # a half-written record is recognised
+        rec.kind, rec.step, rec.value, rec.key = kind, step, value, key
+        rec.name, rec.site, rec.t_ns = self.text(name), site, t_ns
+        rec.number = number
+        header.n_samples = number
+
 
 class PageError(ValueError):
     """Not a page, or one of another version."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Call, Life, Loader, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Call, Life, Loader, Sample, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, duplicate_data, straggler, uneven_batches
 from tests.diagnosis.made import LOOP, MODEL, findings, job, loader, of_kind, only, rank, steps
 
@@ -109,6 +109,42 @@ def test_a_forgotten_set_epoch_is_said_only_where_shuffling_was_wanted() -> None
 
     assert only(duplicates(again(1, True), again(2, True))).cause == "same_order_every_epoch"
     assert duplicates(again(1, False), again(2, False)) == []
+
+
+def test_a_sampler_that_stays_at_epoch_0_is_reported_although_values_are_augmented() -> None:
+    def still(epoch: int, changed: int) -> list[Finding]:
+        labels = [7, 7, 8, 9, 9, 7]  # few classes
+        first = tuple(label << 32 | 1 + k for k, label in enumerate(labels))
+        before = tuple(label + changed << 32 | 99 + k for k, label in enumerate(labels))
+        more = {"shuffle": True, "distributed_sampler": True, "iterations_started": 4, "sampler_epoch": epoch}
+        x = loader(first_fingerprints=first, previous_fingerprints=before, **more)
+        found = data(job(*(rank(q, loaders=(x,)) for q in (0, 1))), PLAIN)
+        return [f for f in found if f.cause == "same_order_every_epoch"]
+
+    assert only(still(0, 0)).victims == (0, 1)
+    assert still(3, 0) == [] and still(0, 1) == []
+
+
+def without_group(difference: float, *ops: str) -> list[Finding]:
+    """Ranks with the same loader and no DDP; rank 1 has checksums that differ."""
+    ranks = [
+        rank(
+            q,
+            models=(),
+            loaders=(loader(first_fingerprints=prints(1)),),
+            samples=tuple(Sample("parameters", k, k + q * difference) for k in (2, 4, 8, 16)),
+            calls=tuple(Call(op=op, group="default_pg", seq=None) for op in ops),
+        )
+        for q in (0, 1)
+    ]
+    return of_kind(data(job(*ranks, groups={}), PLAIN), "duplicate_data")
+
+
+def test_ranks_without_a_process_group_that_do_the_same_work_are_reported() -> None:
+    f = only(without_group(0.0))
+    assert f.severity == "warning" and "no process group" in f.message
+    assert without_group(0.1) == []  # a sweep over settings
+    assert without_group(0.0, "init_process_group") == []
 
 
 def of_size(*sizes: int, n: int = 40) -> tuple[Step, ...]:

@@ -16,8 +16,8 @@ from distdiag.diagnosis.model.snapshot import (
     Site,
     Snapshot,
 )
-from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
-from tests.diagnosis.made import LOOP, MODEL, findings, job, of_kind, only, rank
+from distdiag.diagnosis.rules import group_misuse, nonfinite, replica_drift, unused_parameters
+from tests.diagnosis.made import LOOP, MODEL, findings, job, loader, of_kind, only, rank
 
 
 def found_in(s: Snapshot) -> list[Finding]:
@@ -312,3 +312,31 @@ def test_buffers_of_different_models_are_not_compared() -> None:
         rank(q, models=(APART,), samples=tuple(Sample("buffers", k, 1.0 + q, key=q) for k in (2, 4))) for q in (0, 1)
     ]
     assert of_kind(found_in(job(*ranks)), "replica_drift") == []
+
+
+def never_averaged(calls: tuple[Call, ...] = (), **loaded: Any) -> list[Finding]:
+    x = loader(**{"iterations_started": 2, "distributed_sampler": True, **loaded})
+    ranks = []
+    for q in (0, 1):
+        samples = tuple(Sample("parameters", k, 1.0 + q * k, key=5) for k in (2, 4, 8, 16, 32))
+        ranks.append(rank(q, models=(), samples=samples, loaders=(x,), calls=calls))
+    return of_kind(found_in(job(*ranks)), "replica_drift")
+
+
+def test_ranks_that_split_their_data_and_average_nothing_are_reported() -> None:
+    f = only(never_averaged())
+    assert f.cause == "gradients_not_synced" and "no DDP" in f.message
+    metric, weights = (Call(op="all_reduce", group="default_pg", seq=1, bytes=n) for n in (8, 1 << 20))
+    assert never_averaged((metric,)) != []
+    assert never_averaged((weights,)) == []
+    assert never_averaged(distributed_sampler=False) == []
+    assert never_averaged(iterations_started=1) == []
+
+
+def test_a_call_in_a_group_of_others_is_reported_with_its_line() -> None:
+    outside = Sample("not_a_member", 3, 0.0, name="all_reduce", site=LOOP)
+    f = only(findings(job(rank(0), rank(1, samples=(outside,))), group_misuse))
+    assert (f.kind, f.cause, f.culprits) == ("group_misuse", "not_a_member", (1,))
+    assert "all_reduce" in f.message and f.where[0].line == LOOP.line
+    harmless = msgspec.structs.replace(outside, name="barrier")
+    assert findings(job(rank(0), rank(1, samples=(harmless,))), group_misuse) == []

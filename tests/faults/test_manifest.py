@@ -31,6 +31,7 @@ COVERED = {
     "input_bound": set(),
     "comm_bound": set(),
     "duplicate_data": {"same_batches_on_ranks", "same_order_every_epoch"},
+    "group_misuse": {"not_a_member"},
     "replica_drift": {"gradients_not_synced", "different_init", "buffers"},
     "nonfinite": {"loss", "gradient"},
     "memory": {"growth", "imbalance"},

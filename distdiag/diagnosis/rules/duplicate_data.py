@@ -1,6 +1,6 @@
 """duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are compared by fingerprints.
 
-Faulty jobs: same_shuffle, frozen_order, char_windows. Healthy look-alikes: param_server, groups_apart.
+Faulty jobs: same_shuffle, frozen_order, char_windows, no_group. Healthy look-alikes: param_server, groups_apart, no_dist.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ kind = kinds.DUPLICATE_DATA
 class Limits:
     fingerprints: int = 3
     """Batches that must have equal fingerprints: one or two of a small set of labels are equal by chance."""
+    epochs: int = 3
+    """Epochs after which a sampler that is still at epoch 0 was never given another."""
+    checksums: int = 4
+    """Steps with equal checksums after which ranks without a process group do the same work."""
     group_uses: int = 2
     """Collectives of a smaller group up to which it counts as not used."""
 
@@ -34,7 +38,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about data that is read twice."""
     s = facts.snapshot
     loaders = training_loaders(s)
-    if (veto := not_one_model(s)) is not None:
+    if s.world_size > 1 and _same_work(s, loaders):
+        yield _same_work_finding(s, loaders)
+    elif (veto := not_one_model(s)) is not None:
         yield veto
     elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
@@ -133,8 +139,40 @@ def _same_order(loaders: dict[int, Loader]) -> list[int]:
         if x.distributed_sampler
         and x.shuffle
         and x.iterations_started >= 2
-        and same_data(x.first_fingerprints, x.previous_fingerprints)
+        and (same_data(x.first_fingerprints, x.previous_fingerprints) or _never_set(x))
     ]
+
+
+def _never_set(x: Loader) -> bool:
+    """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do not contradict.
+
+    Augmented values differ although the order is the same, and of few classes the labels alone prove nothing.
+    """
+    labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
+    n = min(len(labels), len(before))
+    return (
+        x.sampler_epoch == 0
+        and x.iterations_started >= limits.epochs
+        and n >= limits.fingerprints
+        and labels[:n] == before[:n]
+    )
+
+
+# -- the same work on every rank, without a process group -------------------------------------------------------------
+
+
+def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
+    """True if there is no process group, and every rank has the same batches and the same parameters after the same steps."""
+    ranks = list(s.ranks.values())
+    if len(ranks) < s.world_size or len(loaders) < len(ranks) or any(g.ranks for g in s.groups.values()):
+        return False
+    if any(c.op == "init_process_group" for r in ranks for c in r.calls) or any(x.fed for x in loaders.values()):
+        return False
+    sums = [{x.step: x.value for x in r.samples if x.kind == "parameters"} for r in ranks]
+    common = set.intersection(*map(set, sums))
+    if len(common) < limits.checksums or any(len({x[k] for x in sums}) > 1 for k in common):
+        return False
+    return len({x[max(common)] for x in sums}) == 1 and len(set(sums[0].values())) > 1
 
 
 # -- the words -------------------------------------------------------------------------------------------------------
@@ -176,6 +214,25 @@ def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
         else f"{rank_list(found.ranks)} train on the same batches{at(x.site)}",
         cost=f"{len(found.ranks) - len(found.groups)} of {s.world_size} ranks compute what another has computed",
         advice=advice or sampler,
+    )
+
+
+def _same_work_finding(s: Snapshot, loaders: dict[int, Loader]) -> Finding:
+    ranks = tuple(sorted(s.ranks))
+    site = loaders[ranks[0]].site
+    return Finding(
+        kind=kind.name,
+        cause="same_batches_on_ranks",
+        certainty=Certainty.PROVED,
+        severity=Severity.WARNING,
+        victims=ranks,
+        where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
+        step=min(r.step for r in s.ranks.values()),
+        message=f"there is no process group, and {rank_list(ranks)} train the same model on the same batches{at(site)}: their "
+        "parameters are equal after the same steps",
+        cost=f"{len(ranks) - 1} of {s.world_size} ranks compute what another has computed",
+        advice="call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
+        "DistributedSampler; or start one rank",
     )
 
 

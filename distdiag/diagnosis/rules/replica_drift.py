@@ -1,6 +1,6 @@
 """replica_drift: replicas of one model that differ, by checksums of the same elements at the same steps.
 
-Faulty jobs: module_forward, hand_average, local_stats, thawed_layers, token_schedule.
+Faulty jobs: module_forward, hand_average, local_stats, thawed_layers, token_schedule, no_wrap.
 Healthy look-alikes: local_sgd, fsdp_shared, layer_drop, joined_uneven.
 """
 
@@ -16,7 +16,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import where
-from distdiag.diagnosis.training_data import synchronous
+from distdiag.diagnosis.training_data import synchronous, training_loaders
 
 kind = kinds.REPLICA_DRIFT
 
@@ -33,6 +33,22 @@ class Limits:
     """Share of the newest distance that the first has if replicas do not move apart."""
     constant_at_first: float = 0.9
     """The same, until there are four times as many steps: what moves apart does so by the root of the steps at least."""
+    no_exchange: tuple[str, ...] = (
+        "init_process_group",
+        "new_group",
+        "barrier",
+        "monitored_barrier",
+        "broadcast",
+        "gather",
+        "scatter",
+    )
+    """Operations that average nothing: jobs without any averaging use them, too."""
+    metrics: float = 0.01
+    """Share of the parameters up to which what is reduced are metrics, not gradients."""
+    metrics_bytes: int = 1024
+    """The same for one call, in bytes."""
+    certain_step: int = 32
+    """Step up to which a cause is suspected: on few samples rates, gradients and the first values look alike."""
     averaged: float = 0.9
     """Share of the steps in which gradients are averaged, from which on they are."""
     reduced: tuple[float, float] = (0.999, 1.05)
@@ -145,9 +161,25 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     reduced = {q: _by_step(s.ranks[q], "reduced") for q in s.ranks}
     shares = [reduced[q][k].value for q in s.ranks for k in drifting if k in reduced[q]]
     least, most = limits.reduced
+    if _never_averaged(s, shares):
+        return "never_averaged"
     if not shares or min(shares) < least or max(shares) > most:
         return None
     return "different_init"
+
+
+def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
+    """True if ranks that split their data by rank (DistributedSampler) have exchanged no tensor in a whole epoch."""
+    loaders = training_loaders(s)
+    if not loaders or not all(x.distributed_sampler for x in loaders.values()):
+        return False
+    averaged = [x.value for r in s.ranks.values() for x in r.samples if x.kind == "averaged"]
+    if any(share > limits.metrics for share in (*shares, *averaged)):
+        return False
+    calls = [c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange]
+    if any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls):
+        return False
+    return all(x.iterations_started > 1 for x in loaders.values())
 
 
 def _averages(r: RankState) -> bool:
@@ -172,6 +204,7 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
 
 _WHAT = {
     "gradients_not_synced": "their gradients are not averaged",
+    "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "rates": "gradients are averaged, but learning rates differ",
@@ -180,6 +213,8 @@ _WHAT = {
 _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
     "wraps",
+    "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains a model "
+    "of its own on a part of them",
     "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
@@ -200,6 +235,8 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
         cause, words = "gradients_not_synced", "rates"
     elif averaged and drift.began_equal:
         cause, words = "gradients_not_synced", "update"
+    if cause == "never_averaged":
+        cause = "gradients_not_synced"
     what = _WHAT[words] + (f" ({_rates_text(rates)})" if rates else "")
     in_ddp = " in DDP" if words == "different_init" and models else ""
     odd = _fewer(rates or drift.values)
@@ -208,7 +245,9 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
     return Finding(
         kind=kind.name,
         cause=cause,
-        certainty=Certainty.PROVED,
+        certainty=Certainty.PROVED
+        if drift.cause == "buffers" or drift.steps[-1] >= limits.certain_step
+        else Certainty.SUSPECTED,
         severity=Severity.ERROR,
         culprits=odd,
         victims=tuple(sorted(set(drift.values) - set(odd))),

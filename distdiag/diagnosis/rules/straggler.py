@@ -4,8 +4,8 @@ Who is slow is found by who waits least (see `step_times`); the cost is counterf
 like the others. If the slowest rank changes all the time the cause is `rotating` and nobody is blamed. A loop without
 optimizer steps is judged by who enters its collectives last.
 
-Faulty jobs: slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
-Healthy look-alikes: worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
+Faulty jobs: bn_tiles, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
+Healthy look-alikes: bn_ice, worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 DDP without find_unused_parameters refuses the forward after a backward that left one out. With it they are only never
 trained. Frozen ones (requires_grad False) are reported once as info, so that nobody takes them for unused.
 
-Faulty jobs: pose_heads, lang_adapters, safe_flag. Healthy look-alikes: frozen_backbone, layer_drop.
+Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone, layer_drop, frozen_head.
 """
 
 from __future__ import annotations

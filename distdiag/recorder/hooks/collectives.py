@@ -95,6 +95,7 @@ class Collectives(Groups):
         self.in_flight: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._site_counts: dict[tuple[int, int], int] = {}  # (site, op): where its count lies among the page's words
         self._ops: dict[str, int] = {}
+        self.outside: set[tuple[str, int]] = set()  # (operation, site) of calls in groups of others
         self._dtypes: dict[Any, int] = {}
         self._peers: OrderedDict[tuple[int, bool, int, int], PeerSlot] = OrderedDict()  # by their last use
         self._coalesced: dict[int, list[int]] = {}  # by the first call of a coalesced group: its other calls

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as public
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as dist
 
-from distdiag.page.layout import LifeWord, Phase
+from distdiag.page.layout import LifeWord, Phase, SampleKind
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
@@ -68,7 +69,19 @@ def install(col: Collectives) -> None:
 
         return destroy_process_group
 
+    def outside(original: Any) -> Any:
+        def _warn_not_in_group(op_name: Any) -> Any:
+            _not_a_member(col, op_name)
+            try:
+                return original(op_name)
+            except BaseException as e:
+                hide_frame(e)
+                raise
+
+        return _warn_not_in_group
+
     replace("init_process_group", init)
+    replace("_warn_not_in_group", outside)
     replace("_new_group_with_tag", new)
     replace("destroy_process_group", destroy)
 
@@ -82,6 +95,15 @@ def initialised(col: Collectives) -> None:
         col.h.life = LifeWord.RUNNING
         if col.h.phase == Phase.INIT:
             col.h.phase_since_ns = now_ns()
+
+
+@guarded
+def _not_a_member(col: Collectives, op: str) -> None:
+    """A collective that this rank calls in a group of others, and that returns at once; each place of it is noted once."""
+    site = col.r.user_site(sys._getframe(3))
+    if (op, site) not in col.outside:
+        col.outside.add((op, site))
+        col.r.page.write_sample(int(SampleKind.NOT_A_MEMBER), col.h.step, 0.0, 0, op, site, now_ns())
 
 
 @guarded

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distdiag.page.layout import SAMPLES, SampleKind
+from distdiag.page.layout import SampleKind
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import GradientWords, Ledger
 from distdiag.recorder.state import guarded, now_ns
@@ -105,14 +105,7 @@ class Checks:
         self.local_gradients = False  # a model's gradients are looked at before they are averaged
 
     def sample(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
-        h = self.h
-        number = h.n_samples + 1
-        rec = self.page.page.samples[h.n_samples % SAMPLES]
-        rec.number = 0
-        rec.kind, rec.step, rec.value, rec.key = int(kind), step, value, key
-        rec.name, rec.site, rec.t_ns = self.page.text(name), site, now_ns()
-        rec.number = number
-        h.n_samples = number
+        self.page.write_sample(int(kind), step, value, key, name, site, now_ns())
 
     # -- loss and gradients ----------------------------------------------------------------------------
 
