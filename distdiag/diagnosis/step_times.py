@@ -72,6 +72,10 @@ def window(s: Snapshot) -> Window | Abstained:
     found = _common(ranks)
     if isinstance(found, Abstained) or all(r.wait_measured for r in ranks):
         return found
+    if any(r.p2p_issued for r in ranks):
+        return Abstained(
+            "the waits for other ranks lie on the device, and ranks that exchange messages differ by design"
+        )
     return _with_inferred_waits(found)
 
 
