@@ -16,6 +16,7 @@ from typing import Any
 from distdiag.page.layout import STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder import state
 from distdiag.recorder.frames import raw_name, user_stack
+from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
@@ -35,6 +36,7 @@ class Pulse(threading.Thread):
         self.checks: Any = None
         self._going_on = threading.Lock()  # held until the end: to wait for it is one call, for an Event it is many
         self._going_on.acquire()
+        self._gpu: int | None = None  # NVML's index, once looked up
         self._raw: dict[int, tuple[int, CodeType]] = {}  # by id of the code, which is kept
 
     def run(self) -> None:
@@ -86,22 +88,20 @@ class Pulse(threading.Thread):
         words[_VERSION] += 1
 
     def _device(self) -> None:
-        torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        torch, device = sys.modules.get("torch"), self.r.device
+        if torch is None or device is None or not torch.cuda.is_initialized():
             return
-        device = torch.cuda.current_device()
-        self.h.gpu = _physical_index(torch, device)
+        properties = torch.cuda.get_device_properties(device)
+        if self._gpu is None:
+            self.h.gpu = self._gpu = _physical_index(properties)
         self.h.device_bytes = torch.cuda.memory_reserved(device)
         self.h.device_peak_bytes = torch.cuda.max_memory_reserved(device)
-        self.h.device_total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self.h.device_total_bytes = properties.total_memory
 
 
-def _physical_index(torch: Any, device: int) -> int:
-    """NVML's index of a CUDA device: CUDA_VISIBLE_DEVICES renumbers them."""
-    import os
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    parts = [p.strip() for p in visible.split(",") if p.strip()]
-    if device < len(parts) and parts[device].isdigit():
-        return int(parts[device])
-    return device
+def _physical_index(properties: Any) -> int:
+    try:
+        import pynvml
+    except ImportError:
+        return -1
+    return nvml_index(properties, pynvml)

@@ -34,6 +34,8 @@ class Recorder:
         self.h = writer.h
         self.main_thread = threading.main_thread().ident
         self.quiet = False
+        # CUDA device of the job's parameters, noted by the main thread: in any other thread the current device is 0
+        self.device: int | None = None
         # by id of the code and its instruction: a line number has to be decoded, and the code's own hash is slow
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.phase = int(Phase.INIT)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from distdiag.page.layout import Phase
+from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
+from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.hooks.device_clock import PENDING, DeviceClock
+from distdiag.recorder.pulse import Pulse
+from distdiag.recorder.state import Recorder
 from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
 
 
@@ -72,15 +78,31 @@ def test_events_are_used_again_and_a_device_that_never_comes_costs_a_bounded_que
 SCRIPT = """
 import torch, torch.distributed as dist
 torch.version.cuda = "13.0"
+from distdiag.recorder.hooks import device_clock, ddp_models
+ddp_models.cuda_index = lambda parameters: 1  # the model lies on the second device, and nobody made that the current one
+current = [0]
+class Guard:
+    def __init__(self, device):
+        self.device = device
+    def __enter__(self):
+        current.append(self.device)
+    def __exit__(self, *_):
+        current.pop()
+torch.cuda.device = Guard
+capturing = False
+torch.cuda.is_current_stream_capturing = lambda: capturing
 
 class Event:  # the device takes a millisecond from each event to the next
     now_ms = 0.0
     def __init__(self, enable_timing):
         assert enable_timing
     def record(self):
+        assert current[-1] == 1, "recorded on another device"
+        assert not capturing, "recorded into a captured graph"
         Event.now_ms += 1.0
         self.at_ms = Event.now_ms
     def query(self):
+        assert not capturing, "queried during a capture"
         return True
     def elapsed_time(self, other):
         return other.at_ms - self.at_ms
@@ -96,6 +118,7 @@ torch.cuda.Event = Event
 for k, x in enumerate(torch.utils.data.DataLoader(torch.randn(400, 4), 4)):
     if k == 80:  # of most steps by now the usual way is known
         torch.cuda.is_initialized = lambda: True
+    capturing = k in (95, 96)
     optimizer.zero_grad()
     model(x).sum().backward()
     optimizer.step()
@@ -117,6 +140,67 @@ def test_from_the_first_forward_on_a_device_its_times_stand_for_the_hosts(pure: 
         wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
     steps = rows(run, "SELECT step, forward_ms, backward_ms, optimizer_ms FROM step ORDER BY step")
     assert [s[0] for s in steps] == list(range(1, 101))
-    assert {s[1:] for s in steps[80:]} == {(1.0, 1.0, 1.0)}
+    assert {s[1:] for s in steps[80:95] + steps[97:]} == {(1.0, 1.0, 1.0)}
+    assert (1.0, 1.0, 1.0) not in {s[1:] for s in steps[95:97]}, "nothing is measured in a capture"
     assert (1.0, 1.0, 1.0) not in {s[1:] for s in steps[:80]}
     assert rows(run, "SELECT json FROM finding WHERE kind = 'recorder'") == []
+
+
+def test_the_pulse_reads_the_device_of_the_model_and_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the pulse's thread the current device is always 0."""
+    recorder = Recorder(PageWriter(tmp_path / "page"))
+    pulse = Pulse(recorder)
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid="", total_memory=80 if d == 1 else 40)
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: asked.append(d) or 7)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda d: asked.append(d) or 9)
+    pulse._device()
+    assert asked == [] and recorder.h.gpu == -1, "no parameter on a device is known: nothing is reported"
+    recorder.device = 1
+    pulse._device()
+    assert asked == [1, 1] and recorder.h.device_total_bytes == 80
+
+
+class Nvml:
+    """Two cards, the second cut into MIG slices."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.handles = {"GPU-aa": 0, "GPU-bb": 1, "MIG-cc": "slice of 1"}
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object:
+        if uuid not in self.handles:
+            raise self.NVMLError(uuid)
+        return self.handles[uuid]
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: object) -> int:
+        assert handle == "slice of 1"
+        return 1
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+
+@pytest.mark.parametrize(
+    ("uuid", "index"), [("aa", 0), ("bb", 1), ("GPU-bb", 1), ("cc", 1), ("MIG-cc", 1), ("dd", -1), ("", -1)]
+)
+def test_a_device_is_mapped_to_nvmls_index_by_its_uuid(uuid: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb,GPU-aa")  # numbers of CUDA's say nothing
+    nvml = Nvml()
+    assert nvml_index(SimpleNamespace(uuid=uuid), nvml) == index
+    assert nvml.open == 0

@@ -13,6 +13,7 @@ from distdiag.page.layout import MODELS, ModelSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastPlace, ModelWords
 from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.first_forward import FirstForward
 from distdiag.recorder.hooks.tensor_checks import NAMES_KEPT
 from distdiag.recorder.state import guarded
@@ -86,6 +87,8 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
     ph.ledger.models[id(ddp)] = m
+    if ph.r.device is None:
+        ph.r.device = cuda_index(ddp.module.parameters())
     first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
     if first is not None:
         m.hook = ph.watch_last_gradient(first)

@@ -2,13 +2,20 @@
 
 The host runs ahead of the device, so a phase's host time is the time to launch it. Events are recorded on the current
 stream where a phase begins and ends; the step's record waits in a queue until its last event is seen to be done.
+
+While a CUDA graph is captured no event is recorded and none is queried: either would become part of the graph or end its
+capture with an error. Events are recorded with the model's device as the current one: a script that never sets the current
+device would otherwise get a context on GPU 0 in every rank.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
 
 from distdiag.page.layout import Phase
 
@@ -20,10 +27,17 @@ class DeviceClock:
 
     Args:
         make_event: `torch.cuda.Event(enable_timing=True)`, or one like it (`record`, `query`, `elapsed_time` in ms).
+        on_device: A context in which the device is the current one.
+        capturing: True while a CUDA graph is captured on the current stream.
     """
 
-    def __init__(self, make_event: Callable[[], Any]) -> None:
-        self._make = make_event
+    def __init__(
+        self,
+        make_event: Callable[[], Any],
+        on_device: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._make, self._on_device, self._capturing = make_event, on_device, capturing
         self._free: list[Any] = []
         self._pairs: list[tuple[Phase, Any, Any]] = []
         self._open: dict[Phase, Any] = {}
@@ -32,25 +46,25 @@ class DeviceClock:
 
     def _event(self) -> Any:
         event = self._free.pop() if self._free else self._make()
-        event.record()
+        with self._on_device():
+            event.record()
         return event
 
     def begin(self, phase: Phase) -> None:
-        self._open[phase] = self._event()
+        if not self._capturing():
+            self._open[phase] = self._event()
 
     def end(self, phase: Phase) -> None:
         begun = self._open.pop(phase, None)
-        if begun is not None:
+        if begun is None:
+            return
+        if self._capturing():
+            self._free.append(begun)
+        else:
             self._pairs.append((phase, begun, self._event()))
 
-    def drop(self, phase: Phase) -> None:
-        """What was begun is no part of the phase after all."""
-        begun = self._open.pop(phase, None)
-        if begun is not None:
-            self._free.append(begun)
-
     def close(self, write: Callable[[dict[Phase, int]], None]) -> None:
-        """The step ended: `write` is called with the phases' device times (ns), in order, once they are known."""
+        """End the step: `write` is called with the phases' device times (ns), in order, once they are known."""
         self._pending.append((self._pairs, write))
         self._pairs = []
         self.poll()
@@ -61,8 +75,8 @@ class DeviceClock:
             late({})
 
     def poll(self) -> None:
-        """Hand over every step whose last event has been seen to be done; never waits."""
-        while self._pending:
+        """Hand over every step whose last event is done; never waits."""
+        while self._pending and not self._capturing():
             pairs, write = self._pending[0]
             if pairs and not pairs[-1][2].query():
                 return
@@ -72,3 +86,17 @@ class DeviceClock:
                 times[phase] = times.get(phase, 0) + int(a.elapsed_time(b) * 1e6)
                 self._free += (a, b)
             write(times)
+
+
+def cuda_clock(device: int) -> DeviceClock:
+    """A clock of a CUDA device."""
+    return DeviceClock(
+        lambda: torch.cuda.Event(enable_timing=True),
+        lambda: torch.cuda.device(device),
+        torch.cuda.is_current_stream_capturing,
+    )
+
+
+def cuda_index(tensors: Iterable[Any]) -> int | None:
+    """Index of the CUDA device of the first of `tensors` that is on one; None if none is."""
+    return next((t.device.index for t in tensors if t.device.type == "cuda"), None)

@@ -20,7 +20,7 @@ from distdiag.recorder.fast.accounts import usual
 from distdiag.recorder.hooks import first_forward
 from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.ddp_models import Model
-from distdiag.recorder.hooks.device_clock import DeviceClock
+from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.step_accounting import Phases
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import failed, guarded, now_ns
@@ -183,9 +183,9 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
 
 
 def _on_device(ph: Phases, inputs: tuple[Any, ...]) -> None:
-    """A training forward begins in a torch that knows CUDA: from the first one on it is timed on the device."""
-    if ph.device is None and torch.cuda.is_initialized():
-        ph.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+    """Time a training forward on the device, if a DDP model's parameters are on one."""
+    if ph.device is None and ph.r.device is not None and torch.cuda.is_initialized():
+        ph.device = cuda_clock(ph.r.device)
         ph.ledger.on_device = True
     if ph.device is None:
         return

@@ -17,7 +17,7 @@ from distdiag.page.layout import Phase, word
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastPlace, usual
 from distdiag.recorder.hooks.collectives import Collectives
-from distdiag.recorder.hooks.device_clock import DeviceClock
+from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
 from distdiag.recorder.hooks.tensor_checks import Checks, Gradients
 from distdiag.recorder.state import failed, now_ns
@@ -110,6 +110,8 @@ class Phases:
         led = self.ledger
         if led.lead is None or led.lead() is None:
             led.lead = weakref.ref(optimizer)
+            if self.r.device is None:
+                self.r.device = cuda_index(p for group in optimizer.param_groups for p in group["params"])
             return True
         led.lead_misses += 1
         if led.lead_misses > 32:  # the first one is not used any more

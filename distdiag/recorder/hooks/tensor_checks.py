@@ -41,6 +41,11 @@ def checksum_due(step: int) -> bool:
     return step % 64 == 0 or (step < 64 and step >= 2 and step & (step - 1) == 0)
 
 
+def _capturing() -> bool:
+    """True while a CUDA graph is captured: an operation of ours would become part of it, or end it with an error."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     """Up to `most` elements of `t`, evenly spread in memory; None where it is no plain, dense float32 tensor on the CPU.
 
@@ -124,7 +129,7 @@ class Checks:
             if self.ledger.bad_losses or value - value:  # NaN where it is not finite
                 self._loss_value(value, site, BAD_LOSSES)
             return value
-        if micro_step % 8 == 0:
+        if micro_step % 8 == 0 and not _capturing():
             self._when_copied(t.detach().float().reshape(1), lambda v, s=site: self._loss_value(v[0].item(), s, 2))
         self.poll()
         return None
@@ -144,6 +149,8 @@ class Checks:
 
     def _look_at_input(self, site: int) -> None:
         """Whether the batch itself holds NaN: whatever the loss went through, others' values included, it began there."""
+        if _capturing():
+            return
         t, step = self.ledger.newest and self.ledger.newest(), self.h.step + 1
         # plain ones only: to look at a tensor that is spread over ranks is a collective
         if t is None or type(t) not in _PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
@@ -179,15 +186,16 @@ class Checks:
     def _when_copied(self, t: torch.Tensor, then: Any) -> None:
         if len(self.later) > 16 or t.device.type != "cuda":
             return
-        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        host.copy_(t, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)  # whatever the job's default device
+        with torch.cuda.device(t.device):
+            host.copy_(t, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         self.later.append((event, host, then))
 
     def poll(self) -> None:
         """Read what has arrived from the device meanwhile; never waits."""
-        while self.later and self.later[0][0].query():
+        while self.later and not _capturing() and self.later[0][0].query():
             _, host, then = self.later.pop(0)
             then(host)
 
@@ -377,6 +385,8 @@ class Checks:
             value += sum(map(abs, some) if buffers else some) * (1.0 + i / 16)
         else:
             return self.sample(kind, step, value, key=key)
+        if _capturing():
+            return
         with torch.no_grad():
             parts = []
             for i, t in enumerate(chosen):
