@@ -47,10 +47,15 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
             view = RankView.open(path, 0)
         except (PageError, OSError):
             continue
-        view.start_ns = view.reader.header().started_mono_ns
-        view.refresh(0.0)
+        try:
+            if not _alive(view):
+                continue
+            view.start_ns = view.reader.header().started_mono_ns
+            view.refresh(0.0)
+        except Exception:  # whatever a damaged page raises: it costs only its rank
+            continue
         views.append(view)
-    alive = [v for v in views if v.page is not None and _alive(v)]
+    alive = [v for v in views if v.page is not None]
     if not alive:
         raise DistdiagError(
             f"no rank of {run_dir} is alive on this node",
@@ -74,8 +79,7 @@ def _alive(v: RankView) -> bool:
 
     The page may be anybody's (a run directory from elsewhere), and its process is asked, and sent a signal.
     """
-    assert v.page is not None
-    h = v.page.header
+    h = v.reader.header()
     return processes.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
 
 
