@@ -142,7 +142,7 @@ UNEVEN_BATCHES = Kind(
 )
 STRAGGLER = Kind(
     name="straggler",
-    severities=(_WARNING,),
+    severities=(_INFO, _WARNING),
     causes=("data", "forward", "backward", "optimizer", "host", "rotating"),
     while_blocked=False,
     hold=3,

@@ -64,6 +64,36 @@ def test_a_rank_that_is_late_for_the_buffers_of_the_forward_is_a_straggler() -> 
     assert (f.cause, f.culprits) == ("host", (1,))
 
 
+def every(period: int, extra_ms: float, q: int) -> tuple[Step, ...]:
+    """Steps of two ranks of which rank 1 takes longer in every so many; the other waits for it."""
+    return tuple(
+        x
+        if x.step % period
+        else msgspec.structs.replace(
+            x,
+            step_ms=x.step_ms + extra_ms,
+            wait_ms=0.0 if q else extra_ms,
+            other_ms=x.other_ms + (extra_ms if q else 0.0),
+            backward_ms=x.backward_ms + (0.0 if q else extra_ms),
+        )
+        for x in steps(seed=q)
+    )
+
+
+def test_a_rank_that_stalls_the_others_at_every_15th_step_is_reported_with_its_period() -> None:
+    f = only(stragglers(job(*(rank(q, steps=every(15, 400.0, q)) for q in (0, 1)))))
+    assert (f.cause, f.culprits, f.severity) == ("host", (1,), "info")
+    assert "every 15th step" in f.message
+    irregular = [
+        tuple(
+            a if x.step in (12, 15, 31, 52) else b
+            for x, a, b in zip(steps(), every(1, 400.0, q), steps(seed=q), strict=True)
+        )
+        for q in (0, 1)
+    ]
+    assert stragglers(job(*(rank(q, steps=irregular[q]) for q in (0, 1)))) == []
+
+
 def test_a_rank_that_arrives_last_nowhere_is_no_straggler() -> None:
     early = tuple(msgspec.structs.replace(x, arrived_s=x.step * 0.2) for x in aligned_by_buffers(1, 80.0))
     late = tuple(msgspec.structs.replace(x, arrived_s=x.step * 0.2 + 0.01) for x in aligned_by_buffers(0, 0.0))

@@ -129,6 +129,11 @@ def _doing(r: RankState) -> str:
     return "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
 
 
+def _loads_itself(r: RankState) -> bool:
+    """True if the loader it trains from has no worker processes."""
+    return any(x.in_training for x in r.loaders) and all(x.workers == 0 for x in r.loaders if x.in_training)
+
+
 def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
     """Return a collective that this rank has issued, in another thread or to wait for it later, and who has not entered it."""
     for name, issued in r.enqueued.items():
@@ -175,7 +180,9 @@ def _finding(s: Snapshot, r: RankState, victims: list[int], waited_s: float, lim
     assert call is not None
     workers = [w for w in r.workers if w is not None] if doing == "data" else []
     left_open = _left_open(s, r) if doing in ("lock", "queue") else None
-    if workers:
+    if doing == "data" and not workers and _loads_itself(r):
+        advice = "check that line of the dataset: with num_workers=0 it runs in the training process"
+    elif workers:
         advice = "check that line of the dataset: storage that hangs, a lock, a loop"
     elif left_open is not None:
         advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or nobody: find what started it, maybe a thread"

@@ -4,8 +4,8 @@ Who is slow is found by who waits least (see `step_times`); the cost is counterf
 like the others. If the slowest rank changes all the time the cause is `rotating` and nobody is blamed. A loop without
 optimizer steps is judged by who enters its collectives last.
 
-Faulty jobs: bn_tiles, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
-Healthy look-alikes: bn_ice, worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
+Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
+Healthy look-alikes: bn_ice, ledger_shared, worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot, Step
+from distdiag.diagnosis.periodic import Periodic, periodic
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text.phrases import at, percent, where, where_stack
@@ -82,7 +83,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
         return
     rotating = _rotating(facts.snapshot, facts.window)
-    yield rotating or found
+    regular = periodic(facts.window)
+    yield rotating or (found if regular is None else _periodic_finding(facts.snapshot, facts.window, regular))
 
 
 def _veto(reason: str) -> Abstained:
@@ -362,7 +364,40 @@ def _finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, ex
         f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
         f"{percent(slow.gain_ms / slow.step_ms)} of step time",
-        advice=_ADVICE[phase].format(who=rank_list(slow.ranks)),
+        advice=_advice(s, slow.ranks, phase),
+    )
+
+
+def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
+    if phase == "data" and all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training):
+        return "num_workers=0: the dataset's own code runs in the training process; make it faster, or set num_workers"
+    return _ADVICE[phase].format(who=rank_list(ranks))
+
+
+def _periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
+    r, n = s.ranks[found.rank], len(window.columns)
+    rest = tuple(q for q in window.ranks if q != found.rank)
+    steps = window.steps[found.rank]
+
+    def excess_ms(phase: str) -> float:
+        usual = statistics.median(part_ms(x, phase) for x in steps)
+        return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
+
+    phase = max(PHASES, key=excess_ms)
+    stack = _stack_of(r, phase)
+    return Finding(
+        kind=kind.name,
+        cause=CAUSES[phase],
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.INFO,
+        culprits=(found.rank,),
+        victims=rest,
+        where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
+        step=r.step,
+        message=f"rank {found.rank}: {'its own code between steps' if phase == 'other' else phase} +{found.gain_ms:.0f} ms in "
+        f"every {found.period}th step, {len(found.indices)} of the last {n}{at(stack[0] if stack else None)}",
+        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {percent(found.cost)} of the time for it",
+        advice=_advice(s, [found.rank], phase),
     )
 
 

@@ -1,0 +1,57 @@
+"""Steps that one rank makes long at regular intervals: every 15th, say, as it writes or logs something then."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+
+from distdiag.diagnosis.step_times import Window
+
+LEAST_MS = 20.0  # that the others wait for it in such a step; below it is the jitter of the host
+LEAST_FACTOR = 0.5  # of the usual step, the same
+LEAST_TIMES = 3  # in the window, so that there are two intervals to compare
+MOST_SHARE = 1 / 3  # of the window's steps: more often it is no exception
+PRESENT = 0.75  # of the times at which it is due
+LEAST_COST = 0.03  # of the whole time
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """A rank that is slow in every `period`-th step.
+
+    Attributes:
+        indices: Of the slow steps in the window.
+        gain_ms: What the others wait for it in one of them, the median.
+        cost: Share of the time of all steps that is lost to it.
+    """
+
+    rank: int
+    period: int
+    indices: list[int]
+    gain_ms: float
+    cost: float
+
+
+def periodic(window: Window) -> Periodic | None:
+    """Return the rank that alone makes steps long at regular intervals; None if there is none."""
+    steps, ranks = window.steps, window.ranks
+    first = steps[ranks[0]]
+    usual_ms = statistics.median(x.step_ms for x in first)
+    slow: list[tuple[int, int, float]] = []
+    for i, column in enumerate(window.columns):
+        top = max(column)
+        at_top = column.index(top)
+        gain_ms = top - max(column[:at_top] + column[at_top + 1 :])
+        waited_ms = min(steps[q][i].wait_ms for q in ranks if q != ranks[at_top])
+        if gain_ms >= max(LEAST_MS, LEAST_FACTOR * usual_ms) and waited_ms >= 0.5 * gain_ms:
+            slow.append((i, ranks[at_top], gain_ms))
+    if not LEAST_TIMES <= len(slow) <= MOST_SHARE * len(first) or len({q for _, q, _ in slow}) > 1:
+        return None
+    gaps = [first[b].step - first[a].step for (a, _, _), (b, _, _) in itertools.pairwise(slow)]
+    period = min(gaps)
+    complete = len(slow) >= PRESENT * (sum(gaps) / period + 1)
+    cost = sum(gain for _, _, gain in slow) / sum(x.step_ms for x in first)
+    if cost < LEAST_COST or not complete or any(abs(gap - round(gap / period) * period) > 1 for gap in gaps):
+        return None
+    return Periodic(slow[0][1], period, [i for i, _, _ in slow], statistics.median(gain for _, _, gain in slow), cost)
