@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from distdiag.errors import DistdiagError
+from distdiag.probekit.command import again
+from distdiag.probekit.command.options import parse
 from distdiag.probekit.verdict import baseline
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
 
@@ -25,8 +27,8 @@ def saved(make_result: Any, make_row: Any, tmp_path: Path) -> list[baseline.Entr
     return baseline.load(str(file))
 
 
-def compared(result: Result, entries: list[baseline.Entry]) -> Result:
-    baseline.compare(result, entries, 0.10)
+def compared(result: Result, entries: list[baseline.Entry], second: list[Measure] | None = None) -> Result:
+    baseline.compare(result, entries, 0.10, lambda _: second)
     return result
 
 
@@ -37,9 +39,27 @@ def test_the_same_machine_passes(saved: Any, make_result: Any, make_row: Any):
 
 
 def test_a_slower_one_fails_with_test_and_effect_size(saved: Any, make_result: Any, make_row: Any):
-    result = compared(make_result([make_row()], measures=measures(3, 1.3)), saved)
+    result = compared(make_result([make_row()], measures=measures(3, 1.3)), saved, measures(13, 1.3))
     assert result.verdict is Verdict.FAIL
+    assert "in two measurements" in result.reasons[-1] and " KiB by " in result.reasons[-1]
     assert "slower than the baseline at 3 of 3" in result.reasons[-1] and "Cliff's delta" in result.reasons[-1]
+
+
+def test_an_unlucky_measurement_passes_when_the_second_is_as_before(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], measures=measures(3, 1.8)), saved, measures(14))
+    assert result.verdict is Verdict.PASS and "in one measurement of two" in result.reasons[-1]
+    assert result.comparison is not None and not any(r["slower"] for r in result.comparison)
+
+
+def test_only_what_is_slower_both_times_is_accused(saved: Any, make_result: Any, make_row: Any):
+    second = [*measures(15)[:2], measures(16, 1.8)[2]]
+    result = compared(make_result([make_row()], measures=measures(3, 1.8)), saved, second)
+    assert result.verdict is Verdict.FAIL and "at 1 of 3, in two measurements: 16 KiB by" in result.reasons[-1]
+
+
+def test_without_a_second_measurement_slower_is_inconclusive(saved: Any, make_result: Any, make_row: Any):
+    result = compared(make_result([make_row()], measures=measures(3, 1.8)), saved)
+    assert result.verdict is Verdict.INCONCLUSIVE and "repeat it" in result.reasons[-1]
 
 
 def test_significant_but_small_passes(saved: Any, make_result: Any, make_row: Any):
@@ -78,3 +98,42 @@ def test_a_baseline_of_other_conditions_is_refused(
     with pytest.raises(DistdiagError) as e:
         compared(make_result([make_row()], measures=measures(8), **change), saved)
     assert says in e.value.message and "--save" in e.value.hint
+
+
+@pytest.mark.parametrize("name", ["allreduce", "dataloader", "step", "all"])
+def test_the_second_measurement_is_asked_for_with_the_same_options(make_result: Any, make_row: Any, name: str):
+    asked = [
+        "--nproc",
+        "2",
+        "--min-bytes",
+        "4K",
+        "--max-bytes",
+        "1M",
+        "--factor",
+        "8",
+        "--step-ms",
+        "5",
+        "--budget",
+        "9",
+    ]
+    options = parse([name, *asked, "--workers", "0,2", "--against", "good.json"])
+    probe = "allreduce" if name == "all" else name
+    result = make_result([make_row()], probe=probe)
+    words = again.command_of(result, options, Path("kept.json"))
+    assert words[1:4] == ["-m", "distdiag", "probe"]
+    second = parse(words[4:])
+    assert (second.name, second.nproc, second.save, second.against) == (probe, result.world_size, "kept.json", None)
+    for field in (
+        "min_bytes",
+        "max_bytes",
+        "factor",
+        "dtype",
+        "budget_s",
+        "precision",
+        "timeout_s",
+        "step_ms",
+        "workers",
+    ):
+        assert getattr(second, field) == getattr(options, field), field
+    if name != "all":
+        assert second.batch_size == options.batch_size

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from distdiag.errors import DistdiagError, ExitCode
@@ -92,6 +93,7 @@ def _list(as_json: bool) -> int:
 
 def _run(options: Options, place: RankPlace | None) -> int:
     from distdiag.probekit.command import rendering
+    from distdiag.probekit.command.again import measure as measure_again
     from distdiag.probekit.in_job import beside_run
     from distdiag.probekit.verdict import baseline
 
@@ -107,8 +109,10 @@ def _run(options: Options, place: RankPlace | None) -> int:
     if place is not None and place.rank != 0:
         _leave_rank(ExitCode.OK)
     if reference is not None:
+        # Ranks of a launcher cannot start others; injected faults are meant to be found.
+        again = partial(measure_again, options=options) if place is None and not options.inject else None
         for result in results:
-            baseline.compare(result, reference, options.tolerance)
+            baseline.compare(result, reference, options.tolerance, again)
     if run is not None:
         run.shown_against_job(results)
     rendering.write(results, options)

@@ -1,0 +1,53 @@
+"""A second measurement of a probe that was slower than its baseline, in fresh processes: one run may be unlucky."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.command.options import DEFAULT_BUDGET_S, Options
+from distdiag.probekit.verdict import baseline
+from distdiag.probekit.verdict.result import Measure, Result
+
+_SPARE_S = 60.0  # beyond the budget, before the second measurement counts as failed
+
+
+def command_of(result: Result, options: Options, save: Path) -> list[str]:
+    """The command line that measures `result`'s probe once more, equally, and keeps its values in `save`."""
+    words = [sys.executable, "-m", "distdiag", "probe", result.probe, "--nproc", result.world_size]
+    words += ["--device", result.device, "--dtype", options.dtype, "--min-bytes", options.min_bytes]
+    words += ["--max-bytes", options.max_bytes, "--factor", options.factor, "--timeout", options.timeout_s]
+    words += ["--precision", options.precision * 100, "--step-ms", options.step_ms]
+    words += ["--budget", min(options.budget_s, DEFAULT_BUDGET_S), "--save", save, "--json", "--no-record"]
+    if result.backend in ("gloo", "nccl"):
+        words += ["--backend", result.backend]
+    if result.probe == options.name:  # of `all` they are another probe's
+        words += ["--batch-size", options.batch_size]
+    words += ["--share-gpus"] * options.share_gpus
+    for option, value in (
+        ("--dataset", options.dataset),
+        ("--model", options.model),
+        ("--workers", ",".join(map(str, options.workers))),
+        ("--strategies", ",".join(options.strategies)),
+    ):
+        words += [option, value] if value else []
+    return [str(w) for w in words]
+
+
+def measure(result: Result, options: Options) -> list[Measure] | None:
+    """Values of a second measurement; None if it failed or ran under other conditions."""
+    with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as made:
+        save = Path(made) / "again.json"
+        try:
+            subprocess.run(
+                command_of(result, options, save), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, timeout=options.budget_s + _SPARE_S, check=False,
+            )  # fmt: skip
+            entries = baseline.load(str(save))
+        except (subprocess.TimeoutExpired, OSError, DistdiagError):
+            return None
+    mine = baseline.key_of(result)
+    return next((e.measures for e in entries if e.key == mine), None)
