@@ -71,6 +71,7 @@ def schema_of(name: str) -> dict[str, Any]:
     kinds = body.pop("$defs")
     top = kinds.pop(body["$ref"].rpartition("/")[2])
     for kind in (top, *kinds.values()):
+        kind.pop("description", None)  # a docstring: its wording is no part of the contract
         if "properties" in kind:
             kind["required"] = sorted(kind["properties"])
             for about in kind["properties"].values():
