@@ -115,3 +115,15 @@ def test_entries_of_a_coalesced_group_take_its_state() -> None:
     ask.parse({"entries": entries}, record)
     assert (record.enqueued, record.completed) == ({"0": 2}, {"0": 1})
     assert record.open_messages == {("0", "recv", 1): 1}
+
+
+def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
+    record = ask.FlightRecord(0.0)
+    one = entry("all_gather_into_tensor_coalesced", "scheduled", 1) | {
+        "input_sizes": [[8, 4]],
+        "input_dtypes": ["Float"],
+    }
+    two = entry("all_gather_into_tensor_coalesced", "scheduled", 2) | {"input_sizes": [[8], [4]]}
+    ask.parse({"entries": [one, two]}, record)
+    found = [(e.op, e.shape) for e in record.entries.values()]
+    assert found == [("all_gather_into_tensor", (8, 4)), ("all_gather_into_tensor_coalesced", None)]

@@ -139,6 +139,8 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
             for k in s:
                 n *= k
             elements += n
+        if len(sizes) == 1:
+            op = op.removesuffix("_coalesced")  # of one tensor: it meets the plain operation, and its size is known
         record.entries[(group, seq)] = Entry(
             group,
             seq,

@@ -316,11 +316,17 @@ class RankView(PageView):
         return known[1]
 
     def _issue_site(self, h: Header, call: Call) -> Site | None:
-        """Where the user's code makes DDP issue this operation: buffers in forward, gradients in backward."""
+        """Where the user's code makes C++ issue this operation: DDP its buffers in forward and gradients in backward.
+
+        Others are functional collectives: the host is still at the line that called them, or close to it.
+        """
         if h.blocked == Blocked.DDP:
             return self.site(h.blocked_site)
-        places = self.place_counts.get("forward" if call.op == "broadcast" else "backward")
-        return places.most_common(1)[0][0] if places else None
+        if h.n_models and call.op in ("all_reduce", "broadcast", ""):
+            places = self.place_counts.get("forward" if call.op == "broadcast" else "backward")
+            if places:
+                return places.most_common(1)[0][0]
+        return next(iter(self.stack(h)), None)
 
     def _blocked_by_device(
         self,
