@@ -12,8 +12,8 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.endings import NO_CASCADE, Cascade, End
 from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, uneven_ranks
+from distdiag.diagnosis.model.snapshot import Loader, Snapshot
+from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, training_loaders, uneven_ranks
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
 
@@ -44,6 +44,11 @@ class Facts:
     def ends(self) -> dict[int, str]:
         """Kind of every abnormal end, by rank; see `endings.ends`."""
         return endings.ends(self.snapshot)
+
+    @cached_property
+    def loaders(self) -> dict[int, Loader]:
+        """The loader that each rank trains from; nothing unless every rank has one."""
+        return training_loaders(self.snapshot)
 
     @cached_property
     def exhausted(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ for their devices at least once a step; where they run ahead for longer, nothing
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -154,6 +155,17 @@ def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]
 
 def _too_few(steps: int) -> Abstained:
     return Abstained(f"{max(0, steps)} of {LIMITS.least} steps after the warm-up")
+
+
+def share_of_all(window: Window, part_ms: Callable[[Step], float], least: float) -> float:
+    """Return the share of step time that every rank loses to a part of it: the smallest of all ranks, 0 if below `least`."""
+    share = 1.0
+    for steps in window.steps.values():
+        total_ms = sum([x.step_ms for x in steps])
+        share = min(share, sum([part_ms(x) for x in steps]) / total_ms if total_ms > 0 else 0.0)
+        if share < least:  # usually the first rank tells
+            return 0.0
+    return share
 
 
 def self_ms(x: Step) -> float:

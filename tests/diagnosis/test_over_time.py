@@ -102,7 +102,7 @@ def test_a_rule_that_raises_is_counted_and_costs_only_its_own_findings(monkeypat
         def evaluate(self, facts: Facts) -> list[Finding | Abstained]:
             raise ValueError("no such rank")
 
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.delenv("DISTDIAG_RAISE", raising=False)
     d = Diagnosis(source=lambda _: None, rules=(*(r for r in RULES if r.kind is not kinds.MEMORY), Broken()))
     d.update(waits_for_rank_one(1.0, 60.0, activity="user_code"))
     (failure,) = d.failures

@@ -15,7 +15,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
-from distdiag.diagnosis.step_times import Window
+from distdiag.diagnosis.step_times import share_of_all
 from distdiag.diagnosis.text.phrases import percent
 
 kind = kinds.COMM_BOUND
@@ -43,15 +43,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("communication lies on the device, and nothing measures it")
     elif facts.shadows:
         yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
-    elif (share := _share(window)) >= limits.share:
+    elif share := share_of_all(window, lambda x: x.wait_ms, limits.share):
         yield _finding(window.ranks, share, "step time")
-
-
-def _share(window: Window) -> float:
-    totals = {q: sum(x.step_ms for x in steps) for q, steps in window.steps.items()}
-    if min(totals.values()) <= 0:
-        return 0.0
-    return min(sum(x.wait_ms for x in steps) / totals[q] for q, steps in window.steps.items())
 
 
 def _shared_waits(s: Snapshot) -> float:

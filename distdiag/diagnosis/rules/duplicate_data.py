@@ -14,7 +14,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
 from distdiag.diagnosis.text.phrases import at, where
-from distdiag.diagnosis.training_data import not_one_model, training_loaders
+from distdiag.diagnosis.training_data import not_one_model
 
 kind = kinds.DUPLICATE_DATA
 
@@ -37,7 +37,7 @@ limits = Limits()
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about data that is read twice."""
     s = facts.snapshot
-    loaders = training_loaders(s)
+    loaders = facts.loaders
     if s.world_size > 1 and _same_work(s, loaders):
         yield _same_work_finding(s, loaders)
     elif (veto := not_one_model(s)) is not None:

@@ -15,7 +15,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.step_times import Window
+from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import at, percent, where
 
 kind = kinds.INPUT_BOUND
@@ -37,15 +37,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield window
     elif facts.shadows:
         yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
-    elif (share := _share(window)) >= limits.share:
+    elif share := share_of_all(window, lambda x: x.data_ms, limits.share):
         yield _finding(facts.snapshot, window, share)
-
-
-def _share(window: Window) -> float:
-    totals = {q: sum(x.step_ms for x in steps) for q, steps in window.steps.items()}
-    if min(totals.values()) <= 0:
-        return 0.0
-    return min(sum(x.data_ms for x in steps) / totals[q] for q, steps in window.steps.items())
 
 
 def _finding(s: Snapshot, window: Window, share: float) -> Finding:

@@ -24,7 +24,7 @@ from distdiag.diagnosis.loop_source import may_end_early
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where
-from distdiag.diagnosis.training_data import not_one_model, only_shadows, training_loaders, uneven_ranks
+from distdiag.diagnosis.training_data import not_one_model, only_shadows, uneven_ranks
 
 kind = kinds.UNEVEN_BATCHES
 
@@ -67,14 +67,14 @@ def _seen(facts: Facts) -> Finding | None:
     stuck = not facts.kept and any(f.kind == kinds.DEADLOCK.name for f in facts.found)
     if not (stuck or facts.cascade.end is End.OUT_OF_BATCHES) or not uneven_ranks(s):
         return None
-    loaders = training_loaders(s)
+    loaders = facts.loaders
     return _count_finding(s, loaders, {q: x.batches for q, x in loaders.items()}, predicted=False)
 
 
 def _count(facts: Facts) -> Finding | Abstained:
     """Lengths that cannot agree, at the start of an epoch."""
     s = facts.snapshot
-    loaders = training_loaders(s)
+    loaders = facts.loaders
     if len(loaders) < 2:
         return Abstained("not every rank trains from a DataLoader that is known")
     if any(x.length is None or x.site is None for x in loaders.values()):
