@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="distdiag.monitor")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--pages", type=Path, required=True)
+    parser.add_argument("--overflow", type=Path, help="second directory of pages, for ranks that found no room")
     parser.add_argument("--node", type=int, default=0)
     keep = int(os.environ.get("DISTDIAG_KEEP_BYTES", "") or 2 * 2**30)
     parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         if not options.node:  # the other nodes' runs lie inside that of node 0
             base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
             rundir.mark_latest(base)
-        Monitor(options.run_dir, options.pages, options.node, quiet, options.keep).run()
+        Monitor(options.run_dir, options.pages, options.node, quiet, options.keep, options.overflow).run()
     except Exception:
         # a failure of ours must not look like one of the job's: it is kept in the log, and readers see the monitor gone
         try:

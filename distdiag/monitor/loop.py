@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
+import traceback
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.gpus import Gpus, Users
 from distdiag.monitor.host.samples import Hosts
-from distdiag.monitor.nodes import Nodes
+from distdiag.monitor.nodes import Nodes, shifted
+from distdiag.monitor.pages import Pages
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
 from distdiag.monitor.self_check import OwnFaults
+from distdiag.page import place
 from distdiag.page.layout import LifeWord
-from distdiag.page.writer import PageError, PageReader
+from distdiag.page.writer import PageError
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
@@ -39,20 +42,22 @@ LOOK_S = 0.9  # between two full looks while every rank goes from phase to phase
 CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
 UNREAD_LOOK_S, UNREAD_AFTER_S = 7.9, 120.0
 READERS_S = 0.9  # between two glances for a reader, while none was there
-DISCOVER_S = 1.0  # once all ranks of this node are known
 LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
 FIRST_PAGE_S = 60.0
+FAILED_POLLS = 20  # in a row, with every page readable
 
 
 class Monitor:
     """Everything the monitor knows; `run()` returns when the job is over."""
 
-    def __init__(self, run_dir: Path, pages: Path, node: int, quiet: bool, keep_bytes: int) -> None:
-        self.run_dir, self.pages, self.node = run_dir, pages, node
+    def __init__(
+        self, run_dir: Path, pages: Path, node: int, quiet: bool, keep_bytes: int, overflow: Path | None = None
+    ) -> None:
+        self.run_dir, self.node = run_dir, node
+        self.pages = Pages(pages, overflow)
+        self.views = self.pages.views
         self.writer = Writer(run_dir, keep_bytes=keep_bytes)
         self.voice = Voice(run_dir, quiet)
-        self.views: dict[int, RankView] = {}
-        self.bad_pages: set[str] = set()
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
@@ -62,7 +67,7 @@ class Monitor:
         self.hosts = Hosts(node)
         self.gpus = Gpus(node)
         self.steps, self.collectives = Steps(), Collectives()
-        self.gatherer = Gatherer(run_dir, pages)
+        self.gatherer = Gatherer(run_dir)
         self.nodes = Nodes(run_dir, node)
         self._frame_at = self._host_at = self._loaders_at = -10.0
         self._look_s = LOOK_S
@@ -71,11 +76,10 @@ class Monitor:
         self._groups_written: set[str] = set()
         self._meta_written = False
         self._gone_since: float | None = None
-        self._expected = 1  # ranks of this node
-        self._discovered_s = -10.0
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self._looked_at: set[int] = set()  # ranks, in this look
         self.own = OwnFaults()
+        self._failed_polls = 0
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -88,16 +92,55 @@ class Monitor:
             state=State.WAITING,
             state_since_s=0,
         )
-        sweep(self.pages)
+        place.sweep(self.pages.directories[0])
         while True:
             began = time.monotonic()
-            if not self._going_on() and self.tick():
+            if self._survive(lambda: not self._going_on() and self.tick()):
                 break
             left = TICK_S - (time.monotonic() - began)
             if left > 0:
                 self.endings.wake.wait(left)
             self.endings.wake.clear()
         self.close()
+
+    def _survive(self, tick: Callable[[], bool]) -> bool:
+        """Run one poll; if it raises, give up the ranks whose page alone makes it raise. True when the job is over.
+
+        Raises:
+            Exception: it goes on raising although every page can be read: a defect of ours.
+        """
+        try:
+            over = tick()
+            self._failed_polls = 0
+            return over
+        except Exception as e:
+            bad = [(v, problem) for v in self.views.values() if (problem := self._problem(v)) is not None]
+            for v, problem in bad:
+                self.pages.give_up(v, problem)
+            self._failed_polls += not bad
+            if self._failed_polls >= FAILED_POLLS:
+                raise
+            if not bad:
+                last = traceback.extract_tb(e.__traceback__)[-1]
+                text = f"{type(e).__name__}: {e} at {Path(last.filename).name}:{last.lineno}"
+                self.diagnosis.failures[text] = self.diagnosis.failures.get(text, 0) + 1
+            return False
+
+    def _problem(self, v: RankView) -> Exception | None:
+        """What reading this rank's page alone raises."""
+        try:
+            v.refresh(self.now_s)
+            state = v.state(self.now_s, *self._idle.get(v.rank, (None, None)), self.gatherer.record(v.rank))
+            alone = Snapshot(t_s=self.now_s, world_size=1, expected=None, ranks={v.rank: state}, groups={})
+            v.groups()
+            rank_rows(alone, {v.rank: v}, [])
+            loader_rows(alone)
+            OwnFaults().of_rank(v)
+            shifted(state, 0.0)
+            msgspec.msgpack.encode(state)
+        except Exception as e:
+            return e
+        return None
 
     @property
     def now_s(self) -> float:
@@ -114,7 +157,7 @@ class Monitor:
             self.now_s - self._host_at >= self._look_s
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
-            or len(self.views) < self._expected
+            or len(self.views) + len(self.pages.damaged) < self.pages.expected
             or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look) for v in self.views.values())
         ):
             return False
@@ -148,13 +191,16 @@ class Monitor:
 
     def tick(self) -> bool:
         """One look at everything; True when the job is over."""
-        self._discover()
+        self.pages.discover(self.now_s, self._opened)
         now_s = self.now_s
-        for v in self.views.values():
-            v.refresh(now_s)
-            self._follow_process(v)
+        for v in list(self.views.values()):
+            try:
+                v.refresh(now_s)
+                self._follow_process(v)
+            except PageError as e:
+                self.pages.give_up(v, e)
         if not self.views:
-            return now_s > FIRST_PAGE_S
+            return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
         self.gatherer.gather(now_s, self.views, stopped)
         snapshot = self._snapshot(now_s)
@@ -172,7 +218,7 @@ class Monitor:
         return over
 
     def _over(self, s: Snapshot) -> bool:
-        if any(v.ending is None for v in self.views.values()):
+        if any(v.ending is None for v in self.views.values()) or self.pages.unjudged_alive():
             self._gone_since = None
             return False
         if self._gone_since is None:
@@ -181,33 +227,12 @@ class Monitor:
         expected = len(self.views) >= (local or s.world_size)
         return s.t_s - self._gone_since > (0.4 if expected else LAST_RANK_S)
 
-    def _discover(self) -> None:
-        if self.views and len(self.views) >= self._expected and self.now_s - self._discovered_s < DISCOVER_S:
-            return
-        try:
-            names = sorted(n for n in os.listdir(self.pages) if n.endswith(".page"))
-        except OSError:
-            return
-        self._discovered_s = self.now_s
-        known = {v.reader.path.name for v in self.views.values()} | self.bad_pages
-        for name in names:
-            if name in known:
-                continue
-            try:
-                view = RankView.open(self.pages / name, self.start_ns)
-            except PageError as e:
-                self.bad_pages.add(name)
-                self.writer.event(self.now_s, "monitor", "warning", f"a rank page cannot be read: {e}")
-                continue
-            except OSError:
-                continue
-            header = view.reader.header()
-            if not self.views:
-                self._set_start(header.started_mono_ns, header.started_wall_ns)
-            view.start_ns = self.start_ns
-            self.views[view.rank] = view
-            self._expected = max(self._expected, header.local_world_size)
-            self.endings.watch(header.pid)
+    def _opened(self, view: RankView) -> None:
+        header = view.reader.header()
+        if not self.views:
+            self._set_start(header.started_mono_ns, header.started_wall_ns)
+        view.start_ns = self.start_ns
+        self.endings.watch(header.pid)
 
     def _set_start(self, mono_ns: int, wall_ns: int) -> None:
         """The run began when its first rank attached."""
@@ -403,6 +428,7 @@ class Monitor:
             self.started_unix_s,
             self.nodes.failed,
             self.gpus.silent_s(),
+            self.pages.damaged,
         ):
             w.finding(f)
 
@@ -421,30 +447,11 @@ class Monitor:
         )
         if finished:
             self.voice.summary(self.diagnosis, self.own.found, self.node)
+        place.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         for v in self.views.values():
             v.page = None
             v.reader.close()
-        if self.pages.parent.name.startswith("distdiag-"):
-            shutil.rmtree(self.pages, ignore_errors=True)
-
-
-def sweep(pages: Path) -> None:
-    """Remove page directories of jobs long gone whose monitor was killed before it could."""
-    if not pages.parent.name.startswith("distdiag-"):
-        return
-    try:
-        others = [x for x in pages.parent.iterdir() if x != pages]
-    except OSError:
-        return
-    for other in others:
-        try:
-            if time.time() - other.stat().st_mtime < 60:
-                continue
-            readers = [PageReader(p) for p in other.glob("*.page")]
-        except (OSError, PageError):  # gone meanwhile, or of another version of ours
-            continue
-        if not any(processes.start_ticks(r.header().pid) == r.header().process_start_ticks for r in readers):
-            shutil.rmtree(other, ignore_errors=True)
+        self.pages.close()
 
 
 @lru_cache(maxsize=64)

@@ -39,6 +39,7 @@ class OwnFaults:
         started_unix_s: float,
         exchange: str | None = None,
         driver_silent_s: float | None = None,
+        damaged: Mapping[str, tuple[int | None, str]] | None = None,
     ) -> list[Finding]:
         """New findings of kind `recorder`.
 
@@ -50,21 +51,16 @@ class OwnFaults:
             started_unix_s: When the run began, by the wall clock.
             exchange: What is wrong with the exchange between nodes.
             driver_silent_s: For how long NVIDIA's driver has not answered a request.
+            damaged: Pages that cannot be read: rank and reason by file.
         """
+        damaged = damaged or {}
         out: list[Finding | None] = []
-        for q, v in views.items():
-            assert v.page is not None
-            h = v.page.header
-            if h.errors:
-                text = f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}"
-                out.append(self._new(f"failed/{q}", t_s, "failed", text, q))
-            if h.dropped + v.missed:
-                text = f"rank {q} dropped {h.dropped + v.missed} records or more; its numbers are incomplete"
-                out.append(self._new(f"dropped/{q}", t_s, "dropped", text, q))
-            missing = v.facts.get("unsupported")
-            if missing:
-                text = f"this torch lacks: {missing}; what needs it is not seen"
-                out.append(self._new(f"unsupported/{q}", t_s, "unsupported_torch", text, q))
+        for v in views.values():
+            out += [self._new(key, t_s, cause, text, v.rank) for key, cause, text in self.of_rank(v)]
+        for file, (rank, why) in damaged.items():
+            whose = f"rank {rank}" if rank is not None else "one rank"
+            text = f"the page of {whose} cannot be read ({why}): {whose} is not judged"
+            out.append(self._new(f"damaged/{file}", t_s, "damaged_page", text, rank, Severity.WARNING))
         for key, text, q in self._device.missing(t_s, views):
             out.append(self._new(key, t_s, "device_waits", text, q))
         jump_s = time.time() - started_unix_s - t_s
@@ -91,6 +87,26 @@ class OwnFaults:
         new = [f for f in out if f is not None]
         self.found += new
         return new
+
+    @staticmethod
+    def of_rank(v: RankView) -> list[tuple[str, str, str]]:
+        """(key, cause, text) of what the recorder of one rank could not do."""
+        assert v.page is not None
+        h, q = v.page.header, v.rank
+        out = []
+        if h.errors:
+            out.append(
+                (f"failed/{q}", "failed", f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}")
+            )
+        if h.dropped + v.missed:
+            text = f"rank {q} dropped {h.dropped + v.missed} records or more; its numbers are incomplete"
+            out.append((f"dropped/{q}", "dropped", text))
+        missing = v.facts.get("unsupported")
+        if missing:
+            out.append(
+                (f"unsupported/{q}", "unsupported_torch", f"this torch lacks: {missing}; what needs it is not seen")
+            )
+        return out
 
     def _new(
         self, key: str, t_s: float, cause: str, text: str, rank: int | None = None, severity: Severity = Severity.INFO

@@ -21,15 +21,24 @@ from distdiag.page.layout import (
     CALL_FORMAT,
     CALLS,
     FAILED_CALL,
+    GROUPS,
     HEAP_BYTES,
+    LOADERS,
     MAGIC,
+    MODELS,
     PAGE_BYTES,
+    PEERS,
     SAMPLES,
+    SITES,
+    STACK,
     STEPS,
     VERSION,
+    Blocked,
     CallRecord,
     Header,
+    LifeWord,
     Page,
+    Phase,
     SampleRecord,
     StepRecord,
     word,
@@ -180,6 +189,18 @@ class PageWriter:
         header.n_samples = number
 
 
+# What a sound header cannot exceed: slots of its tables, and counts that a job cannot reach in years.
+_COUNT = 1 << 48
+_MOST = (
+    ("phase", len(Phase) - 1), ("blocked", len(Blocked) - 1), ("life", len(LifeWord) - 1), ("stack_depth", STACK),
+    ("stack_phase", len(Phase) - 1), ("exception_depth", STACK), ("n_groups", GROUPS), ("n_peers", PEERS),
+    ("n_sites", SITES), ("n_loaders", LOADERS), ("n_models", MODELS), ("heap_used", HEAP_BYTES), ("initialised", 1 << 16),
+    ("new_groups", 1 << 24), ("rank", 1 << 20), ("world_size", 1 << 20), ("local_world_size", 1 << 16), ("node", 1 << 20),
+    ("pid", 1 << 30), ("step", _COUNT), ("micro_steps", _COUNT), ("n_steps", _COUNT), ("n_calls", _COUNT),
+    ("n_samples", _COUNT), ("n_scalars", _COUNT), ("dropped", _COUNT), ("errors", _COUNT),
+)  # fmt: skip
+
+
 class PageError(ValueError):
     """Not a page, or one of another version."""
 
@@ -198,7 +219,13 @@ class PageReader:
             raise PageError(f"{path.name}: not a rank page")
         if head.version != VERSION or head.page_bytes != PAGE_BYTES:
             raise PageError(f"{path.name}: page version {head.version}, this distdiag reads {VERSION}")
+        if size < PAGE_BYTES:
+            raise PageError(f"{path.name}: {size} of {PAGE_BYTES} bytes")
         self.path = path
+        self._identity = head.pid, head.rank
+        damage = self._damage(head)
+        if damage:
+            raise PageError(f"{path.name} is damaged: {damage}")
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # as they are at this moment
         self._texts: dict[int, str] = {0: ""}
         self._page = Page()
@@ -217,15 +244,32 @@ class PageReader:
         return found
 
     def read(self, calls_known: int = -1) -> Page:
-        """A copy of the page at this instant, but for its texts; each takes the place of the last.
+        """Copy the page, except its texts; each copy overwrites the last.
 
-        The calls, its largest part, are as they were where there are still `calls_known` of them.
+        The calls, its largest part, are not copied again if there are still `calls_known` of them.
+
+        Raises:
+            PageError: the header holds what no rank can have written.
         """
         self._to[:_CALLS_AT] = self._from[:_CALLS_AT]
         if self._page.header.n_calls != calls_known:
             self._to[_CALLS_AT:_STEPS_AT] = self._from[_CALLS_AT:_STEPS_AT]
         self._to[_STEPS_AT:_HEAP_AT] = self._from[_STEPS_AT:_HEAP_AT]
+        damage = self._damage(self._page.header)
+        if damage:
+            raise PageError(f"{self.path.name} is damaged: {damage}")
         return self._page
+
+    def _damage(self, h: Header) -> str | None:
+        """What in a header no rank can have written; None if it is sound."""
+        for name, most in _MOST:
+            if not 0 <= getattr(h, name) <= most:
+                return f"{name} is {getattr(h, name)}"
+        if h.magic != MAGIC or h.version != VERSION:
+            return "its first bytes are overwritten"
+        if (h.pid, h.rank) != self._identity:
+            return f"rank {self._identity[1]} with pid {self._identity[0]} became rank {h.rank} with pid {h.pid}"
+        return None
 
     def text(self, offset: int) -> str:
         s = self._texts.get(offset)
@@ -240,8 +284,10 @@ class PageReader:
         """(file, line, function) of a site, or None."""
         if not offset:
             return None
-        file, line, function = self.text(offset).split("\0")
-        return file, int(line), function
+        parts = self.text(offset).split("\0")
+        if len(parts) != 3 or not parts[1].isascii() or not parts[1].isdigit() or len(parts[1]) > 9:
+            raise PageError(f"{self.path.name} is damaged: no site at {offset}")
+        return parts[0], int(parts[1]), parts[2]
 
     def close(self) -> None:
         self._from.release()

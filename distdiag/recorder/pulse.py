@@ -20,6 +20,7 @@ from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
+WATCH_BEATS = 8  # between two checks whether the monitor runs
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
@@ -34,6 +35,7 @@ class Pulse(threading.Thread):
         self.r, self.h = r, r.h
         self.collectives: Any = None
         self.checks: Any = None
+        self.watch: Any = None  # of the monitor
         self._going_on = threading.Lock()  # held until the end: to wait for it is one call, for an Event it is many
         self._going_on.acquire()
         self._gpu: int | None = None  # NVML's index, once looked up
@@ -61,6 +63,8 @@ class Pulse(threading.Thread):
             words[_COUNTED] = t
         if beats % 4 == 0:
             self._device()
+        if beats % WATCH_BEATS == WATCH_BEATS - 1 and self.watch is not None:
+            self.watch.check()
         words[_BEATS] = beats + 1
         words[_HEARTBEAT] = now_ns()
 

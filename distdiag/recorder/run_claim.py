@@ -1,32 +1,79 @@
-"""Where this process's run is written: all ranks of one job must come to the same answer without talking.
+"""Which directory this rank's run is written to, and where its node's pages are: all ranks of a job agree without talking.
 
-The job is known by what its launcher gave every rank (run id, master address, restart count) and, on one node, by the
-launcher process itself. The first rank that asks assigns the directory under a file lock; the others read the answer.
+A job is identified by what its launcher gave every rank and, on one node, by the launcher process. Decisions are files
+that exactly one process can create (written under another name, then linked): the first decides, the others read.
+No lock is used: locks of network file systems are often local to a node.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import itertools
 import os
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from distdiag.page import place
+from distdiag.page.layout import page_path
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
 _launcher_job: str | None = (
     None  # the job of the launcher that spawned this process; not in the environment, see `belong_to`
 )
+READ_S = 5.0  # for the text of a decision on a file system without hard links
+# What a launcher gives to all ranks of one launch, and to no other.
+_LAUNCH = (
+    "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
+    "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "JOBSET_RESTART_ATTEMPT",
+)  # fmt: skip
+# What it gives to one rank: an ancestor with the same values is a wrapper script inside the rank.
+_RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
-def _parent_start() -> str:
-    """Start time of the parent process in clock ticks since boot: with its pid, unlike any other's."""
+@dataclass(frozen=True)
+class Claim:
+    """What a rank is given."""
+
+    run_dir: Path
+    node: int
+    pages: Path  # of all ranks of this node
+    overflow: Path  # for a rank whose page finds no room there
+
+
+def _stat_fields(pid: int | str) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty if it cannot be read."""
     try:
-        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-        return stat.rsplit(")", 1)[1].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
-        return "?"
+        return []
+
+
+def _launcher() -> tuple[int, int] | None:
+    """(pid, start time in ticks since boot) of the nearest ancestor that was not given our rank; None if not known."""
+    given = {os.fsencode(f"{k}={os.environ[k]}") for k in _RANK if k in os.environ}
+    pid = os.getppid()
+    for _ in range(16 if given else 0):
+        try:
+            theirs = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        except OSError:
+            break  # another user's: the launcher
+        above = _stat_fields(pid)
+        if not given <= theirs or len(above) < 2 or int(above[1]) <= 1:
+            break
+        pid = int(above[1])
+    fields = _stat_fields(pid)
+    return (pid, int(fields[19])) if len(fields) > 19 else None
+
+
+def launcher_id() -> str:
+    """The launcher of this rank on this node, unlike any other's."""
+    found = _launcher()
+    return f"{socket.gethostname()}:" + (f"{found[0]}:{found[1]}" if found else "?")
 
 
 def belong_to(job: str) -> None:
@@ -40,108 +87,229 @@ def belong_to(job: str) -> None:
 
 
 def job_token() -> str:
-    """The same text on every rank of a job, and no other job's."""
-    given = _launcher_job or os.environ.get(ENV_JOB)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """The same text on every rank of one attempt of a job, and in no other job."""
+    env = os.environ.get
+    restart = env("TORCHELASTIC_RESTART_COUNT", "0")
+    given = _launcher_job or env(ENV_JOB)
     if given:
         return f"{given}.{restart}"
-    env = os.environ.get
-    parts = [env("TORCHELASTIC_RUN_ID", ""), env("MASTER_ADDR", ""), env("MASTER_PORT", ""), env("SLURM_JOB_ID", "")]
+    parts = [env(k, "") for k in _LAUNCH]
     if int(env("GROUP_WORLD_SIZE", "1") or 1) == 1 and int(env("SLURM_NNODES", "1") or 1) == 1:
-        parts += [str(os.getppid()), _parent_start()]
-    if "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        parts.append(launcher_id())
+    if "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" not in os.environ:
         parts.append(str(os.getpid()))
-    # a restart may come with the same ids; the agent's count tells it apart
+    # a restart may come with the same ids: the agent's count tells it apart
     return hashlib.sha256("|".join([*parts, restart]).encode()).hexdigest()[:16]
 
 
+def node_number() -> int:
+    """Number of this node in the job; 0 if the launcher does not say."""
+    env = os.environ.get
+    if env("GROUP_RANK", "").isdigit():
+        return int(env("GROUP_RANK", ""))
+    if "RANK" not in os.environ:
+        if env("SLURM_NODEID", "").isdigit():
+            return int(env("SLURM_NODEID", ""))
+        rank, local = env("OMPI_COMM_WORLD_RANK", ""), env("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+        if rank.isdigit() and local.isdigit() and int(local):
+            return int(rank) // int(local)
+    return 0
+
+
+def local_ranks(world_size: int) -> int:
+    """How many ranks this node will have, by the launcher; else all of them."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return max(1, int(os.environ[name]))
+    return max(1, world_size)
+
+
 def launch_time() -> float:
-    """When the job's launcher started (Unix seconds): the same for all local ranks."""
+    """When the launcher started (Unix seconds): the same for all local ranks."""
+    found = _launcher()
     try:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        ticks = int(_parent_start())
-        return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return time.time()
+    return time.time() - uptime + found[1] / os.sysconf("SC_CLK_TCK") if found else time.time()
+
+
+# -- decisions ------------------------------------------------------------------------------------------------
+
+
+def decide(path: Path, text: str) -> str:
+    """Make `text` the content of `path` unless another process was first; return what it holds.
+
+    Raises:
+        OSError: the directory cannot be written, or another process began to write and never finished.
+    """
+    if not path.exists():
+        _create(path, text + "\n")
+    end = time.monotonic() + READ_S
+    while not (found := path.read_text()).endswith("\n"):
+        if time.monotonic() > end:
+            raise OSError(f"{path} was never finished by the process that created it")
+        time.sleep(0.01)
+    return found[:-1]
+
+
+def _create(path: Path, text: str) -> None:
+    """Create `path` with this content, whole; nothing happens if another process has created it."""
+    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    part.write_text(text)
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no hard links here
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return
+        os.write(fd, text.encode())
+        os.close(fd)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# -- the run directory ------------------------------------------------------------------------------------------
 
 
 def claim(option: str | None, name: str) -> Path:
     """The directory of this job (this attempt of it), created; the first rank to ask decides.
 
     A directory that holds an earlier run, or an earlier attempt of an elastic restart, keeps it: this one goes into
-    `attempt_<k>` beside it. Nothing is overwritten.
+    `attempt_<k>` in it. Nothing is overwritten.
 
     Raises:
         OSError: the directory cannot be created or written.
     """
+    return next(_directories(option, name))
+
+
+def claim_rank(option: str | None, name: str, rank: int, world_size: int) -> Claim:
+    """Directory and place of the pages for this rank.
+
+    A launch may come with the ids of an earlier one (the same rendezvous, a second `srun`, a node that was replaced). So a
+    directory in which this rank has had its turn, or which another launcher on this node uses, is passed over.
+
+    Raises:
+        OSError: no directory can be created or written.
+    """
+    for run_dir in _directories(option, name):
+        found = _join(run_dir, rank, world_size)
+        if found is not None:
+            return found
+    raise OSError("no run directory left")
+
+
+def _directories(option: str | None, name: str) -> Iterator[Path]:
+    """The directories that belong to this job's token, in order; the next one is created when it is asked for."""
     chosen = option or os.environ.get(ENV_DIR)
-    token = job_token()
     if chosen:
-        base = Path(chosen).absolute()
-    else:
-        base = Path("reports").absolute() / f".job-{token}"
-        base.parent.mkdir(parents=True, exist_ok=True)
-        marker = base.parent / ".jobs"
-        marker.mkdir(exist_ok=True)
-        return _assigned(marker, token, lambda: _fresh(base.parent, name))
-    base.mkdir(parents=True, exist_ok=True)
-    return _assigned(base, token, lambda: _next_attempt(base))
-
-
-def _assigned(where: Path, token: str, decide: object) -> Path:
-    """The answer for `token`, decided once under a lock in `where`."""
-    path = where / ".jobs.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return _attempts(Path(chosen).absolute(), job_token())
+    root = Path("reports").absolute()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        lines = os.pread(fd, 1 << 20, 0).decode().splitlines()
-        for line in lines:
-            known, _, answer = line.partition(" ")
-            if known == token:
-                return Path(answer)
-        answer_path: Path = decide()  # type: ignore[operator]
-        answer_path.mkdir(parents=True, exist_ok=True)
-        os.lseek(fd, 0, os.SEEK_END)
-        os.write(fd, f"{token} {answer_path}\n".encode())
-        return answer_path
-    finally:
-        os.close(fd)
+        (root / ".jobs").mkdir(parents=True, exist_ok=True)
+        if not os.access(root / ".jobs", os.W_OK):
+            raise PermissionError
+    except OSError:  # a read-only working directory
+        root = place.fallback_root()
+        place.private_directory(root.parent)
+        (root / ".jobs").mkdir(parents=True, exist_ok=True)
+    return _fresh_ones(root, name, job_token())
+
+
+def _attempts(base: Path, token: str) -> Iterator[Path]:
+    records = base / ".jobs"
+    records.mkdir(parents=True, exist_ok=True)
+    for k in range(10_000):
+        path = base if k == 0 else base / f"attempt_{k}"
+        # claimed before it is used: one that is used and not claimed is of a version without these records
+        if decide(records / str(k), "-" if _used(path) else token) == token:
+            path.mkdir(parents=True, exist_ok=True)
+            yield path
+
+
+def _fresh_ones(root: Path, name: str, token: str) -> Iterator[Path]:
+    for k in itertools.count():
+        record = root / ".jobs" / f"{token}.{k}"
+        try:
+            chosen = Path(record.read_text().rstrip("\n"))
+        except FileNotFoundError:
+            mine = _fresh(root, name)
+            chosen = Path(decide(record, str(mine)))
+            if chosen != mine:
+                mine.rmdir()
+        chosen.mkdir(parents=True, exist_ok=True)
+        yield chosen
 
 
 def _fresh(root: Path, name: str) -> Path:
+    """A new directory named after the launch time and the job."""
     clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)[:60].strip("-.") or "run"
     stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time())) + f"-{clean}"
-    path, n = root / stem, 2
-    while path.exists():
-        path, n = root / f"{stem}-{n}", n + 1
-    return path
-
-
-def _next_attempt(base: Path) -> Path:
-    if not _used(base):
-        return base
-    k = 1
-    while _used(base / f"attempt_{k}"):
-        k += 1
-    return base / f"attempt_{k}"
+    for n in itertools.count(1):
+        path = root / (stem if n == 1 else f"{stem}-{n}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
 
 
 def _used(path: Path) -> bool:
     return any((path / n).exists() for n in ("run.db", "run.db.where", "run.json", "pages"))
 
 
-def page_dir(run_dir: Path) -> Path:
-    """Directory of the rank pages and witness sockets of this node: memory, where there is any to be had.
+# -- the node ---------------------------------------------------------------------------------------------------
 
-    A store into a page must never wait for a disk, so the pages live in /dev/shm; `RUN/pages` points there. Where
-    /dev/shm cannot hold them they lie in the run directory.
-    """
-    node = os.environ.get("GROUP_RANK", "0")
-    key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}".encode()).hexdigest()[:12]
-    shm = Path("/dev/shm")
-    if shm.is_dir() and os.access(shm, os.W_OK):
-        return shm / f"distdiag-{os.getuid()}" / key
-    return run_dir / f"pages.{node}"
+
+def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
+    """This rank's part in a run directory of its job; None if it must go to the next one."""
+    node, launcher = node_number(), launcher_id()
+    record = place.node_record(run_dir, node)
+    overflow = run_dir / f"pages.{node}"
+    overflow = place.overflow(run_dir, node)
+    if not record.exists():
+        pages = _choose_place(run_dir, node, overflow, local_ranks(world_size))
+        decide(record, f"{launcher} {pages}")
+    owner, _, chosen = record.read_text().rstrip("\n").partition(" ")
+    if owner != launcher:
+        return None
+    try:
+        if str(rank) in place.ended_record(run_dir, node).read_text().split():
+            return None
+    except OSError:
+        pass
+    pages = Path(chosen)
+    if any(_has_page(d, rank) for d in (pages, overflow)):
+        return None
+    return Claim(run_dir, node, pages, overflow)
+
+
+def _has_page(pages: Path, rank: int) -> bool:
+    """True if another process has published a page of this rank here."""
+    from distdiag.page.writer import PageError, PageReader
+
+    try:
+        return PageReader(page_path(pages, rank)).header().pid != os.getpid()
+    except (OSError, PageError):
+        return False
+
+
+def _choose_place(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
+    """Memory if it is ours to use and has room for the pages of all ranks of this node, else the run directory."""
+    key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}|{launcher_id()}".encode()).hexdigest()[:12]
+    memory = place.memory_root() / key
+    try:
+        if place.has_room(place.SHM, ranks):
+            place.make(memory)
+            return memory
+    except OSError:  # read-only, or another user's directory has our name
+        pass
+    return overflow
 
 
 def link_pages(run_dir: Path, pages: Path) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from distdiag.page import place
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import run_claim, state
@@ -44,6 +45,7 @@ class Session:
         self.recorder = recorder
         self.run_dir = run_dir
         self.pages = pages
+        self.held: list[int] = []  # locks that keep the page directories
         self.pulse = Pulse(recorder)
         self.phases: Any = None
         self.server: Any = None
@@ -257,21 +259,24 @@ def report_not_recorded(error: Exception) -> None:
 
 def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session:
     label = name or run_claim.script_name()
-    directory = run_claim.claim(run_dir, label)
-    pages = run_claim.page_dir(directory)
-    _own_directory(pages)
+    claim = run_claim.claim_rank(run_dir, label, rank, world_size)
+    directory, pages = claim.run_dir, claim.pages
+    place.make(pages)
     # ours to size where the user did not: a dump of it is evidence, and costs its length
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
+    held = [place.hold(pages)]
     try:
         writer = PageWriter(page_path(pages, rank))
-    except OSError:
-        pages = directory / f"pages.{os.environ.get('GROUP_RANK', '0')}"
+    except OSError:  # it filled up after it was chosen
+        pages = claim.overflow
+        place.make(pages)
+        held.append(place.hold(pages))
         writer = PageWriter(page_path(pages, rank))
     h = writer.h
     h.pid = os.getpid()
     h.rank, h.local_rank, h.world_size = rank, local_rank, world_size
     h.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
-    h.node = int(os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) or 0)
+    h.node = claim.node
     h.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
     h.started_wall_ns, h.started_mono_ns = time.time_ns(), now_ns()
     h.phase_since_ns = h.started_mono_ns
@@ -282,30 +287,21 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     recorder = Recorder(writer)
     state.current = recorder
     session = Session(recorder, directory, pages)
+    session.held = [fd for fd in held if fd is not None]
     session.note(python=platform.python_version(), command=_command())
     writer.publish()
     os.register_at_fork(after_in_child=lambda: _in_child(session))
     sys.excepthook = session.excepthook
     atexit.register(session.close)
-    run_claim.link_pages(directory, pages)
-    from distdiag.recorder.start_monitor import start_monitor
+    run_claim.link_pages(directory, claim.pages)
+    from distdiag.recorder.start_monitor import Watch, start_monitor
 
     session.last_words()
-    start_monitor(directory, pages)
+    of_node = directory, claim.pages, claim.node, claim.overflow
+    start_monitor(*of_node)
+    session.pulse.watch = Watch(*of_node)
     session.pulse.start()
     return session
-
-
-def _own_directory(pages: Path) -> None:
-    """Create the page directory, private to this user.
-
-    Raises:
-        PermissionError: somebody else owns the place.
-    """
-    for d in (pages.parent, pages):
-        d.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if pages.parent.name.startswith("distdiag-") and pages.parent.stat().st_uid != os.getuid():
-        raise PermissionError(f"{pages.parent} belongs to another user")
 
 
 def _own_start_ticks() -> int:
@@ -340,6 +336,11 @@ def _in_child(session: Session) -> None:
     current = None
     state.current = None
     session.server = None  # its threads stayed behind
+    for fd in session.held:
+        os.close(fd)
+    session.held = []
+    if session.pulse.watch is not None:
+        session.pulse.watch.close()
     atexit.unregister(session.close)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.page import place
 
 ENV = "DISTDIAG_RUN_DIR"
 ROOT = Path("reports")
@@ -100,6 +102,8 @@ def resolve(run: str | Path | None = None) -> Path:
     """
     named = run or os.environ.get(ENV)
     path = Path(named) if named else ROOT / "latest"
+    if not named and not path.exists() and (place.fallback_root() / "latest").is_dir():
+        path = place.fallback_root() / "latest"  # the job's working directory was read-only
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent
         if has_run(path):
@@ -120,25 +124,37 @@ def resolve(run: str | Path | None = None) -> Path:
 
 
 def mark_latest(run_dir: Path) -> bool:
-    """Point the symlink `latest` beside `run_dir` to it, atomically; False where that is not possible.
+    """Point the symlink `latest` beside `run_dir` to it, atomically; False if that is not possible.
 
-    Never raises: a file system without symlinks, or a real directory of that name, costs only the shortcut.
+    Only a link that we made is replaced, one to a run directory: `latest` is a common name in directories of checkpoints.
+    Never raises: a file system without symlinks, or a directory of that name, costs only the shortcut.
     """
     link = run_dir.parent / "latest"
     part = run_dir.parent / f".latest.{os.getpid()}"
     try:
-        if link.exists() and not link.is_symlink():
+        if not _replaceable(link):
             return False
         part.unlink(missing_ok=True)
         part.symlink_to(run_dir.name, target_is_directory=True)
         os.replace(part, link)
         return True
     except (OSError, NotImplementedError):
-        try:
+        with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        except OSError:
-            pass
         return False
+
+
+def _replaceable(link: Path) -> bool:
+    """True if nothing has this name, or a link that `mark_latest` made: to a run beside it, or to one since deleted."""
+    if not link.is_symlink():
+        return not link.exists()
+    target = os.readlink(link)
+    if "/" in target:
+        return False
+    path = link.parent / target
+    if path.exists():
+        return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs"))
+    return re.match(r"\d{8}-\d{6}-", target) is not None  # a default name: nobody else's link looks like that
 
 
 def write_run_json(run_dir: Path, info: Any) -> bool:
@@ -153,10 +169,8 @@ def write_run_json(run_dir: Path, info: Any) -> bool:
         os.replace(part, run_dir / "run.json")
         return True
     except OSError:
-        try:
+        with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        except OSError:
-            pass
         return False
 
 

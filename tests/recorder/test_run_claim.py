@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.page import place
 from distdiag.recorder import run_claim
 from distdiag.store import rundir
 from tests.jobs import REPOSITORY, clean_env
@@ -53,7 +54,110 @@ def test_a_restart_and_another_job_get_directories_of_their_own_and_readers_take
     assert rundir.resolve(str(tmp_path / "R")) == Path(third)
 
 
+JOIN = """
+import os, sys, time
+from pathlib import Path
+from distdiag.page import place
+from distdiag.page.layout import page_path
+from distdiag.page.writer import PageWriter
+from distdiag.recorder import run_claim
+rank = int(os.environ["RANK"])
+c = run_claim.claim_rank(sys.argv[1] or None, "job", rank, 2)
+place.make(c.pages)
+held = place.hold(c.pages)
+w = PageWriter(page_path(c.pages, rank))
+w.h.pid, w.h.rank, w.h.world_size = os.getpid(), rank, 2
+w.publish()
+sys.stdout.write(f"{c.run_dir} {c.pages}\\n")
+"""
+
+
+def together(tmp_path: Path, script: str, run_dir: str, wrap: bool = False, **env: str) -> list[str]:
+    """Lines that `script` prints as ranks 0 and 1, started at once by one process."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    full = clean_env(
+        tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", **env}
+    )
+    one = f"{sys.executable} {path} {run_dir or chr(39) * 2}"
+    inner = f'bash -c "{one}; true"' if wrap else one
+    ranks = [f"RANK={q} {inner}" for q in (0, 1)]
+    done = subprocess.run(
+        ["bash", "-c", f"{' & '.join(ranks)} & wait"], cwd=tmp_path, env=full, capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert not done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+def joined(tmp_path: Path, run_dir: str, **env: str) -> list[tuple[str, str]]:
+    """(run directory, place of the pages) of two ranks that publish their pages and are then killed with their monitor."""
+    out = [(d, pages) for d, _, pages in (line.partition(" ") for line in together(tmp_path, JOIN, run_dir, **env))]
+    for _, pages in out:
+        place.remove(Path(pages))
+    return out
+
+
+def test_ranks_of_one_launch_share_directory_and_pages(tmp_path: Path) -> None:
+    first, second = joined(tmp_path, "R", MASTER_PORT="29500")
+    assert first == second and first[0] == str(tmp_path / "R")
+    (tmp_path / "R" / "run.db").touch()
+
+
+@pytest.mark.parametrize("run_dir", ["R", ""])
+def test_a_relaunch_with_the_same_ids_over_two_nodes_gets_its_own_directory(tmp_path: Path, run_dir: str) -> None:
+    """With several nodes only the environment can identify a job, and a relaunch by hand repeats all of it."""
+    env = {"TORCHELASTIC_RUN_ID": "same", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE": "2"}
+    first = joined(tmp_path, run_dir, **env)
+    again = joined(tmp_path, run_dir, **env)
+    assert len({d for d, _ in first}) == len({d for d, _ in again}) == 1
+    assert first[0] != again[0]
+    if run_dir:
+        assert again[0][0] == str(tmp_path / "R" / "attempt_1")
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_RESTART_COUNT"])
+def test_slurm_steps_and_requeues_are_different_jobs(tmp_path: Path, name: str) -> None:
+    env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    (first,) = claims(tmp_path, "R", 2, **env, **{name: "0"})
+    (second,) = claims(tmp_path, "R", 2, **env, **{name: "1"})
+    assert first != second
+
+
+def test_a_wrapper_script_around_each_rank_does_not_split_the_job(tmp_path: Path) -> None:
+    """The launcher is the nearest ancestor without the rank's variables, not the parent."""
+    answers = together(tmp_path, CLAIM, "R", wrap=True, MASTER_PORT="29500")
+    assert answers == [str(tmp_path / "R")] * 2
+
+
+def test_many_jobs_before_this_one_do_not_make_its_ranks_disagree(tmp_path: Path) -> None:
+    records = tmp_path / "reports" / ".jobs"
+    records.mkdir(parents=True)
+    # 1.2 MB: the old form, one file that is read to its first MiB
+    (records / ".jobs.lock").write_text("".join(f"{k:016x} {'y' * 1000}\n" for k in range(1200)))
+    assert len(claims(tmp_path, "", 4, TORCHELASTIC_RUN_ID="a")) == 1
+
+
+def test_a_decision_is_made_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        script = "import sys; from pathlib import Path; from distdiag.recorder import run_claim\n"
+        script += "print(run_claim.decide(Path(sys.argv[1]), sys.argv[2]))"
+        env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)})
+
+        def one(k: int) -> str:
+            command = [sys.executable, "-c", script, str(tmp_path / "decision"), f"process {k}"]
+            return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+        assert len(set(pool.map(one, range(8)))) == 1
+    assert [p.name for p in tmp_path.iterdir() if p.name != "home"] == ["decision"]
+
+
 def test_the_socket_of_a_rank_fits_into_a_socket_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x" * 300)
-    pages = run_claim.page_dir(tmp_path / ("deep/" * 40))
-    assert len(str(pages / "r4095.sock")) <= 107
+    run_dir = tmp_path / ("deep/" * 40)
+    run_dir.mkdir(parents=True)
+    found = run_claim.claim_rank(str(run_dir), "job", 0, 1)
+    try:
+        assert len(str(found.pages / "r4095.sock")) <= 107
+    finally:
+        place.remove(found.pages)

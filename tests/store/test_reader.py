@@ -178,6 +178,23 @@ def test_latest_never_raises_and_never_replaces_a_real_directory(tmp_path: Path)
     assert rundir.mark_latest(tmp_path / "missing" / "r") is False
 
 
+@pytest.mark.parametrize("target", ["step_1000", "/data/step_1000", "gone", "sub/step_1000"])
+def test_a_link_named_latest_that_is_not_to_a_run_is_left(tmp_path: Path, target: str) -> None:
+    """A directory of checkpoints with --run-dir in it."""
+    for name in ("step_1000", "sub/step_1000"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(target)
+    _run(tmp_path / "run")
+    assert rundir.mark_latest(tmp_path / "run") is False
+    assert os.readlink(tmp_path / "latest") == target
+
+
+def test_a_link_to_a_run_that_was_deleted_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("20250101-120000-train")
+    run = _run(tmp_path / "20250102-120000-train")
+    assert rundir.mark_latest(run) and (tmp_path / "latest").resolve() == run
+
+
 def test_run_directories_are_new_and_clean(tmp_path: Path) -> None:
     one = rundir.default_run_dir("../my job\n!", tmp_path)
     assert one.parent == tmp_path and "\n" not in one.name and " " not in one.name

@@ -16,6 +16,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
+from distdiag.page import place
 from distdiag.page.writer import PageError
 from distdiag.recorder.frames import LIBRARY, kind_of_file
 from distdiag.store import stacks
@@ -40,9 +41,8 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
     Raises:
         DistdiagError: NO_DATA, where the run has no rank alive here.
     """
-    pages = run_dir / "pages"
     views: list[RankView] = []
-    for path in sorted(pages.glob("*.page")) if pages.is_dir() else []:
+    for path in sorted(p for found in place.directories(run_dir).values() for d in found for p in d.glob("*.page")):
         try:
             view = RankView.open(path, 0)
         except (PageError, OSError):

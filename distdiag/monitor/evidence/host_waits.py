@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from distdiag.monitor.evidence import native
@@ -34,14 +33,9 @@ class _Rank:
 
 
 class HostWaits:
-    """What each standing rank's host waits for.
+    """What each standing rank's host waits for."""
 
-    Args:
-        pages: Where ranks write their samples.
-    """
-
-    def __init__(self, pages: Path) -> None:
-        self.pages = pages
+    def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
 
     def of(self, rank: int) -> tuple[str, str] | None:
@@ -79,7 +73,7 @@ class HostWaits:
             r.asked_ns = 0
 
     def _take(self, r: _Rank, v: RankView, now_s: float) -> None:
-        sample = native.read(self.pages / f"r{v.rank}.native")
+        sample = native.read(v.file("native"))
         if sample is None or sample.taken_ns < r.asked_ns:
             return
         kind, name = native.host_wait(r.symbols.names(sample))

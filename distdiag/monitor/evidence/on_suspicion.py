@@ -30,16 +30,15 @@ class Gatherer:
 
     Args:
         run_dir: Where evidence is kept.
-        pages: Where ranks write their stacks when asked by a signal, or when one kills them.
     """
 
-    def __init__(self, run_dir: Path, pages: Path) -> None:
-        self.run_dir, self.pages = run_dir, pages
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.records: dict[int, tuple[tuple[Any, ...], ask.FlightRecord]] = {}
         self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
         self._asked: dict[int, float] = {}
-        self.host_waits = HostWaits(pages)
+        self.host_waits = HostWaits()
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
@@ -118,7 +117,7 @@ class Gatherer:
         found: list[Site | None] = []
         for pid in ask.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
             try:
-                threads = ask.stacks_by_signal(pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.2)
+                threads = ask.stacks_by_signal(pid, h.trace_signal, v.file("trace"), 0.2)
             except OSError:
                 continue
             frames = ask.in_worker(ask.main_stack(threads))
@@ -133,7 +132,7 @@ class Gatherer:
         if not h.trace_signal:
             return
         try:
-            threads = ask.stacks_by_signal(h.pid, h.trace_signal, self.pages / f"r{v.rank}.trace", 0.3)
+            threads = ask.stacks_by_signal(h.pid, h.trace_signal, v.file("trace"), 0.3)
         except OSError:
             return
         self._keep_stack(v, now_s, ask.main_stack(threads))
@@ -146,7 +145,7 @@ class Gatherer:
     def of_death(self, v: RankView, now_s: float) -> None:
         """Where a rank was when a signal killed it, in its own handler's words."""
         try:
-            text = (self.pages / f"r{v.rank}.fatal").read_text(errors="replace")
+            text = v.file("fatal").read_text(errors="replace")
         except OSError:
             return
         if v.ending is not None and v.ending.signal is None and v.ending.exit_code is None:

@@ -77,7 +77,8 @@ class Slots:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return (self.parsed(self.page.header.facts) if self.page else None) or {}
+        found = self.parsed(self.page.header.facts) if self.page else None
+        return found if isinstance(found, dict) else {}
 
     # -- slots -------------------------------------------------------------------------------------------
 

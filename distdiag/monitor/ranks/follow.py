@@ -24,6 +24,7 @@ from distdiag.page.layout import (
     ROOTED,
     SAMPLES,
     SCALARS,
+    STACK,
     STEPS,
     STILL_NS,
     Blocked,
@@ -58,6 +59,7 @@ class PageView(Slots):
     """One rank's page and what has been read of its rings."""
 
     rank: int = 0
+    first_header: Header = field(default_factory=Header)  # as it was when the page was opened
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
     _open: dict[int, int] = field(default_factory=dict)
     _calls_read: int = 0
@@ -96,8 +98,13 @@ class PageView(Slots):
     @classmethod
     def open(cls, path: Path, start_ns: int) -> Self:
         view = cls(PageReader(path), start_ns)
-        view.rank = view.reader.header().rank
+        view.first_header = view.reader.header()
+        view.rank = view.first_header.rank
         return view
+
+    def file(self, kind: str) -> Path:
+        """File beside the page: `trace` and `native` (stacks asked for by signals), `fatal` (of one that killed it)."""
+        return self.reader.path.with_name(f"r{self.rank}.{kind}")
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -303,7 +310,10 @@ class PageView(Slots):
         blocked, version = words[_BLOCKED], words[_VERSION]
         if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):
             return
-        offsets, phase = bytes(words[_STACK : _STACK + words[_DEPTH]]), _PHASES[words[_STACK_PHASE]]
+        depth, phase_at = words[_DEPTH], words[_STACK_PHASE]
+        if depth > STACK or phase_at >= len(_PHASES):
+            return  # damaged: the next full poll gives this page up
+        offsets, phase = bytes(words[_STACK : _STACK + depth]), _PHASES[phase_at]
         stack = self.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
         if not stack:
             return

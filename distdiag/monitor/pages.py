@@ -1,0 +1,99 @@
+"""The rank pages of this node: finds them, keeps a view of each, and gives up one that cannot be read, and no other."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from distdiag.monitor.host import processes
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page import place
+from distdiag.page.layout import Header
+from distdiag.page.writer import PageError
+
+DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of this node are known
+
+
+class Pages:
+    """Views of the rank pages in one node's directories.
+
+    Args:
+        directory: Where the node's pages are.
+        overflow: Where a rank writes whose page found no room there.
+    """
+
+    def __init__(self, directory: Path, overflow: Path | None = None) -> None:
+        self.directories = [directory]
+        if overflow is not None and overflow != directory:
+            self.directories.append(overflow)
+        self.views: dict[int, RankView] = {}
+        self.damaged: dict[str, tuple[int | None, str]] = {}  # by file: rank if known, reason
+        self.expected = 1  # ranks of this node
+        self._unjudged: list[Header] = []  # of ranks whose page is damaged: their processes are still waited for
+        self._listed_s = -10.0
+        self._held: dict[Path, int] = {}
+
+    def discover(self, now_s: float, opened: Callable[[RankView], None]) -> None:
+        """Open the pages that are new; `opened` is called with each view before it is kept."""
+        found = len(self.views) + len(self.damaged)
+        if self.views and found >= self.expected and now_s - self._listed_s < DISCOVER_S:
+            return
+        self._listed_s = now_s
+        known = {v.reader.path for v in self.views.values()}
+        for path in self._listed():
+            if path in known or str(path) in self.damaged:
+                continue
+            view = None
+            try:
+                view = RankView.open(path, 0)
+                opened(view)
+                view.refresh(now_s)
+            except OSError:
+                continue
+            except Exception as e:
+                self._give_up(path, view, e)
+                continue
+            self.views[view.rank] = view
+            self.expected = max(self.expected, view.reader.header().local_world_size)
+
+    def _listed(self) -> list[Path]:
+        out = []
+        for d in self.directories:
+            try:
+                out += [d / n for n in sorted(os.listdir(d)) if n.endswith(".page")]
+            except OSError:
+                continue
+            if d not in self._held and (fd := place.hold(d)) is not None:
+                self._held[d] = fd
+        return out
+
+    def give_up(self, view: RankView, reason: Exception) -> None:
+        """Judge the job without this rank from now on."""
+        self.views.pop(view.rank, None)
+        self._give_up(view.reader.path, view, reason)
+
+    def _give_up(self, path: Path, view: RankView | None, reason: Exception) -> None:
+        text = str(reason)
+        if not isinstance(reason, PageError):
+            last = traceback.extract_tb(reason.__traceback__)[-1]
+            text = f"{type(reason).__name__}: {reason} at {os.path.basename(last.filename)}:{last.lineno}"
+        self.damaged[str(path)] = (None if view is None else view.rank, text)
+        if view is not None:
+            self._unjudged.append(view.first_header)
+
+    def unjudged_alive(self) -> bool:
+        """True if a rank whose page is damaged still runs."""
+        return any(processes.start_ticks(h.pid) == h.process_start_ticks for h in self._unjudged)
+
+    def close(self) -> None:
+        """Remove the directories, unless a rank is still there."""
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+        deadline = time.monotonic() + 1.0  # a dead rank's lock goes with the last of its threads
+        for d in self.directories:
+            while not place.remove(d) and d.is_dir() and time.monotonic() < deadline:
+                time.sleep(0.02)

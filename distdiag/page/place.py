@@ -1,0 +1,201 @@
+"""Where the rank pages of a node are, and when such a directory may be removed.
+
+A store into a page must never wait for a disk, so the pages are in /dev/shm if it has room for those of all local ranks,
+else in the run directory. Every directory that we make carries a mark, a small file. Each rank and the monitor hold a
+shared lock on it: the kernel drops it when they die, and it works across containers that share /dev/shm, where process
+numbers mean nothing. Only a directory with our mark that nobody holds is removed, and of its files only ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+from distdiag.page.layout import PAGE_BYTES
+
+SHM = Path("/dev/shm")
+MARK, MARK_TEXT = ".distdiag-pages", b"distdiag rank pages, version 1\n"
+SPARE_BYTES = 64 * 1024  # beside the pages: mark, sockets, stacks written by signal handlers
+SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
+_OURS = re.compile(r"rank_\d+\.(page|new\d+)|r\d+\.[a-z]+|monitor\.lock")
+
+
+def memory_root() -> Path:
+    """Parent of this user's page directories in memory."""
+    return SHM / f"distdiag-{os.getuid()}"
+
+
+def fallback_root() -> Path:
+    """Where runs are written if the working directory is read-only."""
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"distdiag-{os.getuid()}" / "reports"
+
+
+def node_record(run_dir: Path, node: int) -> Path:
+    """File in the run directory that holds this node's launcher and the place of its pages."""
+    return run_dir / f".node_{node}"
+
+
+def ended_record(run_dir: Path, node: int) -> Path:
+    """File in which this node's monitor lists the ranks that have ended, when it closes."""
+    return run_dir / f".node_{node}.ended"
+
+
+def overflow(run_dir: Path, node: int) -> Path:
+    """Where the page of a rank is that found no room at the node's place."""
+    return run_dir / f"pages.{node}"
+
+
+def note_ended(run_dir: Path, node: int, ranks: list[int]) -> None:
+    """Write the ended record; a disk that refuses costs only that a relaunch cannot see it."""
+    with contextlib.suppress(OSError):
+        ended_record(run_dir, node).write_text(" ".join(map(str, ranks)) + "\n")
+
+
+def directories(run_dir: Path) -> dict[int, list[Path]]:
+    """By node: the page directories of a run that exist on this host, the chosen one first."""
+    out: dict[int, list[Path]] = {}
+    for record in sorted(run_dir.glob(".node_*")):
+        number = record.name.removeprefix(".node_")
+        if not number.isdigit():
+            continue
+        try:
+            chosen = Path(record.read_text().rstrip("\n").partition(" ")[2])
+        except (OSError, UnicodeDecodeError):
+            continue
+        found = [d for d in dict.fromkeys((chosen, overflow(run_dir, int(number)))) if d.is_dir()]
+        if found:
+            out[int(number)] = found
+    return out
+
+
+def private_directory(path: Path) -> None:
+    """Create a directory that only this user can enter, whatever the umask; one that exists must be like that.
+
+    Raises:
+        PermissionError: it belongs to another user, is a symlink, or is no directory.
+        OSError: it cannot be created.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{path} is not a directory of this user")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        path.chmod(0o700)
+
+
+def make(directory: Path) -> None:
+    """Create a page directory with its mark; nothing happens if it is there already.
+
+    Raises:
+        OSError: it cannot be made, or is somebody else's.
+    """
+    if directory.parent == memory_root():
+        private_directory(directory.parent)
+    else:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(directory)
+    if not _marked(directory):
+        part = directory / f"{MARK}.{os.getpid()}"
+        part.write_bytes(MARK_TEXT)
+        os.replace(part, directory / MARK)
+
+
+def has_room(directory: Path, pages: int) -> bool:
+    """True if the file system of `directory` has room for so many pages."""
+    try:
+        s = os.statvfs(directory)
+    except OSError:
+        return False
+    return s.f_bavail * s.f_frsize >= pages * PAGE_BYTES + SPARE_BYTES and (s.f_favail > 4 * pages or not s.f_files)
+
+
+def hold(directory: Path) -> int | None:
+    """Mark a page directory as used for as long as the returned file descriptor is open; None if it cannot be locked."""
+    try:
+        fd = os.open(directory / MARK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def remove(directory: Path) -> bool:
+    """Remove a page directory of ours that nobody holds; True if it is gone.
+
+    Only files that a rank or a monitor makes are unlinked: a directory that holds anything else stays.
+    """
+    if not _marked(directory):
+        return False
+    try:
+        fd = os.open(directory / MARK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        names = os.listdir(directory)
+        if not all(_OURS.fullmatch(n) or n.startswith(MARK) for n in names):
+            return False
+        for name in sorted(
+            names, key=lambda n: n == MARK
+        ):  # the mark last: what is left of a failure can be removed later
+            os.unlink(directory / name)
+        directory.rmdir()
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove the page directories in memory that jobs of this user left behind; return what was removed.
+
+    Args:
+        directory: This job's; nothing is done unless it is in memory.
+    """
+    root = memory_root()
+    if directory.parent != root:
+        return []
+    try:
+        own = root.lstat()
+        if not stat.S_ISDIR(own.st_mode) or own.st_uid != os.getuid():
+            return []
+        others = [Path(e.path) for e in os.scandir(root) if e.name != directory.name]
+    except OSError:
+        return []
+    return [other for other in others if _old(other) and remove(other)]
+
+
+def _old(directory: Path) -> bool:
+    try:
+        return time.time() - directory.lstat().st_mtime > SWEEP_AGE_S
+    except OSError:
+        return False
+
+
+def _marked(directory: Path) -> bool:
+    """True for a real directory of this user, closed to others, with our mark in it."""
+    try:
+        d, m = directory.lstat(), (directory / MARK).lstat()
+        return (
+            stat.S_ISDIR(d.st_mode)
+            and d.st_uid == os.getuid() == m.st_uid
+            and not d.st_mode & 0o077
+            and stat.S_ISREG(m.st_mode)
+            and m.st_size == len(MARK_TEXT)
+            and (directory / MARK).read_bytes() == MARK_TEXT
+        )
+    except OSError:
+        return False
