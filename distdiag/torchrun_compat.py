@@ -7,6 +7,7 @@ made for device extensions). In the launcher's process alone, `autoload` puts a 
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -14,6 +15,13 @@ def autoload() -> None:
     """Called by `import torch` in every process of this environment: an exception here would break that import."""
     try:
         argv = sys.argv
+        if "distdiag.run" in argv and "TORCHELASTIC_RUN_ID" not in os.environ:
+            import atexit
+            import time
+
+            from distdiag import launcher
+
+            atexit.register(launcher.at_end, list(argv), time.time())
         if "distdiag.train" not in argv:
             return
         at = argv.index("distdiag.train")

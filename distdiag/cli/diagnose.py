@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from distdiag.errors import DistdiagError, ExitCode
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
 
+BAD_STATES = ("failed", "degraded", "deadlocked")  # never exit 0, whatever the rules found
+TAKE_OVER_S, JUDGED_S = 40.0, 2.5  # for a new monitor: to close the run of a job that ended; to judge one that runs
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -44,6 +47,15 @@ def _of_run(target: str | None) -> Report:
     from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
+    failed = rundir.failed_launch(path)
+    if failed is not None:
+        raise DistdiagError(
+            f"the launch of {path} failed before any rank started: {failed}",
+            "see the launcher's own messages; earlier runs: `ls` the directory, then `distdiag diagnose RUN`",
+            ExitCode.NO_DATA,
+            "no_rank",
+        )
+    _finish(path)
     with open_run(path) as run:
         report = run.report()
     if not report.ranks_seen:
@@ -54,6 +66,29 @@ def _of_run(target: str | None) -> Report:
             "no_rank",
         )
     return report
+
+
+def _finish(path: Path) -> None:
+    """Let a new monitor judge what a killed one has left: the pages and the processes of its ranks are still here."""
+    from distdiag.recorder.start_monitor import take_over
+
+    if not take_over(path):
+        return
+    from distdiag.store.opening import RunUnreadable
+    from distdiag.store.reader import open_run
+
+    started = time.time()
+    while time.time() - started < TAKE_OVER_S:
+        time.sleep(0.1)
+        try:
+            with open_run(path) as run:
+                meta = run.meta
+        except RunUnreadable:
+            continue
+        beat = float(meta.get("heartbeat_unix_s") or 0.0)
+        judged = meta.get("state") != "waiting" and beat > started + JUDGED_S
+        if meta.get("ended_s") is not None or judged:
+            return
 
 
 def _is_run(target: str) -> bool:
@@ -82,29 +117,61 @@ def _report(targets: tuple[str, ...]) -> Report:
         )
     mixed = [t for t in targets if _is_run(t)]
     if mixed:
-        raise DistdiagError(f"{mixed[0]} is a run, and was given beside other files", "give one run, or only dumps")
+        raise DistdiagError(f"{mixed[0]} is a run, and other files were given with it", "give one run, or only dumps")
     return _of_dumps(targets)
 
 
 def verdict(report: Report) -> str:
     """One line: the state of the job, and who is to blame for it."""
-    from distdiag.diagnosis.model.findings import Severity, State, rank_list
+    from distdiag.diagnosis.model.findings import Severity, rank_list
 
-    standing = [f for f in report.findings if f.cleared_s is None]
+    open_ones = [f for f in report.findings if f.cleared_s is None]
     world = "?" if report.world_size is None else f"{report.world_size:,}"
     seen = f"{report.ranks_seen:,} of {world} ranks seen"
     counts = [
-        f"{n} {word}{'s' if n > 1 and word != 'info' else ''}"
+        f"{n} {word}{'s' if n > 1 else ''}"
         for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
-        if (n := sum(f.severity == s for f in standing))
+        if (n := sum(f.severity == s for f in open_ones))
     ]
+    if not counts and report.state in BAD_STATES:
+        why = f"; {report.state_text}" if report.state_text else ""
+        return f"{report.state}: the cause was not found, {seen}{why}"
+    cleared = sum(f.cleared_s is not None for f in report.findings)
+    if not counts and report.unjudged:
+        return f"{report.state}, not judged as a whole: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
     if not counts:
-        gone = sum(f.cleared_s is not None for f in report.findings)
-        found = "the cause was not found" if report.state == State.FAILED else "nothing found"
-        return f"{report.state}: {found}, {seen}" + (f"; {gone} cleared" if gone else "")
-    culprits = sorted({r for f in standing if f.severity == Severity.ERROR for r in f.culprits})
+        return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
+    culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
     blame = f"; look at {rank_list(culprits)} first" if culprits else ""
     return f"{report.state}: {', '.join(counts)}{blame} ({seen})"
+
+
+def source(report: Report) -> str | None:
+    """What the verdict is about: the run, how long ago it began, its command; None for dumps."""
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.diagnosis.text.phrases import seconds
+
+    if report.age_s is None:
+        return None
+    command = printable(report.command or "")
+    return f"run {printable(report.run)}, started {seconds(report.age_s)} ago" + (f": {command}" if command else "")
+
+
+def exit_code(report: Report, threshold: str) -> ExitCode:
+    """FAILED for a finding at or above `threshold` or a job that failed, INCONCLUSIVE if not all of it was judged.
+
+    Args:
+        threshold: `error`, `warning`, or `never` for OK whatever was found.
+    """
+    from distdiag.diagnosis.model.findings import at_least
+
+    if threshold == "never":
+        return ExitCode.OK
+    if report.state in BAD_STATES or any(
+        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
+    ):
+        return ExitCode.FAILED
+    return ExitCode.INCONCLUSIVE if report.unjudged else ExitCode.OK
 
 
 def _print_text(report: Report, ascii: bool) -> None:
@@ -120,6 +187,9 @@ def _print_text(report: Report, ascii: bool) -> None:
     def show(line: str) -> str:
         return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
 
+    about = source(report)
+    if about is not None:
+        print(show(about))
     print(show(printable(verdict(report))))
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
     for f in sorted(report.findings, key=lambda f: (f.cleared_s is not None, order.index(Severity(f.severity)))):
@@ -150,17 +220,6 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
             print("\n".join(["", *finding_lines(f, ascii=ascii)]))
 
 
-def _fails(report: Report, threshold: str) -> bool:
-    """True if a finding is at least as bad as `threshold`, or the job failed, whatever was found."""
-    from distdiag.diagnosis.model.findings import State, at_least
-
-    if threshold == "never":
-        return False
-    return report.state == State.FAILED or any(
-        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
-    )
-
-
 @click.command()
 @click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | FILES…]", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.findings/1.")
@@ -177,9 +236,10 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
     """The verdict on a running job, a finished one, or flight-recorder dumps from any cluster.
 
     RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, of any torch 2.x, with
-    the rank in their name or content; nothing in them is executed. A rank without a dump is said, never passed over.
+    the rank in their name or content; nothing in them is executed. Ranks without a dump are listed.
 
-    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad option or file, 4 no run, no dump, no rank has written.
+    Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
+    judged, 4 no run, no dump, no rank has written. With --fail-on never: 0 whatever was found.
     """
     import msgspec
 
@@ -191,4 +251,4 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
         print(msgspec.json.encode(report).decode())
     else:
         _print_text(report, ascii)
-    return int(ExitCode.FAILED if _fails(report, fail_on) else ExitCode.OK)
+    return int(exit_code(report, fail_on))

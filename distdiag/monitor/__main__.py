@@ -24,11 +24,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--node", type=int, default=0)
     keep = int(os.environ.get("DISTDIAG_KEEP_BYTES", "") or 2 * 2**30)
     parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
+    parser.add_argument("--for-reader", action="store_true", help="somebody waits for its verdict: ordinary priority")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # it runs where a core is free, and so when ranks wait; with none to spare it takes its turn after theirs
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(0 if options.for_reader else 10)
     with contextlib.suppress(OSError):  # where the kernel shares the CPU among sessions first, ours as a whole
         Path("/proc/self/autogroup").write_text("10")
     # the job's Ctrl-C is not ours: we end when the last rank has, and say how

@@ -1,7 +1,8 @@
-"""What the monitor says on the job's stderr: findings of severity error, once, when they happen; a summary at the end."""
+"""What the monitor prints on the job's stderr: findings of severity error, once, when they happen; a summary at the end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.text.finding import finding_lines
+from distdiag.diagnosis.text.finding import finding_lines, printable
+from distdiag.launcher import VERDICT
 
 
 class Voice:
@@ -18,7 +20,7 @@ class Voice:
     def __init__(self, run_dir: Path, quiet: bool) -> None:
         self.run_dir = run_dir
         self.quiet = quiet
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         encoding = (sys.stderr.encoding or "ascii").lower() if sys.stderr else "ascii"
         self.ascii = "utf" not in encoding
 
@@ -30,18 +32,23 @@ class Voice:
         except OSError:
             self.quiet = True
 
+    def printed(self, key: str) -> None:
+        """Take a finding as printed: by an earlier monitor of this run."""
+        self._printed.add(key)
+
     def finding(self, f: Finding) -> None:
-        if f.cleared_s is not None or not at_least(f.severity, Severity.ERROR) or f.key in self._said:
+        if f.cleared_s is not None or not at_least(f.severity, Severity.ERROR) or f.key in self._printed:
             return
-        self._said.add(f.key)
+        self._printed.add(f.key)
         lines = finding_lines(f, ascii=self.ascii)
         # on a line of its own, also where a progress bar has left the cursor at the end of its own
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
-        """One line on how it ended, one per finding worth it, and the command that opens the rest.
+        """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
 
-        A node beside the first knows its own ranks only: it says where the verdict over all of them is.
+        The same lines are left in `verdict.txt`: the launcher prints them again after its own tracebacks. Another node than
+        the first knows its own ranks only and names the directory of the verdict on all of them.
 
         Args:
             diagnosis: At the job's end.
@@ -49,26 +56,32 @@ class Voice:
             node: Of this monitor.
         """
         found = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
+        found.sort(key=lambda f: (f.cleared_s is not None, f.severity != Severity.ERROR))
         where = self.run_dir
-        try:
+        with contextlib.suppress(ValueError):
             where = self.run_dir.relative_to(Path.cwd())
-        except ValueError:
-            pass
         state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
         lines = [f"{state}: {diagnosis.state_text}" if diagnosis.state_text else state]
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
             lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
-            for f in found[:8]:
-                if f.key not in self._said:
-                    gone = " (cleared)" if f.cleared_s is not None else ""
-                    lines.append(f"  {f.severity} {f.kind}: {f.message}{gone}")
+            for i, f in enumerate(found[:8]):
+                if i == 0 and f.severity == Severity.ERROR:
+                    lines += finding_lines(f, ascii=self.ascii)
+                    continue
+                cleared = " (cleared)" if f.cleared_s is not None else ""
+                lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}{cleared}")
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
-            lines.append("nothing found")
+            lines.append("nothing found" if diagnosis.state == State.ENDED else "no rule explains it")
         if node:
             lines = [f"node {node}: {line}" for line in lines]
             where = where.parent
         lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
-        self._write("\n" + "".join(f"[distdiag] {line}\n" for line in lines))
+        text = "".join(f"[distdiag] {line}\n" for line in lines)
+        part = self.run_dir / f".{VERDICT}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            part.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(part, self.run_dir / VERDICT)
+        self._write("\n" + text)

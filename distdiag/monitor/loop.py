@@ -14,7 +14,7 @@ import msgspec
 
 import distdiag
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Group, Snapshot
 from distdiag.monitor.announce import Voice
@@ -31,6 +31,8 @@ from distdiag.page import place
 from distdiag.page.layout import LifeWord
 from distdiag.page.writer import PageError
 from distdiag.store import rundir
+from distdiag.store.opening import RunUnreadable
+from distdiag.store.reader import open_run
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
@@ -56,12 +58,16 @@ class Monitor:
         self.run_dir, self.node = run_dir, node
         self.pages = Pages(pages, overflow)
         self.views = self.pages.views
+        earlier = _earlier_findings(run_dir)
         self.writer = Writer(run_dir, keep_bytes=keep_bytes)
         self.voice = Voice(run_dir, quiet)
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
         self.diagnosis = Diagnosis(source=_source, without=frozenset(without.split(",")) - {""})
+        for f in earlier:  # of a monitor that was killed: judged again, and cleared if they no longer hold
+            self.diagnosis.records[f.key] = Record(f, reported=True)
+            self.voice.printed(f.key)
         self.endings = processes.Endings()
         self.cpu = processes.CpuWatch()
         self.hosts = Hosts(node)
@@ -436,6 +442,7 @@ class Monitor:
 
     def close(self) -> None:
         """Last rows, the summary, and the pages' memory given back."""
+        place.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         now_s = self.now_s
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
@@ -447,11 +454,21 @@ class Monitor:
         )
         if finished:
             self.voice.summary(self.diagnosis, self.own.found, self.node)
-        place.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         for v in self.views.values():
             v.page = None
             v.reader.close()
         self.pages.close()
+
+
+def _earlier_findings(run_dir: Path) -> tuple[Finding, ...]:
+    """Findings of a monitor of this run that was killed; none if there was none, or it closed the run."""
+    if not rundir.has_run(run_dir):
+        return ()
+    try:
+        with open_run(run_dir) as run:
+            return () if run.meta.get("monitor_ended") == "1" else run.findings()
+    except RunUnreadable:
+        return ()
 
 
 @lru_cache(maxsize=64)

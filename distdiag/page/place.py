@@ -102,7 +102,7 @@ def make(directory: Path) -> None:
     else:
         directory.parent.mkdir(parents=True, exist_ok=True)
     private_directory(directory)
-    if not _marked(directory):
+    if not is_marked(directory):
         part = directory / f"{MARK}.{os.getpid()}"
         part.write_bytes(MARK_TEXT)
         os.replace(part, directory / MARK)
@@ -136,7 +136,7 @@ def remove(directory: Path) -> bool:
 
     Only files that a rank or a monitor makes are unlinked: a directory that holds anything else stays.
     """
-    if not _marked(directory):
+    if not is_marked(directory):
         return False
     try:
         fd = os.open(directory / MARK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -185,7 +185,7 @@ def _old(directory: Path) -> bool:
         return False
 
 
-def _marked(directory: Path) -> bool:
+def is_marked(directory: Path) -> bool:
     """True for a real directory of this user, closed to others, with our mark in it."""
     try:
         d, m = directory.lstat(), (directory / MARK).lstat()

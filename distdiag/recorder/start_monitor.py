@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 import distdiag
+from distdiag.page import place
 
 STARTS = 6  # of one node's monitor: one that dies each time is a defect of ours, and costs the job CPU
 
 
-def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path) -> bool:
+def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:
     """Start this node's monitor unless one runs; True if this call started it.
 
     The lock goes to the new process with its file descriptor, so there is no moment at which another rank could take it.
@@ -29,6 +30,7 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path) -> bool
         pages: Of this node; holds the lock.
         node: Number of this node.
         overflow: Second directory of pages, for ranks whose page found no room in `pages`.
+        quiet: It prints nothing, because stderr is not the job's.
 
     Raises:
         OSError: no process could be started.
@@ -39,28 +41,48 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path) -> bool
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        if quiet and place.ended_record(run_dir, node).exists():
+            return False  # it has closed the run meanwhile
         if os.fstat(lock).st_size >= STARTS:
             return False
         os.write(lock, b".")  # one byte a start
-        _start(run_dir / f"node_{node}" if node else run_dir, pages, node, overflow, lock)
+        _start(run_dir / f"node_{node}" if node else run_dir, pages, node, overflow, lock, quiet)
     finally:
         os.close(lock)
     return True
 
 
-def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int) -> None:
+def take_over(run_dir: Path) -> bool:
+    """Start monitors for a run whose own were killed, from a reader; True if one was started.
+
+    Only for pages of this user on this host: a run directory may have been sent by somebody else.
+    """
+    started = False
+    for node, found in place.directories(run_dir).items():
+        try:
+            if place.is_marked(found[0]) and not place.ended_record(run_dir, node).exists():
+                started |= start_monitor(run_dir, found[0], node, place.overflow(run_dir, node), quiet=True)
+        except OSError:
+            continue
+    return started
+
+
+def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, quiet: bool) -> None:
     package_root = str(Path(distdiag.__file__).resolve().parents[1])
     env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
+    if quiet:
+        env["DISTDIAG_QUIET"] = "1"
     command = [
         sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
         "--node", str(node),
     ]  # fmt: skip
     process = subprocess.Popen(
-        command,
+        command + ["--for-reader"] * quiet,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=None,  # the job's: findings of severity error are printed there, when they happen
+        # the job's: findings of severity error are printed there, when they happen
+        stderr=subprocess.DEVNULL if quiet else None,
         env=env,
         start_new_session=True,
         close_fds=True,

@@ -127,11 +127,16 @@ class Run(Database):
         meta = self.meta
         seen = self.query("SELECT count(*) FROM rank WHERE life IS NOT NULL AND life != 'missing'")[0][0]
         world = number(meta.get("world_size"))
-        notes = []
+        notes, unjudged = [], None
         if self.monitor(meta) is Monitor.GONE:
+            age = self.heartbeat_age_s(meta)
+            unjudged = "the monitor is gone" + (f", last seen {age:,.0f} s ago" if age is not None else "")
             notes.append("the monitor is gone: nothing after its last row is known")
+        elif world is None or seen < world:
+            unjudged = f"{seen:,} of {'?' if world is None else f'{world:,.0f}'} ranks seen"
         if self.note:
             notes.append(self.note)
+        started = number(meta.get("started_unix_s"))
         return Report(
             run=str(self.path),
             state=state_of(meta),
@@ -140,6 +145,10 @@ class Run(Database):
             findings=self.findings(),
             notes=tuple(notes),
             checks=self.checks(meta),
+            unjudged=unjudged,
+            state_text=meta.get("state_text") or None,
+            command=meta.get("command") or None,
+            age_s=None if started is None else max(0.0, time.time() - started),
         )
 
     def checks(self, meta: dict[str, str | None]) -> tuple[Check, ...]:

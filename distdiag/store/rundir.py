@@ -88,8 +88,8 @@ def _attempt_number(path: Path) -> int:
 
 
 def has_run(path: Path) -> bool:
-    """True where a monitor has written (or began to write) a run."""
-    return any((path / n).exists() for n in (DATABASE, POINTER, "run.json"))
+    """True if a monitor has written a run, or ranks have claimed the directory for one."""
+    return any((path / n).exists() for n in (DATABASE, POINTER, "run.json", ".node_0"))
 
 
 def resolve(run: str | Path | None = None) -> Path:
@@ -153,8 +153,26 @@ def _replaceable(link: Path) -> bool:
         return False
     path = link.parent / target
     if path.exists():
-        return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs"))
+        return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs")) or (
+            failed_launch(path) is not None
+        )
     return re.match(r"\d{8}-\d{6}-", target) is not None  # a default name: nobody else's link looks like that
+
+
+def note_failed_launch(run_dir: Path, reason: str) -> None:
+    """Leave a run that says that its launch produced no rank; costs only the note if the disk refuses."""
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not has_run(run_dir) and write_run_json(run_dir, {"launch_failed": reason, "started_unix_s": time.time()}):
+            mark_latest(run_dir)
+
+
+def failed_launch(run_dir: Path) -> str | None:
+    """Why the launch of this run produced no rank; None if it did, or if nobody noted it."""
+    if (run_dir / DATABASE).exists() or (run_dir / POINTER).exists():
+        return None
+    reason = read_run_json(run_dir).get("launch_failed")
+    return reason if isinstance(reason, str) else None
 
 
 def write_run_json(run_dir: Path, info: Any) -> bool:

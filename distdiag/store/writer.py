@@ -136,7 +136,8 @@ class Writer:
             self.event(0.0, "store", "warning", f"run.db is on {fs_type}, where SQLite's WAL is unsafe; no local disk")
             return
         try:
-            self._local = Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
+            # where a writer that was killed has left it, else a new directory
+            self._local = self._left_by_another() or Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
             self.path = self._local / rundir.DATABASE
             where = {"host": socket.gethostname(), "path": str(self.path)}
             (self.run_dir / rundir.POINTER).write_bytes(_encode.encode(where))
@@ -148,6 +149,17 @@ class Writer:
             f"{self.run_dir} is on {fs_type}, where SQLite's WAL is unsafe: run.db is kept in {self._local} on "
             f"{where['host']} and copied back when the run ends",
         )  # fmt: skip
+
+    def _left_by_another(self) -> Path | None:
+        """Directory on this host of the database that an earlier writer of this run did not bring home."""
+        try:
+            where = msgspec.json.decode((self.run_dir / rundir.POINTER).read_bytes(), type=dict[str, str])
+        except (OSError, msgspec.DecodeError):
+            return None
+        path = Path(where.get("path", ""))
+        here = where.get("host") == socket.gethostname() and path.name == rundir.DATABASE
+        mine = here and path.is_file() and path.parent.lstat().st_uid == os.getuid()
+        return path.parent if mine and path.parent.name.startswith("distdiag-") else None
 
     def _open(self) -> sqlite3.Connection:
         if self._con is None:

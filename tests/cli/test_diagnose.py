@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from distdiag.cli import main
 from distdiag.diagnosis.model.findings import Check, Finding, Where
 from distdiag.errors import ExitCode
+from distdiag.store import rundir
 from distdiag.store.frames import RankRow
 from distdiag.store.writer import Writer
 from tests.diagnosis.recordings import Job, write
@@ -50,9 +53,9 @@ FINDING = Finding(
 )
 
 
-def a_run(path: Path, *findings: Finding, ranks: int = 2) -> str:
+def a_run(path: Path, *findings: Finding, ranks: int = 2, **meta: object) -> str:
     with Writer(path) as w:
-        w.meta(world_size=2, state="running")
+        w.meta(**{"world_size": 2, "state": "running", **meta})
         w.ranks([RankRow(rank=r, life="running", step=3) for r in range(ranks)])
         for f in findings:
             w.finding(f)
@@ -128,6 +131,61 @@ def test_a_finding_that_went_away_does_not_fail(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert out.startswith("running: nothing found, 2 of 2 ranks seen; 1 cleared")
     assert "cleared after 8 s" in out
+
+
+@pytest.mark.parametrize(
+    ("findings", "meta", "ranks", "code", "words"),
+    [
+        (
+            (),
+            {"state": "failed", "state_text": "rank 0: ValueError: x"},
+            2,
+            1,
+            "the cause was not found, 2 of 2 ranks seen; rank 0: ValueError: x",
+        ),
+        ((), {"state": "degraded"}, 2, 1, "the cause was not found"),
+        ((FINDING,), {"state": "failed"}, 2, 1, "failed: 1 warning"),
+        ((FINDING,), {}, 2, 0, "running: 1 warning"),  # README: a warning alone does not fail
+        ((), {}, 1, 3, "not judged as a whole: 1 of 2 ranks seen"),
+        ((FINDING,), {}, 1, 3, "1 warning"),
+        ((), {"monitor_ended": False, "heartbeat_unix_s": 1e9}, 2, 3, "not judged as a whole: the monitor is gone"),
+    ],
+)
+def test_zero_means_that_all_ranks_were_judged_and_the_job_did_not_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], findings: tuple[Finding, ...], meta: dict[str, object],
+    ranks: int, code: int, words: str,
+) -> None:  # fmt: skip
+    run = a_run(tmp_path / "run", *findings, ranks=ranks, **meta)
+    if "monitor_ended" in meta:
+        with sqlite3.connect(tmp_path / "run" / "run.db") as con:
+            con.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("monitor_ended", "0"), ("heartbeat_unix_s", "1e9")]
+            )
+        con.close()
+    assert main(["diagnose", run]) == code
+    out = capsys.readouterr().out
+    assert words in out.splitlines()[0] and "nothing found" not in out
+    assert main(["diagnose", run, "--fail-on", "never"]) == ExitCode.OK
+
+
+def test_the_first_line_names_the_run_its_age_and_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run", started_unix_s=time.time() - 120, command="python train.py --lr 1")
+    main(["diagnose", run])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"run {run}, started 120 s ago: python train.py --lr 1") and second.startswith("running: ")
+
+
+def test_a_launch_without_a_rank_is_the_answer_not_the_run_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "reports" / "20250101-120000-train")
+    rundir.mark_latest(tmp_path / "reports" / "20250101-120000-train")
+    rundir.note_failed_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
+    assert main(["diagnose"]) == ExitCode.NO_DATA
+    assert "20250102-120000" in (err := capsys.readouterr().err) or "latest" in err
+    assert "failed before any rank started: RuntimeError: port in use" in err
 
 
 def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()  # empty for dumps
+    unjudged: str | None = None  # why this is not a verdict on all ranks, or not on all of the run
+    state_text: str | None = None  # what decided the state
+    command: str | None = None  # of the run's ranks
+    age_s: float | None = None  # since the run began
 
 
 def rank_list(ranks: Collection[int]) -> str:
