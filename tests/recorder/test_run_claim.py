@@ -14,7 +14,11 @@ from distdiag.recorder import run_claim
 from distdiag.store import rundir
 from tests.jobs import REPOSITORY, clean_env
 
-CLAIM = "import sys; from distdiag.recorder import run_claim; print(run_claim.claim(sys.argv[1] or None, 'job'))"
+CLAIM = """
+import sys
+from distdiag.recorder import run_claim
+sys.stdout.write(f"{run_claim.claim(sys.argv[1] or None, 'job')}\\n")
+"""
 
 
 def claims(tmp_path: Path, run_dir: str, ranks: int, **env: str) -> set[str]:
