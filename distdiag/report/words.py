@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 from distdiag.diagnosis.model.findings import size_text
+from distdiag.terms import untrusted
 
 NA = "–"
-# C0 and C1 controls (escape sequences), and the characters that reorder or hide text
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 def visible(text: object) -> str:
-    """`text` with every control character written out (`\\x1b`), so that it is shown and never obeyed."""
-    return _UNSAFE.sub(lambda m: m[0].encode("unicode_escape", "surrogatepass").decode("ascii"), str(text))
+    """Return `text` with control, bidirectional and invisible characters written as escapes (`\\x1b`)."""
+    return untrusted.visible(str(text))
 
 
 def milliseconds(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import sqlite3
@@ -21,6 +22,7 @@ from distdiag.store.checked import Connection, fetch, harden
 from distdiag.terms.untrusted import visible
 
 BUSY_TIMEOUT_S = 0.3
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FOLDING_S = 0.5  # the writer needs some hundredths for it
 CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ beside it are separate files"
 
@@ -67,11 +69,13 @@ def locate(path: Path) -> Path:
     local = Path(where.get("path", ""))
     if where.get("host") == socket.gethostname() and local.exists():
         return _regular(local)
-    host = where.get("host", "?")
+    host, where_run = where.get("host", "?"), str(path.absolute())
+    where_run = where_run if shlex.quote(where_run) == where_run else shlex.quote(where_run)
     raise RunUnreadable(
         ReadStatus.ELSEWHERE,
         f"the database of {path} is on {host} ({local}) until the run ends",
-        f"`ssh -- {shlex.quote(host)} {shlex.quote(shlex.join(['distdiag', 'tui', str(path.absolute())]))}`",
+        # the shell over there takes its quotes off, too; a name that is an option of ssh is no host
+        f"`ssh {host} distdiag tui {shlex.quote(where_run)}`" if _HOST.fullmatch(host) else "open it on that host",
     )
 
 

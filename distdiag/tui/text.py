@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
+
+from distdiag.terms.untrusted import visible
 
 MISSING = "–"
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -20,27 +21,8 @@ _ASCII = str.maketrans(
     }
 )  # fmt: skip
 _PLAIN = frozenset("·–▲█×○●‖■─│├└Δ→…▏↑↓≥≤▁▂▃▄▅▆▇°µ±›" + "".join(map(chr, range(32, 127))))
-_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
 
-
-@lru_cache(maxsize=8192)
-def clean(text: str) -> str:
-    """Foreign text with every control, bidirectional or invisible character written as its escape.
-
-    Host names, paths and exception texts come from the job: an escape sequence among them must be seen, not obeyed.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    out = []
-    marks = 0
-    for ch in text:
-        category = unicodedata.category(ch)
-        marks = marks + 1 if category == "Mn" else 0
-        if category in _INVISIBLE or marks > 2:
-            out.append(ch.encode("unicode_escape").decode())
-        else:
-            out.append(ch)
-    return "".join(out)
+clean = visible  # text of the job: an escape sequence in it must be seen, not obeyed
 
 
 def to_ascii(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -111,7 +112,14 @@ def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
     (tmp_path / rundir.POINTER).write_text('{"host": "-oProxyCommand=x; rm\\u001b[2J", "path": "/nowhere"}')
     with pytest.raises(RunUnreadable) as e:
         open_run(tmp_path)
-    assert "'-oProxyCommand=x; rm" in e.value.hint and "\x1b" not in e.value.hint + e.value.message
+    assert "ssh" not in e.value.hint and "\x1b" not in e.value.hint + e.value.message
+    (folder := tmp_path / "a; b").mkdir()
+    (folder / rundir.POINTER).write_text('{"host": "node1", "path": "/nowhere"}')
+    with pytest.raises(RunUnreadable) as e:
+        open_run(folder)
+    command = e.value.hint.strip("`")
+    there = shlex.split(command)[2:]  # what ssh hands to the other shell, joined with spaces
+    assert shlex.split(" ".join(there)) == ["distdiag", "tui", str(folder)]
 
 
 def test_a_fifo_is_no_database(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from distdiag.diagnosis.model.findings import Finding, Severity, Where
+from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
@@ -12,9 +13,7 @@ WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "I
 SHOWN_PLACES = 4
 
 
-def printable(text: str) -> str:
-    """`text` with control characters, terminal escapes and bidirectional overrides shown as `\\x1b`, never acted on."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+printable = visible  # the same escapes on a terminal, in a report and on the screen
 
 
 def place(w: Where, short: bool = False) -> str:
