@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from distdiag.monitor.evidence import ask, native
+from distdiag.monitor.evidence.host_waits import HostWaits
 from distdiag.monitor.evidence.native import HostWait
 from tests.jobs import wait_for
 
@@ -127,3 +131,33 @@ def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
     ask.parse({"entries": [one, two]}, record)
     found = [(e.op, e.shape) for e in record.entries.values()]
     assert found == [("all_gather_into_tensor", (8, 4)), ("all_gather_into_tensor_coalesced", None)]
+
+
+def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
+    """The job may use the same signal itself: our handler is there only if its file is."""
+
+    class Header:
+        pid, trace_signal, blocked = os.getpid(), 47, 0
+
+    class View:
+        rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, 0.0, (0,)
+        page = SimpleNamespace(header=Header)
+
+        def has_open_on_device(self) -> bool:
+            return True
+
+        def progress_mark(self) -> tuple[int, ...]:
+            return ()
+
+    received: list[int] = []
+    before = signal.signal(46, lambda number, _: received.append(number))
+    try:
+        waits = HostWaits(tmp_path)
+        for now_s in (1.0, 2.0, 3.0):
+            waits.sample(now_s, {0: View()}, ())  # type: ignore[dict-item]
+        assert received == [] and waits.of(0) is None
+        (tmp_path / "r0.native").touch()
+        waits.sample(4.0, {0: View()}, ())  # type: ignore[dict-item]
+        assert received == [46]
+    finally:
+        signal.signal(46, before)
