@@ -75,6 +75,8 @@ class Session:
             process_groups.install(col)
             self.phases = hooks.install(r, col)
             self.pulse.collectives = col
+            if accounts.MISFIT:
+                r.failed(RuntimeError(accounts.MISFIT))
             facts["hooks"] = "compiled" if accounts.COMPILED else "Python"
             if not hasattr(c10d, "_dump_fr_trace_json"):
                 missing.append("flight recorder (JSON)")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distdiag.page.layout import STEPS, LifeWord, Page, Phase, word
+from distdiag.page.layout import STEPS, Blocked, LifeWord, Page, Phase, StepRecord, word
 from distdiag.recorder import state
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.state import now_ns
@@ -26,11 +26,10 @@ from distdiag.recorder.state import now_ns
 if TYPE_CHECKING:
     from distdiag.page.writer import PageWriter
 
-LAYOUT = 6  # what this file and c/hot.h agree upon: the page's, and the attributes here
 _LIFE, _STARTING, _RUNNING = word("life"), int(LifeWord.STARTING), int(LifeWord.RUNNING)
 _STEP, _EPOCH, _DEVICE_BYTES = word("step"), word("epoch"), word("device_bytes")
-_IN_ORDER = ["phase", "phase_since_ns", "blocked", "blocked_at", "blocked_site", "blocked_since_ns", "step", "micro_steps", "n_steps", "n_calls", "epoch", "device_bytes", "life"]  # fmt: skip
-assert [word(f) - word("phase") for f in _IN_ORDER] == list(range(len(_IN_ORDER)))
+_WORDS = ("phase", "phase_since_ns", "blocked", "blocked_at", "blocked_site", "blocked_since_ns", "step", "micro_steps", "n_steps", "n_calls", "epoch", "device_bytes", "life")  # fmt: skip
+FINGERPRINTS = 6  # batches of an epoch of which a fingerprint is taken
 
 
 class Ledger:
@@ -126,18 +125,47 @@ class GradientWords:
         self.n, self.stride, self.plain = 0, 1, False
 
 
-def _compiled() -> Any:
-    """The module in C; None where there is none that fits."""
+_IN_PYTHON = Ledger, ModelWords, GradientWords, Place
+
+
+def assumed() -> dict[str, Any]:
+    """What the C code has to assume about the page and about the classes here, as this version of both has it."""
+    numbers = {field: word(field) - word("phase") for field in _WORDS}
+    phases = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER, Phase.VALIDATE)
+    for member in (*phases, Blocked.DDP, LifeWord.STARTING, LifeWord.RUNNING):
+        numbers[member.name] = int(member)
+    return {
+        "CONSTANTS": numbers | {"FINGERPRINTS": FINGERPRINTS},
+        "RECORD": tuple(name for name, _ in StepRecord._fields_),
+    }
+
+
+def misfit(module: Any) -> str:
+    """Where a compiled module differs from what this version of the package expects; "" if nowhere."""
+    for name, value in assumed().items():
+        if getattr(module, name, None) != value:
+            return f"compiled hooks of another version: {name}"
+    for cls in _IN_PYTHON:
+        made = cls(None) if cls is _IN_PYTHON[0] else cls()  # type: ignore[arg-type, call-arg]
+        missing = [name for name in vars(made) if name != "_page" and not hasattr(getattr(module, cls.__name__), name)]
+        if missing:
+            return f"compiled hooks of another version: {cls.__name__} has no {missing[0]}"
+    return ""
+
+
+def _compiled() -> tuple[Any, str]:
+    """The module in C, and why it is not used although it is there; None if it is not used."""
     if os.environ.get("DISTDIAG_PURE") == "1" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return None
+        return None, ""
     try:
         found = importlib.import_module("distdiag.recorder.fast._hot")
     except ImportError:  # not compiled, or for another Python
-        return None
-    return found if found.LAYOUT == LAYOUT else None
+        return None, ""
+    problem = misfit(found)
+    return (None, problem) if problem else (found, "")
 
 
-_c = _compiled()
+_c, MISFIT = _compiled()
 COMPILED = _c is not None
 if not TYPE_CHECKING and _c is not None:
     Ledger, Place, ModelWords, GradientWords = _c.Ledger, _c.Place, _c.ModelWords, _c.GradientWords

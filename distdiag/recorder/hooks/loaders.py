@@ -19,10 +19,9 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
-from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.state import guarded, now_ns
 
-FINGERPRINTS = 6
 _SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]  # by the golden ratio: no rhythm of a batch's own
 # Elements are read from memory; one operator of torch takes longer than this for all of them. Halves are told by their bits.
 _C_TYPES: dict[torch.dtype, Any] = {

@@ -43,7 +43,7 @@ def checksum_due(step: int) -> bool:
 
 def _capturing() -> bool:
     """True while a CUDA graph is captured: an operation of ours would become part of it, or end it with an error."""
-    return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def sampled(t: torch.Tensor, most: int) -> list[float] | None:

@@ -72,26 +72,26 @@ void close_step(Ledger *s, uint64_t t) {
   uint64_t number = h[N_STEPS] + 1, step = h[STEP] + 1;
   volatile uint64_t *w = s->ring + (number - 1) % s->records * RECORD_WORDS;
   union { double d; uint64_t u; } loss = {.d = s->loss};
-  w[0] = 0; /* a half-written record is recognised */
+  w[R_number] = 0; /* a half-written record is recognised */
   __atomic_thread_fence(__ATOMIC_RELEASE);
-  w[1] = step;
-  w[2] = h[EPOCH];
-  w[3] = s->step_start_ns;
-  w[4] = t;
-  w[5] = s->data_ns;
-  w[6] = 0;
-  w[7] = s->forward_ns;
-  w[8] = s->backward_ns;
-  w[9] = s->optimizer_ns;
-  w[10] = s->wait_ns;
-  w[11] = ready > s->step_start_ns ? ready : 0;
-  w[12] = s->samples;
-  w[13] = s->batch;
-  if (s->loss_known) w[14] = loss.u;
-  w[15] = (uint64_t)s->loss_known;
-  w[16] = h[DEVICE_BYTES];
-  w[17] = s->forward_wait_ns;
-  w[18] = s->arrived_ns;
+  w[R_step] = step;
+  w[R_epoch] = h[EPOCH];
+  w[R_start_ns] = s->step_start_ns;
+  w[R_end_ns] = t;
+  w[R_data_ns] = s->data_ns;
+  w[R_h2d_ns] = 0;
+  w[R_forward_ns] = s->forward_ns;
+  w[R_backward_ns] = s->backward_ns;
+  w[R_optimizer_ns] = s->optimizer_ns;
+  w[R_wait_ns] = s->wait_ns;
+  w[R_ready_ns] = ready > s->step_start_ns ? ready : 0;
+  w[R_samples] = s->samples;
+  w[R_batch] = s->batch;
+  if (s->loss_known) w[R_loss] = loss.u;
+  w[R_loss_known] = (uint64_t)s->loss_known;
+  w[R_device_bytes] = h[DEVICE_BYTES];
+  w[R_forward_wait_ns] = s->forward_wait_ns;
+  w[R_arrived_ns] = s->arrived_ns;
   __atomic_store_n(w, number, __ATOMIC_RELEASE);
   __atomic_store_n(h + N_STEPS, number, __ATOMIC_RELEASE);
   h[STEP] = step;
@@ -103,7 +103,7 @@ void begin_step(Ledger *s, uint64_t t) {
   s->forward_wait_ns = s->arrived_ns = 0;
   s->samples = s->batch = 0;
   s->loss_known = 0;
-  if (s->head[LIFE] == 0) s->head[LIFE] = 1; /* STARTING, RUNNING */
+  if (s->head[LIFE] == STARTING) s->head[LIFE] = RUNNING;
 }
 
 /* -- the hooks: 1 done, with its result; 0 not the usual case, nothing done; -1 an error ----------------------------------- */
@@ -122,7 +122,8 @@ static int data_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **re
 static int data_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* iterator, batch, began */
   uint64_t began;
   PyObject *batch = args[1];
-  if (s->loader == 0 || s->loader != (ull)(uintptr_t)args[0] || s->words[s->batches_at] < FINGERPRINTS) return 0;
+  if (s->loader == 0 || s->loader != (ull)(uintptr_t)args[0]) return 0;
+  if (!in_page(s, s->batches_at) || !in_page(s, s->active_at) || s->words[s->batches_at] < FINGERPRINTS) return 0;
   int list = PyList_CheckExact(batch);
   if (!list && !PyTuple_CheckExact(batch)) return 0;
   if ((list ? PyList_GET_SIZE(batch) : PyTuple_GET_SIZE(batch)) == 0) return 0;
@@ -158,6 +159,7 @@ static int forward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject *
   ModelWords *m = model_of(s, args[0]);
   if (m == NULL) return PyErr_Occurred() ? -1 : 0;
   if (m->forward_count < 0 || m->forward == NULL || !PyObject_TypeCheck(m->forward, &PlaceType)) return 0;
+  if (!in_page(s, (uint64_t)m->forward_count) || !in_page(s, m->forwards_at)) return 0;
   int training = grad_enabled(s);
   if (training < 0) return -1;
   if (training && (s->words[m->forwards_at] == 0 || s->batch == 0)) return 0;
@@ -178,7 +180,7 @@ static int forward_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **r
   if (m == NULL) return PyErr_Occurred() ? -1 : 0;
   int training = began & 1;
   if (training) {
-    if (s->words[m->forwards_at] == 1) return 0; /* the first one was watched */
+    if (!in_page(s, m->forwards_at) || s->words[m->forwards_at] == 1) return 0; /* the first one was watched */
     int there = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(s->pending); i++) there |= PyList_GET_ITEM(s->pending, i) == (PyObject *)m;
     if (!there && PyList_Append(s->pending, (PyObject *)m) < 0) return -1;
@@ -265,8 +267,9 @@ static int backward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject 
     Py_DECREF(sync);
     if (averages < 0) return -1;
     if (averages) {
-      if (p->site != s->counted_site || s->count_at < 0) return 0;
       m = (ModelWords *)first;
+      if (p->site != s->counted_site || s->count_at < 0) return 0;
+      if (!in_page(s, (uint64_t)s->count_at) || !in_page(s, m->synced_at)) return 0;
     }
   }
   double loss = 0;
@@ -328,12 +331,9 @@ static int gradient_is_ready(Ledger *s, Usual *u, PyObject *const *args, PyObjec
   if (usual > 0) {
     ull address = address_of(g);
     usual = address != 0;
-    /* mostly it takes the place of the last one: what was seen of that need not be asked again */
-    if (usual && address != w->at) usual = dense_in_memory(g);
-    if (usual > 0) {
-      w->at = address;
+    if (usual) usual = dense_in_memory(g); /* each time: another tensor may have the address of the last */
+    if (usual > 0)
       for (long long i = 0; i < w->n; i += w->stride) total += ((const float *)(uintptr_t)address)[i];
-    }
   }
   Py_DECREF(g);
   return usual > 0 ? (total - total == 0.0 ? done(result) : 0) : usual;

@@ -15,20 +15,25 @@
 #include <structmember.h>
 #include <time.h>
 
-#define LAYOUT 6 /* of the page, and of what this file and ../hot.py agree upon */
-
+/* What the C code assumes about the page. The module exports all of it, and accounts.py compares it with layout.py. */
 enum { PHASE, SINCE, BLOCKED, BLOCKED_AT, BLOCKED_SITE, BLOCKED_SINCE, STEP, MICRO_STEPS, N_STEPS, N_CALLS, EPOCH,
        DEVICE_BYTES, LIFE };                                           /* words of the header, from `phase` on */
-enum { DATA = 1, FORWARD = 3, BACKWARD = 4, OPTIMIZER = 5, VALIDATE = 9 }; /* layout.Phase */
+enum { DATA = 1, FORWARD = 3, BACKWARD = 4, OPTIMIZER = 5, OTHER = 6, VALIDATE = 9 }; /* layout.Phase */
 enum { IN_DDP = 2 };                                                   /* layout.Blocked */
-enum { RECORD_WORDS = 19, FINGERPRINTS = 6 };
+enum { STARTING, RUNNING };                                            /* layout.LifeWord */
+enum { FINGERPRINTS = 6 };
+#define RECORD_FIELDS(X)                                                                                             \
+  X(number) X(step) X(epoch) X(start_ns) X(end_ns) X(data_ns) X(h2d_ns) X(forward_ns) X(backward_ns) X(optimizer_ns) \
+  X(wait_ns) X(ready_ns) X(samples) X(batch) X(loss) X(loss_known) X(device_bytes) X(forward_wait_ns) X(arrived_ns)
+#define RECORD_INDEX(field) R_##field,
+enum { RECORD_FIELDS(RECORD_INDEX) RECORD_WORDS };                     /* words of layout.StepRecord */
 
 typedef unsigned long long ull;
 typedef struct {
   PyObject_HEAD
   Py_buffer view;
   volatile uint64_t *words, *head, *ring; /* the page, its header from `phase` on, its step records */
-  uint64_t records;
+  uint64_t records, n_words;
   ull main_thread, idle, data_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns, last_ready_ns;
   ull forward_wait_ns, arrived_ns;
   ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_look, loader, batches_at, active_at;
@@ -58,7 +63,6 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  ull at;
   long long n, stride;
   char plain;
 } GradientWords;
@@ -96,6 +100,9 @@ static inline uint64_t now_ns(void) {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
+
+/* Whether an index that Python has set lies in the page; if not, the Python function raises, and that is counted. */
+static inline int in_page(const Ledger *s, uint64_t index) { return index < s->n_words; }
 
 /* A time that Python hands over. */
 static inline int time_of(PyObject *argument, uint64_t *t) {

@@ -103,12 +103,13 @@ static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
   s->head = s->words + head;
   s->ring = s->words + ring;
   s->records = (uint64_t)records;
+  s->n_words = (uint64_t)s->view.len / 8;
   s->failed = Py_NewRef(failed);
   s->tensor = Py_NewRef(tensor);
   s->float32 = Py_NewRef(float32);
   s->strided = Py_NewRef(strided);
   s->grad_enabled = Py_NewRef(enabled);
-  s->idle = 6; /* OTHER */
+  s->idle = OTHER;
   s->always = 1;
   s->count_at = -1;
   s->step_start_ns = now_ns();
@@ -272,6 +273,36 @@ static struct PyModuleDef module = {
   PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder.fast._hot", .m_doc = "The usual way of the hooks, in C; see hot.py.", .m_size = -1,
 };
 
+/* CONSTANTS: words of the header, counted from `phase`, and members of the enumerations in layout.py. RECORD: fields of a step
+   record, in order. */
+static int export_constants(PyObject *m) {
+  static const struct { const char *name; int value; } constants[] = {
+    {"phase", PHASE}, {"phase_since_ns", SINCE}, {"blocked", BLOCKED}, {"blocked_at", BLOCKED_AT},
+    {"blocked_site", BLOCKED_SITE}, {"blocked_since_ns", BLOCKED_SINCE}, {"step", STEP}, {"micro_steps", MICRO_STEPS},
+    {"n_steps", N_STEPS}, {"n_calls", N_CALLS}, {"epoch", EPOCH}, {"device_bytes", DEVICE_BYTES}, {"life", LIFE},
+    {"DATA", DATA}, {"FORWARD", FORWARD}, {"BACKWARD", BACKWARD}, {"OPTIMIZER", OPTIMIZER}, {"OTHER", OTHER},
+    {"VALIDATE", VALIDATE}, {"DDP", IN_DDP}, {"STARTING", STARTING}, {"RUNNING", RUNNING}, {"FINGERPRINTS", FINGERPRINTS},
+  };
+#define RECORD_NAME(field) #field,
+  static const char *record[] = {RECORD_FIELDS(RECORD_NAME)};
+  PyObject *values = PyDict_New(), *fields = PyTuple_New(RECORD_WORDS);
+  int failed = values == NULL || fields == NULL;
+  for (size_t i = 0; !failed && i < sizeof constants / sizeof *constants; i++) {
+    PyObject *value = PyLong_FromLong(constants[i].value);
+    failed = value == NULL || PyDict_SetItemString(values, constants[i].name, value) < 0;
+    Py_XDECREF(value);
+  }
+  for (int i = 0; !failed && i < RECORD_WORDS; i++) {
+    PyObject *name = PyUnicode_FromString(record[i]);
+    if (name == NULL) failed = 1;
+    else PyTuple_SET_ITEM(fields, i, name);
+  }
+  failed = failed || PyModule_AddObjectRef(m, "CONSTANTS", values) < 0 || PyModule_AddObjectRef(m, "RECORD", fields) < 0;
+  Py_XDECREF(values);
+  Py_XDECREF(fields);
+  return failed ? -1 : 0;
+}
+
 PyMODINIT_FUNC PyInit__hot(void) {
   static const struct { PyTypeObject *type; const char *name; } types[] = {
     {&LedgerType, "Ledger"}, {&PlaceType, "Place"}, {&ModelWordsType, "ModelWords"},
@@ -282,6 +313,6 @@ PyMODINIT_FUNC PyInit__hot(void) {
   if (m == NULL) return NULL;
   for (size_t i = 0; i < sizeof types / sizeof *types; i++)
     if (PyType_Ready(types[i].type) < 0 || PyModule_AddObjectRef(m, types[i].name, (PyObject *)types[i].type) < 0) return NULL;
-  if (PyModule_AddIntMacro(m, LAYOUT) < 0) return NULL;
+  if (export_constants(m) < 0) return NULL;
   return m;
 }
