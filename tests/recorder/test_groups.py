@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from distdiag.page.layout import GroupSlot
 from distdiag.recorder.hooks import group_counters
-from distdiag.recorder.hooks.group_counters import Group, Groups
+from distdiag.recorder.hooks.collectives import Collectives
+from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
 
 
 class Gloo:
@@ -150,3 +153,28 @@ def test_a_call_that_is_not_yet_in_the_flight_recorder(monkeypatch: pytest.Monke
         lambda: {"1": {"last_enqueued_collective": "0", "last_completed_collective": "0"}},
     )
     assert job.beat() == [(1, -1, 1)]  # what it counts is known, and still whose those counters are
+
+
+def test_operations_of_a_coalesced_group_share_one_number() -> None:
+    """NCCL takes it with the first of them."""
+    nccl, g = group()
+    collectives = Collectives.__new__(Collectives)
+    nccl.collective()
+    g.coalescing = Batch(0)
+    first = collectives._next_seq(g)
+    nccl.collective()
+    assert first == collectives._next_seq(g) == 2
+    g.coalescing = None
+    assert collectives._next_seq(g) == 3
+
+
+def test_the_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with NCCL and gloo has two, whose groups have numbers of their own."""
+    for name, done in (("_dump_nccl_trace_json", "7"), ("_dump_fr_trace_json", "3")):
+        text = json.dumps({"pg_status": {"0": {"last_completed_collective": done}}})
+        monkeypatch.setattr(group_counters.c10d, name, lambda *_, text=text: text, raising=False)
+    found = group_counters.flight_recorder_status()
+    assert {k: v["last_completed_collective"] for k, v in found.items()} == {
+        "0": "7",
+        str(group_counters.SECOND_RECORDER): "3",
+    }
