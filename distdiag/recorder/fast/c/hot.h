@@ -1,11 +1,11 @@
-/* The usual case of every step's hooks, in C: what `hot.py` and `step_hooks.py` say in Python, where nothing special happens.
+/* The fast path of every step's hooks, in C: what accounts.py and hooks/step.py do in Python.
 
-   Each hook is a `usual` object around a Python function that can do all of it. Here only the common case is done, after every
-   condition for it was seen to hold; otherwise, before anything was written, the Python function is called. Between two hooks a
-   step's computation empties the caches, and then a Python function costs ten times what it costs in a loop.
+   Each hook is a `usual` object around a Python function that handles every case. The C code handles the common case, after it
+   has checked every condition for it; otherwise it writes nothing and calls the Python function. Between two hooks a step's
+   computation empties the caches, and then a Python function costs ten times what it costs in a loop.
 
-   Nothing here may raise into the job: what goes wrong is handed to `failed`, which counts it. Compiled at install where a C
-   compiler is there; not loaded by a Python without the GIL, which is what keeps two threads out of here. */
+   Nothing here may raise into the job: an error is passed to `failed`, which counts it. Compiled at install if there is a C
+   compiler; not loaded by a Python without the GIL, which serialises the threads here. */
 
 #pragma once
 #define PY_SSIZE_T_CLEAN
