@@ -18,7 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format wheel-check fuzz gpu-check pictures bench clean
+.PHONY: help venv demo test check format wheel-check fuzz survival gpu-check pictures bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -68,6 +68,9 @@ gpu-check: ## what needs a GPU; a bare checkout and any Python with torch >= 2.1
 
 fuzz: venv ## damaged and hostile input for every reader (FUZZ_SECONDS=60 FUZZ_SEED=0 FUZZ_CASE= FUZZ_DIR=)
 	@$(PY) tests/fuzz/fuzz.py
+
+survival: venv ## faults survived, ten times each, into docs/survival.md (ARGS='--times 1 --only monitor')
+	@$(PY) benchmarks/survival.py $(ARGS)
 
 bench: venv ## every figure of the README, one benchmark after the other; on an idle machine, half an hour
 	@for b in $(sort $(filter-out benchmarks/gpu_check.py benchmarks/_%,$(wildcard benchmarks/*.py))); do \

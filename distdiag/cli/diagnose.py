@@ -69,26 +69,28 @@ def _of_run(target: str | None) -> Report:
 
 
 def _finish(path: Path) -> None:
-    """Let a new monitor judge what a killed one has left: the pages and the processes of its ranks are still here."""
+    """Let a new monitor judge what a killed one has left, and wait for one that has not written any rank yet."""
+    from distdiag.page import place
     from distdiag.recorder.start_monitor import take_over
 
-    if not take_over(path):
-        return
+    taken = take_over(path)
+    if not place.directories(path):
+        return  # closed, or of another host
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
     started = time.time()
-    while time.time() - started < TAKE_OVER_S:
-        time.sleep(0.1)
+    while time.time() - started < TAKE_OVER_S and place.directories(path):
         try:
             with open_run(path) as run:
-                meta = run.meta
+                meta, ranks = run.meta, run.ranks()
         except RunUnreadable:
-            continue
+            meta, ranks = {}, []
         beat = float(meta.get("heartbeat_unix_s") or 0.0)
-        judged = meta.get("state") != "waiting" and beat > started + JUDGED_S
-        if meta.get("ended_s") is not None or judged:
+        judged = not taken or (meta.get("state") != "waiting" and beat > started + JUDGED_S)
+        if meta.get("ended_s") is not None or (ranks and judged):
             return
+        time.sleep(0.1)
 
 
 def _is_run(target: str) -> bool:
