@@ -9,7 +9,7 @@ from pathlib import Path
 from distdiag.monitor.ranks.state import RankView
 
 SETTLED_S = 10.0  # a watchdog notices completions within some 100 ms; a first collective may take seconds to connect
-STEPS = 10  # that a rank makes meanwhile
+STEPS = 10  # that a rank makes meanwhile, and collectives
 
 
 @dataclass(slots=True)
@@ -17,6 +17,7 @@ class _Counter:
     completed: int
     since_s: float
     step: int
+    enqueued: int
 
 
 class DeviceSight:
@@ -42,8 +43,10 @@ class DeviceSight:
                 group = page.groups[i]
                 last = self._counters.get((rank, i))
                 if last is None or group.completed != last.completed or group.completed == group.enqueued:
-                    self._counters[rank, i] = _Counter(group.completed, t_s, h.step)
+                    self._counters[rank, i] = _Counter(group.completed, t_s, h.step, group.enqueued)
                 elif t_s - last.since_s >= SETTLED_S and h.step - last.step >= STEPS and not h.n_peers:
+                    if group.enqueued - last.enqueued < STEPS:
+                        continue  # not in use, or in a captured graph
                     yield f"counters/{rank}/{i}", self._text(view, i), rank
 
     @staticmethod
