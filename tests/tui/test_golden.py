@@ -155,9 +155,7 @@ def test_what_goes_wrong_with_the_reading(runs: MakeRun, at: At, tmp_path: Path)
     words = ["MONITOR GONE", "LOCKED", "OLDER VERSION", "NEWER VERSION", "DAMAGED", "DELETED", "WAITING", "ELSEWHERE"]
     for word, screen in zip(words, screens.values(), strict=True):
         assert word in screen.splitlines()[0], screen
-    assert "`ssh node17 distdiag tui" in screens.pop(
-        "elsewhere"
-    )  # an absolute path follows: another one in each run
+    assert "`ssh node17 distdiag tui" in screens.pop("elsewhere")  # an absolute path follows: another one in each run
     compare("reading", screens)
 
 
