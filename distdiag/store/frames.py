@@ -198,7 +198,8 @@ class RankTable:
         for name, column, whole in self._readers:
             v = column[i]
             if v is not None and v == v:
-                values[name] = v if not whole else int(v) if abs(v) < MAX_INT else None
+                # numbers only: words are never whole
+                values[name] = v if not whole else int(v) if abs(typing.cast(float, v)) < MAX_INT else None
         return RankRow(**values)
 
     def rows(self) -> list[RankRow]:

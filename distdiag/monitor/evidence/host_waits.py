@@ -66,7 +66,7 @@ class HostWaits:
         assert v.page is not None
         h = v.page.header
         r.asked_s = now_s
-        if not (self.pages / f"r{v.rank}.native").exists():  # the handler of that signal is not ours
+        if not v.file("native").exists():  # the handler of that signal is not ours
             return
         try:
             r.asked_ns = v.start_ns + int(now_s * 1e9)

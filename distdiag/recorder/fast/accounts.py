@@ -136,7 +136,7 @@ def assumed() -> dict[str, Any]:
         numbers[member.name] = int(member)
     return {
         "CONSTANTS": numbers | {"FINGERPRINTS": FINGERPRINTS},
-        "RECORD": tuple(name for name, _ in StepRecord._fields_),
+        "RECORD": tuple(field[0] for field in StepRecord._fields_),
     }
 
 
