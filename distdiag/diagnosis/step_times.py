@@ -77,7 +77,7 @@ def window(s: Snapshot) -> Window | Abstained:
         return Abstained(
             "the waits for other ranks lie on the device, and ranks that exchange messages differ by design"
         )
-    return _with_inferred_waits(found)
+    return _with_inferred_waits(found, device_clocks=any(r.device_total_bytes for r in ranks))
 
 
 def _common(ranks: list[RankState]) -> Window | Abstained:
@@ -97,8 +97,12 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
     return Window({r.rank: [x for x in r.steps if x.step in wanted] for r in ranks})
 
 
-def _with_inferred_waits(window: Window) -> Window | Abstained:
-    """Return the window with each rank's wait from its arrival at the last synchronisation of a step to the last rank's."""
+def _with_inferred_waits(window: Window, device_clocks: bool) -> Window | Abstained:
+    """Return the window with each rank's wait from its arrival at the last synchronisation of a step to the last rank's.
+
+    Args:
+        device_clocks: Phases are timed on the device, by CUDA events.
+    """
     ready = list(zip(*([x.ready_s for x in window.steps[q]] for q in window.ranks), strict=True))
     known = [i for i, column in enumerate(ready) if None not in column]
     if len(known) < LIMITS.arrived * len(ready):
@@ -113,7 +117,7 @@ def _with_inferred_waits(window: Window) -> Window | Abstained:
             return Abstained("the hosts run ahead of their devices by more than a step: arrivals show no waiting")
         # what the host did wait, as in the end of backward, is measured already
         waits[q] = [max(0.0, min(ms, x.step_ms) - x.wait_ms) for ms, x in zip(late_ms, steps[q], strict=True)]
-    phase = _phase_with_waits(steps, waits)
+    phase = _phase_with_waits(steps, waits, device_clocks)
     for q, rows in steps.items():
         steps[q] = [_without_wait(x, phase, ms) for x, ms in zip(rows, waits[q], strict=True)]
     return Window(steps, inferred=True)
@@ -129,12 +133,11 @@ def _without_wait(x: Step, phase: str, wait_ms: float) -> Step:
     )
 
 
-def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]]) -> str:
+def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]], device_clocks: bool) -> str:
     """Return the phase in which hosts most likely wait: without the waits in it, no phase of the last rank to arrive is
     shorter than the others'. With CUDA events the wait for gradients is in backward; without, in what reads a result."""
-    on_device = any(x.h2d_ms is not None for rows in steps.values() for x in rows)
     order = ("backward", "other", "optimizer", "data", "forward")
-    order = order if on_device else (*order[1:], order[0])
+    order = order if device_clocks else (*order[1:], order[0])
     usual = {q: {p: statistics.median(part_ms(x, p) for x in rows) for p in PHASES} for q, rows in steps.items()}
     wait = {q: statistics.median(ms) for q, ms in waits.items()}
     last = min(wait, key=lambda q: wait[q])

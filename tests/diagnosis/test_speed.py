@@ -312,7 +312,6 @@ def on_a_device(
                 x,
                 step_ms=x.step_ms + longest - extra,
                 **{f"{waits_in}_ms": getattr(x, f"{waits_in}_ms") + longest - extra},
-                h2d_ms=1.0 if waits_in == "backward" else None,
                 wait_ms=0.0,
                 ready_s=x.step * 0.2
                 + extra / 1e3
@@ -321,7 +320,13 @@ def on_a_device(
             )
             for x in steps(extra, phase, seed=q)
         ]
-        ranks.append(msgspec.structs.replace(rank(q, steps=tuple(made)), wait_measured=False))
+        ranks.append(
+            msgspec.structs.replace(
+                rank(q, steps=tuple(made)),
+                wait_measured=False,
+                device_total_bytes=80 * GIB if waits_in == "backward" else None,
+            )
+        )
     return job(*ranks)
 
 
