@@ -71,14 +71,14 @@ def _of_run(target: str | None) -> Report:
 def _finish(path: Path) -> None:
     """Let a new monitor judge what a killed one has left, and wait for one that has not written any rank yet."""
     from distdiag.page import place
-    from distdiag.recorder.start_monitor import take_over
 
-    taken = take_over(path)
     if not place.directories(path):
         return  # closed, or of another host
+    from distdiag.recorder.start_monitor import take_over
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
+    taken = take_over(path)
     started = time.time()
     while time.time() - started < TAKE_OVER_S and place.directories(path):
         try:

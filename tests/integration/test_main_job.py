@@ -156,7 +156,7 @@ def test_a_straggler_is_named_with_its_phase(tmp_path: Path) -> None:
     assert (finding["cause"], finding["culprits"], finding["victims"]) == ("forward", [1], [0])
 
 
-def test_the_job_survives_the_death_of_its_monitor_and_the_screen_says_so(tmp_path: Path) -> None:
+def test_a_killed_monitor_is_replaced_and_costs_the_job_nothing(tmp_path: Path) -> None:
     run = tmp_path / "R"
     with train(tmp_path, "--max-steps", "80") as job:
         wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
@@ -166,7 +166,8 @@ def test_the_job_survives_the_death_of_its_monitor_and_the_screen_says_so(tmp_pa
         assert job.wait() == 0, job.tail()
     screen = distdiag("tui", "R", "--once", cwd=tmp_path)
     assert screen.returncode == 0
-    assert "monitor" in screen.stdout.lower() and "RUNNING" not in screen.stdout.splitlines()[0]
+    assert "ended" in screen.stdout.splitlines()[0] and "step 80/80" in screen.stdout
+    assert meta(run)["monitor_pid"] != str(monitors[0])
 
 
 def test_a_rank_killed_from_outside_is_named_and_the_monitor_goes_on(tmp_path: Path) -> None:

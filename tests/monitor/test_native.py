@@ -143,6 +143,9 @@ def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
         rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, 0.0, (0,)
         page = SimpleNamespace(header=Header)
 
+        def file(self, kind: str) -> Path:
+            return tmp_path / f"r0.{kind}"
+
         def has_open_on_device(self) -> bool:
             return True
 
@@ -152,7 +155,7 @@ def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
     received: list[int] = []
     before = signal.signal(46, lambda number, _: received.append(number))
     try:
-        waits = HostWaits(tmp_path)
+        waits = HostWaits()
         for now_s in (1.0, 2.0, 3.0):
             waits.sample(now_s, {0: View()}, ())  # type: ignore[dict-item]
         assert received == [] and waits.of(0) is None

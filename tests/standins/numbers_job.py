@@ -1,5 +1,7 @@
 """DDP, FSDP2, a pipeline, object and functional collectives: prints numbers that must not depend on the backend."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -72,5 +74,6 @@ swapped = torch.zeros(world)
 dist.all_to_all_single(swapped, torch.arange(float(world)) + 10 * rank)
 lines.append(f"lists {torch.stack(pieces).numpy().tolist()} {swapped.tolist()}")
 dist.barrier()
-print("\n".join(f"{rank} {line}" for line in lines), flush=True)
+sys.stdout.write("".join(f"{rank} {line}\n" for line in lines))  # in one piece: both ranks have the same stdout
+sys.stdout.flush()
 dist.destroy_process_group()

@@ -48,6 +48,9 @@ class Limits:
     """Cores used by a loader's workers; below it they wait for something other than a CPU."""
     control_ms: float = 0.3
     """Milliseconds of optimizer time from which on it tells how fast a rank's core is: that work is the same on all ranks."""
+    concentrated: float = 0.75
+    """Share of the rank's excess that lies in optimizer.step, on a busy host. Two healthy ranks that shared two cores with
+    other work had 0.55; more work in optimizer.step has nearly all of it."""
     enough: int = 24
     """Ranks whose median is that of all; more cost time and tell nothing new."""
     rotating_share: float = 0.35
@@ -229,6 +232,8 @@ def _excess(
         # what it computes in optimizer.step is the same on all ranks: if that takes longer, too, the core is the cause
         ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
     needed = [share for factor, share in (limits.shares if busy else limits.shares_quiet_host) if ratio >= factor]
+    if busy and phase == "optimizer" and excesses[phase] < limits.concentrated * excess:
+        return _veto("its optimizer step is only a part of what it takes longer for: a slower core does as much")
     if not needed:
         return _veto(f"its {phase} takes {ratio:.1f} times that of the others: a slower core does as much")
     if min(slow.gain_ms, excess) < max(limits.least_ms, needed[0] * slow.step_ms):

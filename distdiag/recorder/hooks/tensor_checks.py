@@ -272,7 +272,8 @@ class Checks:
             if p.grad is None:
                 if slot.find_unused == 0 and not slot.static_graph:
                     # A script may drop a gradient itself before the step. If backward left it out, DDP refuses the next
-                    # forward and says which: that is the proof.
+                    # forward and says which: that is the proof. Until then it is not known that all have gradients.
+                    slot.unused_checks = looks - 1
                     return
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]
                 if len(missing) < len(named):
