@@ -10,23 +10,12 @@ import msgspec
 
 from distdiag.store.reader import Frame, Run
 from distdiag.store.rows import CollectiveRow
+from distdiag.terms.bandwidth import FACTORS
 from distdiag.tui.text import median_low, quantile
 
 WINDOW_STEPS = 50
 
-# busbw = algbw * factor(n); nccl-tests/doc/PERFORMANCE.md. Absent: no bandwidth is claimed.
-_FACTORS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "send": lambda n: 1.0,
-    "recv": lambda n: 1.0,
-}
+_FACTORS = FACTORS | dict.fromkeys(("send", "recv"), FACTORS["sendrecv"])  # absent: no bandwidth is claimed
 _SMALLEST_BYTES = 4096  # below it latency is all there is, and a bandwidth says nothing
 
 

@@ -60,7 +60,7 @@ def request(pid: int, number: int) -> None:
 
 
 def read(path: Path) -> Sample | None:
-    """The newest sample in a rank's file; None where there is none."""
+    """Return the newest sample in a rank's file; None if it has none."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,6 +1,6 @@
 """The node's GPUs, sampled once a second with NVML. No NVIDIA driver is a normal state.
 
-A thread of its own asks the driver: with a card in trouble one NVML call can take minutes, and the monitor must go on
+A separate thread asks the driver: with a card in trouble one NVML call can take minutes, and the monitor must go on
 judging the ranks meanwhile.
 """
 
@@ -256,7 +256,7 @@ class _Driver:
                 card.xids.append(int(n.nvmlEventSetWait_v2(card.events, 0).eventData))
             except n.NVMLError as e:
                 if getattr(e, "value", None) != n.NVML_ERROR_TIMEOUT:
-                    card.events = None  # the card is gone, which is a finding of its own, or the driver is too old
+                    card.events = None  # the card is lost, which `lost` reports, or the driver is too old
                 return
 
 
