@@ -67,11 +67,11 @@ class Session:
             from torch._C import _distributed_c10d as c10d
 
             from distdiag.recorder.fast import accounts
-            from distdiag.recorder.hooks import collectives, process_groups, wrapping
             from distdiag.recorder.hooks import install as hooks
+            from distdiag.recorder.hooks import process_groups, wrap_collectives, wrapping
 
             wrapping.skip_all_of_ours()
-            col = collectives.install(r)
+            col = wrap_collectives.install(r)
             process_groups.install(col)
             self.phases = hooks.install(r, col)
             self.pulse.collectives = col

@@ -1,0 +1,107 @@
+"""Wraps the methods of torch's `ProcessGroup` and `Work` so that every collective is recorded."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from distdiag.recorder import state
+from distdiag.recorder.hooks.collectives import METHODS, Collectives
+from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
+
+_local = threading.local()
+
+
+def install(r: state.Recorder) -> Collectives:
+    """Wrap torch's classes and return the recorder of their calls. Called once per process."""
+    col = Collectives(r)
+    col.wrap_subclass = lambda cls: _wrap_subclass(col, cls)
+    pg_class = c10d.ProcessGroup
+    for method in METHODS:
+        original = getattr(pg_class, method, None)
+        if original is not None:
+            setattr(pg_class, method, as_c_method(_wrap(col, method, original), original))
+    _wrap_coalescing(col, pg_class)
+    work_class = c10d.Work
+    original_wait = work_class.wait
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = col.wait_begins(self)
+        try:
+            done = original_wait(self, *args, **kwargs)
+        except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the tensors
+            hide_frame(e)
+            if began is not None:
+                col.wait_ends(*began, e)
+            raise
+        if began is not None and began[0]:
+            col.wait_ends(*began, None)
+        return done
+
+    work_class.wait = as_c_method(wait, original_wait)  # type: ignore[method-assign]
+    return col
+
+
+def _wrap_subclass(col: Collectives, cls: Any) -> None:
+    """Wrap the methods that a process group class written in Python overrides."""
+    for method in METHODS:
+        original = cls.__dict__.get(method)
+        if callable(original) and not hasattr(original, "__wrapped__"):
+            setattr(cls, method, wraps(original)(_wrap(col, method, original)))
+
+
+def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
+    """Wrap the methods that begin and end a coalesced group, if this torch has them."""
+    start, end = getattr(pg_class, "_start_coalescing", None), getattr(pg_class, "_end_coalescing", None)
+    if start is None or end is None:
+        return
+
+    def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            out = start(self, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+        col.coalescing_begins(self)
+        return out
+
+    def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = col.coalescing_ends(self)
+        work = None
+        try:
+            work = end(self, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+        finally:
+            col.coalesced(self, calls or [], work)
+        return work
+
+    pg_class._start_coalescing = as_c_method(_start_coalescing, start)
+    pg_class._end_coalescing = as_c_method(_end_coalescing, end)
+
+
+def _wrap(col: Collectives, method: str, original: Any) -> Any:
+    """Return `original`, a method of `ProcessGroup`, with its call recorded."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_local, "inside", False):  # a binding that calls another binding
+            return original(self, *args, **kwargs)
+        began = col.begin(self, method, args, kwargs)
+        _local.inside = True
+        try:
+            work = original(self, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            if began is not None:
+                col.failed(*began[:2], method, e)
+            raise
+        finally:
+            _local.inside = False
+        if began is not None:
+            col.issued(*began, work, method)
+        return work
+
+    return call
