@@ -31,6 +31,7 @@ KEEP_BYTES = 2 * 2**30
 RETRY_S = 1.0  # after a failed write
 HEARTBEAT_S = 1.0
 MAX_PENDING_ROWS = 200_000  # while the disk refuses: about 60 MB of step rows
+RESERVE_BYTES = 2**20  # kept free for the end of the run and its findings, should the disk fill up
 
 _INT64 = 2**63
 
@@ -124,6 +125,8 @@ class Writer:
             monitor_ended=False,
         )
         self.commit()
+        self._reserve = self.path.with_name(f".{self.path.name}.reserve")
+        self._hold_reserve()
 
     # -- opening ----------------------------------------------------------------------------------------------
 
@@ -369,7 +372,12 @@ class Writer:
         self._closed = True
         self._retry_at = 0.0
         self.meta(monitor_ended=True)
-        ok = self.commit() and self.commit()  # the first may leave an event of its own
+        ok = self.commit() and self.commit()  # the first may leave an event to write
+        self._release_reserve()
+        if not ok:
+            self._pending = [(sql, rows) for sql, rows in self._pending if sql not in _BULK]
+            self._retry_at = 0.0
+            ok = self.commit() and self.commit()
         con, self._con = self._con, None
         if con is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -381,6 +389,18 @@ class Writer:
         if self._local is not None:
             ok = self._bring_home() and ok
         return ok
+
+    def _hold_reserve(self) -> None:
+        """Take disk space that `close` gives back: how the run ended can then be written on a full disk, too."""
+        try:
+            with open(self._reserve, "wb") as f:
+                f.write(bytes(RESERVE_BYTES))
+        except OSError:
+            self._release_reserve()
+
+    def _release_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
 
     def _bring_home(self) -> bool:
         assert self._local is not None

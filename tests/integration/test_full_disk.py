@@ -44,14 +44,15 @@ try:
     out, err = job.communicate(timeout=150)
     diagnosed = subprocess.run([sys.executable, "-m", "distdiag", "diagnose", run, "--json"], capture_output=True, text=True)
     print(json.dumps({"before": steps, "free": free, "code": job.returncode, "out": out, "err": err,
-                      "diagnosed": diagnosed.stdout, "diagnosed_code": diagnosed.returncode}))
+                      "diagnosed": diagnosed.stdout,
+                      "hidden": [p.name for p in run.iterdir() if "reserve" in p.name], "diagnosed_code": diagnosed.returncode}))
 finally:
     if job.poll() is None:
         os.killpg(job.pid, signal.SIGKILL)
 """
 
 
-def test_a_full_disk_stops_nothing_and_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_stops_nothing_and_is_reported(tmp_path: Path) -> None:
     for namespaces in ("-m", "-rm"):  # as root, or as a user who may make namespaces
         if not subprocess.run(
             ["unshare", namespaces, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False
@@ -70,5 +71,7 @@ def test_a_full_disk_stops_nothing_and_is_said(tmp_path: Path) -> None:
     assert "no checkpoint in" in job["out"] + job["err"] and "No space left on device" in job["out"] + job["err"]
     assert "Traceback" not in job["err"]
     assert "the run could not be written" in job["err"] and "disk is full" in job["err"]
-    verdict = json.loads(job["diagnosed"])  # what was written before can be read
-    assert job["diagnosed_code"] == 0 and verdict["ranks_seen"] == 2
+    verdict = json.loads(job["diagnosed"])  # the end of the run has been written into the space kept for it
+    assert job["diagnosed_code"] == 0 and verdict["ranks_seen"] == 2 and verdict["state"] == "ended"
+    assert "recorder/disk_full" in {f"{f['kind']}/{f['cause']}" for f in verdict["findings"]}
+    assert job["hidden"] == []  # and no such file is left
