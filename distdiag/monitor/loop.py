@@ -25,7 +25,7 @@ from distdiag.monitor.host.samples import Hosts
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Collectives, Steps, loader_rows, rank_rows
+from distdiag.monitor.rows import Collectives, Steps, ddp_rows, loader_rows, rank_rows
 from distdiag.monitor.self_check import OwnFaults
 from distdiag.page import place
 from distdiag.page.layout import LifeWord
@@ -324,6 +324,7 @@ class Monitor:
         for v in self.views.values():
             steps, calls = v.taken()
             self.steps.add(v.rank, steps)
+            w.step_times(self.steps.measured(v.rank, v.ddp_times.taken()))
             self.collectives.add(v.rank, calls)
             w.scalars(v.scalars())
         w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
@@ -348,6 +349,7 @@ class Monitor:
         if s.t_s - self._loaders_at >= 2.0 or over:
             self._loaders_at = s.t_s
             w.loaders(loader_rows(s))
+            w.ddp(ddp_rows(s))
             w.checks(self.diagnosis.checks.all)
         self._write_facts(s)
         w.commit()

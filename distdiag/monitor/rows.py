@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Mapping
 
 from distdiag.diagnosis.model.findings import Finding, at_least
-from distdiag.diagnosis.model.snapshot import Arrival, Call, Life, Met, RankState, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Arrival, Call, DdpTime, Life, Met, RankState, Snapshot, Step
 from distdiag.diagnosis.step_times import self_ms
 from distdiag.diagnosis.waits.compatible import conflict, signature
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.frames import RankRow
-from distdiag.store.rows import CollectiveRow, LoaderRow, StepRow
+from distdiag.store.rows import CollectiveRow, DdpRow, LoaderRow, StepRow, StepTimesRow
 
 WINDOW = 50
 LATE_STEP_S = 5.0  # how long a step's row waits for the slowest rank's, to be compared with it
@@ -23,10 +23,21 @@ class Steps:
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, Step]] = {}
+        self._measured: dict[tuple[int, int], DdpTime] = {}  # by step and rank, of steps that wait
 
     def add(self, rank: int, steps: list[Step]) -> None:
         for x in steps:
             self._waiting.setdefault(x.step, {})[rank] = x
+
+    def measured(self, rank: int, times: list[DdpTime]) -> list[StepTimesRow]:
+        """Add what DDP measured; returns it for steps whose rows are written already."""
+        written = []
+        for x in times:
+            if rank in self._waiting.get(x.step, ()):
+                self._measured[x.step, rank] = x
+            else:
+                written.append(StepTimesRow(rank=rank, step=x.step, comm_ms=x.comm_ms, exposed_ms=x.exposed_ms))
+        return written
 
     def rows(self, world: int, now_s: float, s: Snapshot, final: bool = False) -> list[StepRow]:
         out: list[StepRow] = []
@@ -36,7 +47,7 @@ class Steps:
                 continue
             late_ms = _late_ms(by_rank)
             for q, x in by_rank.items():
-                r = s.ranks.get(q)
+                r, measured = s.ranks.get(q), self._measured.pop((step, q), None)
                 out.append(
                     StepRow(
                         rank=q,
@@ -57,6 +68,8 @@ class Steps:
                         loss=x.loss,
                         rss_bytes=r.rss_bytes if r else None,
                         device_bytes=r.device_bytes if r else None,
+                        comm_ms=measured.comm_ms if measured else None,
+                        exposed_ms=measured.exposed_ms if measured else None,
                     )
                 )
             del self._waiting[step]
@@ -278,3 +291,26 @@ def loader_rows(s: Snapshot) -> list[LoaderRow]:
                 )
             )
     return out
+
+
+def ddp_rows(s: Snapshot) -> list[DdpRow]:
+    """Return the gradients' buckets of every rank's DDP modules, as far as they are known."""
+    return [
+        DdpRow(
+            rank=r.rank,
+            model=i,
+            name=m.name,
+            pgroup=m.group,
+            backwards=m.synced_backwards,
+            bytes=m.buckets.bytes,
+            buckets=m.buckets.buckets,
+            bucket_bytes=",".join(map(str, m.buckets.bucket_bytes)),
+            bucket_cap_bytes=m.buckets.bucket_cap_bytes,
+            gradient_as_bucket_view=m.buckets.gradient_as_bucket_view,
+            comm_hook=m.buckets.comm_hook,
+            dtypes=m.buckets.dtypes or None,
+        )
+        for r in s.ranks.values()
+        for i, m in enumerate(r.models)
+        if m.buckets is not None
+    ]

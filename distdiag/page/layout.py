@@ -9,9 +9,9 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 6
+VERSION = 7
 HEAP_BYTES = 192 * 1024
-CALLS, STEPS, SAMPLES, SCALARS = 1024, 256, 128, 64
+CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
 
@@ -108,6 +108,7 @@ class Header(Structure):
         ("stack_ns", c_uint64),
         ("n_samples", c_uint64),
         ("n_scalars", c_uint64),
+        ("n_ddp_times", c_uint64),
         ("n_peers", c_uint32),
         ("n_sites", c_uint32),
         ("n_loaders", c_uint32),
@@ -201,6 +202,7 @@ class ModelSlot(Structure):
         ("never_called", c_uint32),  # JSON list of their modules that the first forward did not enter; 0: not seen
         ("frozen_names", c_uint32),  # JSON list of [name, elements]
         ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every look so far
+        ("buckets", c_uint32),  # JSON object: bytes, buckets, bucket_bytes, …; 0: not known yet
     ]
 
 
@@ -289,6 +291,20 @@ class ScalarRecord(Structure):
     _fields_ = [("number", c_uint64), ("name", c_uint32), ("step", c_uint64), ("value", c_double), ("t_ns", c_uint64)]
 
 
+class DdpTimeRecord(Structure):
+    """One backward pass of a DDP module as its reducer timed it."""
+
+    _fields_ = [
+        ("number", c_uint64),
+        ("model", c_uint64),  # index of its slot
+        ("began_ns", c_uint64),  # when the backward pass began
+        ("per_step", c_uint64),  # such passes in each step; 0: not known, or not always as many
+        ("comm_ns", c_uint64),  # from the first bucket's start to the last one's end
+        ("overlap_ns", c_uint64),  # the part of it during which gradients were computed
+        ("backward_ns", c_uint64),  # until the last gradient was computed
+    ]
+
+
 class Page(Structure):
     _fields_ = [
         ("header", Header),
@@ -301,6 +317,7 @@ class Page(Structure):
         ("steps", StepRecord * STEPS),
         ("samples", SampleRecord * SAMPLES),
         ("scalars", ScalarRecord * SCALARS),
+        ("ddp_times", DdpTimeRecord * DDP_TIMES),
         ("heap", c_uint8 * HEAP_BYTES),
     ]
 

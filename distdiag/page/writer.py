@@ -20,6 +20,7 @@ from pathlib import Path
 from distdiag.page.layout import (
     CALL_FORMAT,
     CALLS,
+    DDP_TIMES,
     FAILED_CALL,
     GROUPS,
     HEAP_BYTES,
@@ -188,6 +189,19 @@ class PageWriter:
         rec.number = number
         header.n_samples = number
 
+    def write_ddp_time(
+        self, model: int, began_ns: int, per_step: int, comm_ns: int, overlap_ns: int, backward_ns: int
+    ) -> None:
+        """Add one measurement of a DDP module's backward pass."""
+        header = self.h
+        number = header.n_ddp_times + 1
+        rec = self.page.ddp_times[header.n_ddp_times % DDP_TIMES]
+        rec.number = 0  # a half-written record is recognised
+        rec.model, rec.began_ns, rec.per_step = model, began_ns, per_step
+        rec.comm_ns, rec.overlap_ns, rec.backward_ns = comm_ns, overlap_ns, backward_ns
+        rec.number = number
+        header.n_ddp_times = number
+
 
 # What a sound header cannot exceed: slots of its tables, and counts that a job cannot reach in years.
 _COUNT = 1 << 48
@@ -197,7 +211,7 @@ _MOST = (
     ("n_sites", SITES), ("n_loaders", LOADERS), ("n_models", MODELS), ("heap_used", HEAP_BYTES), ("initialised", 1 << 16),
     ("new_groups", 1 << 24), ("rank", 1 << 20), ("world_size", 1 << 20), ("local_world_size", 1 << 16), ("node", 1 << 20),
     ("pid", 1 << 30), ("step", _COUNT), ("micro_steps", _COUNT), ("n_steps", _COUNT), ("n_calls", _COUNT),
-    ("n_samples", _COUNT), ("n_scalars", _COUNT), ("dropped", _COUNT), ("errors", _COUNT),
+    ("n_samples", _COUNT), ("n_scalars", _COUNT), ("n_ddp_times", _COUNT), ("dropped", _COUNT), ("errors", _COUNT),
 )  # fmt: skip
 
 

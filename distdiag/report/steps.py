@@ -17,7 +17,8 @@ Ints = NDArray[np.int64]
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
 TIMES = ("step_ms", "self_ms", "wait_ms", "late_ms", *(f"{p}_ms" for p in PHASES))
-COLUMNS = ("rank", "step", *TIMES, "t_end_s", "samples", "loss", "rss_bytes", "device_bytes")
+MEASURED = ("comm_ms", "exposed_ms")  # of the steps that DDP timed
+COLUMNS = ("rank", "step", *TIMES, *MEASURED, "t_end_s", "samples", "loss", "rss_bytes", "device_bytes")
 MAX_ROWS = 400_000  # read into memory; of longer runs every k-th step
 MAX_SERIES = 500  # points of a chart
 ENOUGH_FOR_INTERVAL = 20
@@ -88,7 +89,9 @@ def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
     """Step rows of a run; every k-th step only where there are more than `max_rows` rows."""
     rows = run.query("SELECT count(*) FROM step")[0][0]
     every = max(1, -(-rows // max_rows))
-    found = run.query(f"SELECT {', '.join(COLUMNS)} FROM step WHERE step % ? = 0 ORDER BY step, rank", (every,))
+    # the steps that DDP timed are few and spread evenly: where only some steps are read, those are among them
+    names = ", ".join(run.named("step", COLUMNS))
+    found = run.query(f"SELECT {names} FROM step WHERE step % ? = 0 ORDER BY step, rank", (every,))
     table = np.array(found, dtype=np.float64) if found else np.empty((0, len(COLUMNS)))
     return Steps({name: table[:, i] for i, name in enumerate(COLUMNS)}, every)
 

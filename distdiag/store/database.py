@@ -37,6 +37,7 @@ class Database:
         self.note = note  # what a person should know about how it was opened
         self._con = con
         self._inode = inode(database)
+        self._columns: dict[str, frozenset[str]] = {}
 
     def close(self) -> None:
         self._con.close()
@@ -78,12 +79,21 @@ class Database:
         """A number that changes when another process has written: the cheapest "is there anything new"."""
         return self.query("PRAGMA data_version")[0][0]
 
+    def named(self, table: str, columns: Sequence[str]) -> list[str]:
+        """Return SQL for columns of a table: "NULL" for those that the run lacks because an older version wrote it."""
+        if table not in self._columns:
+            found = frozenset(row[1] for row in self.query(f"PRAGMA table_info({table})"))
+            if not found:  # no such table: the query says so
+                return [f"{table}.{c}" for c in columns]
+            self._columns[table] = found
+        return [f"{table}.{c}" if c in self._columns[table] else "NULL" for c in columns]
+
     def structs(
         self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
     ) -> list[_T]:
         """Return rows of a table as Structs, whose fields are its columns; rows that lack a needed value are left out."""
         fields, booleans = kind.__struct_fields__, _booleans(kind)
-        names = ", ".join(f"{table}.{c}" for c in fields)
+        names = ", ".join(self.named(table, fields))
         found = [list(row) for row in self.query(f"SELECT {names} FROM {table} {tail}", args)]
         for row in found:
             for i in booleans:

@@ -28,6 +28,7 @@ from distdiag.store.frames import Frame, RankRow, unpack_table
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
+    DdpRow,
     Event,
     GpuRow,
     GroupRow,
@@ -235,7 +236,7 @@ class Run(Database):
         if ranks is None:
             return self.structs(StepRow, "step", "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
         names = StepRow.__struct_fields__
-        rows = self.query(_seek(", ".join(f"step.{n}" for n in names), len(ranks)), (first, last, *ranks))
+        rows = self.query(_seek(", ".join(self.named("step", names)), len(ranks)), (first, last, *ranks))
         return [StepRow(**dict(zip(names, r, strict=True))) for r in rows]
 
     def step_column(
@@ -244,7 +245,8 @@ class Run(Database):
         """`(rank, step, value)` of one column of table step, for these ranks: what a heat map draws."""
         if column not in StepRow.__struct_fields__:
             raise ValueError(f"no column {column}")
-        return self.query(_seek(f"step.rank, step.step, step.{column}", len(ranks)), (first, last, *ranks))
+        (value,) = self.named("step", [column])
+        return self.query(_seek(f"step.rank, step.step, {value}", len(ranks)), (first, last, *ranks))
 
     def step_totals(self, first: int, last: int) -> list[StepTotal]:
         """One row per step over all ranks."""
@@ -309,6 +311,12 @@ class Run(Database):
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'loader'"):
             return []
         return self.structs(LoaderRow, "loader", "ORDER BY rank, loader")
+
+    def ddp(self) -> list[DdpRow]:
+        """Return the newest state of every DDP module, by rank; empty if none was measured."""
+        if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'ddp'"):
+            return []
+        return self.structs(DdpRow, "ddp", "ORDER BY rank, model")
 
     def scalars(self, name: str | None = None, limit: int = 10_000) -> list[ScalarRow]:
         """Values that the job logged, newest last."""

@@ -31,6 +31,34 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loss: float | None = None
     rss_bytes: int | None = None
     device_bytes: int | None = None
+    comm_ms: float | None = None  # of the steps that DDP measured: from its first bucket's start to the last one's end
+    exposed_ms: float | None = None  # the part of it that no computation of gradients hides
+
+
+class StepTimesRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What DDP measured of a step whose row may be written already."""
+
+    comm_ms: float
+    exposed_ms: float
+    rank: int
+    step: int
+
+
+class DdpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The gradients of one DDP module of one rank and how they are sent, newest state."""
+
+    rank: int
+    model: int = 0  # index in the order of wrapping
+    name: str | None = None  # class of the module
+    pgroup: str | None = None
+    backwards: int | None = None  # that averaged gradients so far
+    bytes: int | None = None  # of all gradients
+    buckets: int | None = None  # all-reduces per backward pass
+    bucket_bytes: str | None = None  # '1024,2048', in the order of sending; the first 256
+    bucket_cap_bytes: int | None = None
+    gradient_as_bucket_view: bool | None = None
+    comm_hook: str | None = None  # NULL: none
+    dtypes: str | None = None
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -30,6 +30,8 @@ CREATE TABLE IF NOT EXISTS step (          -- one row per rank and optimizer ste
   other_ms REAL, wait_ms REAL, self_ms REAL,  -- self = step - wait (waiting for other ranks; DDP buffer waits are not in forward_ms)
   late_ms REAL,                            -- arrival at the step's first collective after the first rank; the slow rank arrives last
   samples INTEGER, loss REAL, rss_bytes INTEGER, device_bytes INTEGER,
+  comm_ms REAL,                            -- DDP's gradients, first bucket's start to last one's end; only of steps that DDP timed
+  exposed_ms REAL,                         -- the part of comm_ms that no computation of gradients hides
   PRIMARY KEY (step, rank)                 -- in the order of writing: one page a step, not one page a rank
 ) WITHOUT ROWID;
 
@@ -99,4 +101,12 @@ CREATE TABLE IF NOT EXISTS loader (        -- every DataLoader of every rank, ne
   epoch INTEGER, batches INTEGER, exhausted INTEGER, in_training INTEGER, workers INTEGER,
   fingerprint INTEGER, previous_fingerprint INTEGER,  -- of the first batches of this epoch and the one before
   PRIMARY KEY (rank, loader)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS ddp (           -- the gradients of every DDP module of every rank, newest state
+  rank INTEGER, model INTEGER, name TEXT, pgroup TEXT,
+  backwards INTEGER,                       -- that averaged gradients so far
+  bytes INTEGER, buckets INTEGER, bucket_bytes TEXT, bucket_cap_bytes INTEGER,  -- bucket_bytes: '1024,2048', the first 256
+  gradient_as_bucket_view INTEGER, comm_hook TEXT, dtypes TEXT,
+  PRIMARY KEY (rank, model)
 ) WITHOUT ROWID;

@@ -23,7 +23,18 @@ from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.store import SCHEMA_VERSION, filesystem, rundir
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
 from distdiag.store.keep import Keeper
-from distdiag.store.rows import CollectiveRow, GpuRow, GroupRow, HostRow, LoaderRow, ProcessRow, ScalarRow, StepRow
+from distdiag.store.rows import (
+    CollectiveRow,
+    DdpRow,
+    GpuRow,
+    GroupRow,
+    HostRow,
+    LoaderRow,
+    ProcessRow,
+    ScalarRow,
+    StepRow,
+    StepTimesRow,
+)
 from distdiag.terms.ranks import fold_ranks
 
 SCHEMA = Path(__file__).with_name("schema.sql")
@@ -45,6 +56,8 @@ _FRAME = "INSERT OR REPLACE INTO frame VALUES (?, ?, ?, ?)"
 _EVENT = "INSERT INTO event VALUES (?, ?, ?, ?)"
 _RANK = _insert("rank", TABLE_COLUMNS)
 _STEP = _insert("step", StepRow.__struct_fields__)
+_STEP_TIMES = "UPDATE step SET comm_ms = ?, exposed_ms = ? WHERE rank = ? AND step = ?"
+_DDP = _insert("ddp", DdpRow.__struct_fields__)
 _COLLECTIVE = _insert("collective", CollectiveRow.__struct_fields__)
 _GROUP = "INSERT OR REPLACE INTO pgroup VALUES (?, ?, ?, ?, ?)"
 _HOST = _insert("host", HostRow.__struct_fields__)
@@ -213,6 +226,14 @@ class Writer:
 
     def steps(self, rows: list[StepRow]) -> None:
         self._add(_STEP, map(msgspec.structs.astuple, rows))
+
+    def step_times(self, rows: list[StepTimesRow]) -> None:
+        """Add what DDP measured to steps that are written."""
+        self._add(_STEP_TIMES, map(msgspec.structs.astuple, rows))
+
+    def ddp(self, rows: list[DdpRow]) -> None:
+        """Replace the newest state of these DDP modules."""
+        self._add(_DDP, (tuple(map(_value, msgspec.structs.astuple(r))) for r in rows))
 
     def collectives(self, rows: list[CollectiveRow]) -> None:
         self._add(_COLLECTIVE, map(msgspec.structs.astuple, rows))

@@ -10,12 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.report.steps import read_steps
 from distdiag.store import rundir, stacks
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import Monitor, ReadStatus, RunUnreadable, open_run
+from distdiag.store.rows import StepRow, StepTimesRow
 from distdiag.store.writer import Writer
 
 
@@ -71,6 +74,32 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     away.mkdir()
     (away / rundir.POINTER).write_text('{"host": "node-far-away", "path": "/tmp/x/run.db"}')
     assert _status(away) is ReadStatus.ELSEWHERE
+
+
+def test_columns_that_an_older_version_did_not_write_are_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Writer(path) as w:
+        w.steps([StepRow(rank=0, step=1, step_ms=5.0, comm_ms=2.0, exposed_ms=1.0)])
+    with open_run(path) as run:
+        assert run.step_column("exposed_ms", 1, 1, [0]) == [(0, 1, 1.0)]
+    con = sqlite3.connect(path / "run.db")
+    con.executescript("ALTER TABLE step DROP COLUMN comm_ms; ALTER TABLE step DROP COLUMN exposed_ms; DROP TABLE ddp")
+    con.close()
+    with open_run(path) as run:
+        assert run.ddp() == [] and run.step_column("exposed_ms", 1, 1, [0]) == [(0, 1, None)]
+        for steps in (run.steps(1, 1), run.steps(1, 1, [0])):
+            assert [(x.step_ms, x.comm_ms, x.exposed_ms) for x in steps] == [(5.0, None, None)]
+        assert np.isnan(read_steps(run)["exposed_ms"]).all()
+
+
+def test_what_ddp_measured_is_added_to_a_step_that_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Writer(path) as w:
+        w.steps([StepRow(rank=0, step=1, step_ms=5.0), StepRow(rank=1, step=1, step_ms=5.0)])
+        w.commit()
+        w.step_times([StepTimesRow(rank=1, step=1, comm_ms=2.0, exposed_ms=1.0)])
+    with open_run(path) as run:
+        assert [(x.rank, x.comm_ms, x.exposed_ms) for x in run.steps(1, 1)] == [(0, None, None), (1, 2.0, 1.0)]
 
 
 def test_damage_in_the_middle_of_the_file_is_corrupt(tmp_path: Path) -> None:

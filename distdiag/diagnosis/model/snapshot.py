@@ -94,6 +94,27 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 
 
+class Buckets(msgspec.Struct, frozen=True, kw_only=True):
+    """How a DDP module sends its gradients."""
+
+    bytes: int = 0  # of all gradients
+    buckets: int = 0  # all-reduces per backward pass
+    bucket_bytes: tuple[int, ...] = ()  # in the order of sending; the first 256
+    bucket_cap_bytes: int | None = None
+    gradient_as_bucket_view: bool = False
+    comm_hook: str | None = None  # None: none is registered
+    dtypes: str = ""
+
+
+class DdpTime(msgspec.Struct, frozen=True, gc=False):
+    """Communication of one measured step of one rank, ms, over all its DDP modules."""
+
+    step: int
+    step_ms: float
+    comm_ms: float  # from the first bucket's start to the last one's end
+    exposed_ms: float  # the part of it that no computation of gradients hides
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One DDP-wrapped module of one rank."""
 
@@ -121,6 +142,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     )
     unused_site: Site | None = None  # the forward that DDP refused because of them
     search_ms: float | None = None  # per step, spent looking for unused parameters
+    buckets: Buckets | None = None  # None: no backward pass was measured yet
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -212,6 +234,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[Model, ...] = ()
     samples: tuple[Sample, ...] = ()
     steps: tuple[Step, ...] = ()  # the last 64, oldest first
+    ddp_times: tuple[DdpTime, ...] = ()  # of the last 32 steps that DDP measured, oldest first
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
     in_join: bool = False  # it entered torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught

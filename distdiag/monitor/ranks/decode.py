@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdiag.diagnosis.model.snapshot import Loader, Model, Site
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import Buckets, Loader, Model, Site
 from distdiag.page.layout import NO_GROUP, Header, Page
 from distdiag.page.writer import PageReader
 from distdiag.terms.ranks import unfold_ranks
@@ -162,6 +165,13 @@ class Slots:
             )
         return tuple(out)
 
+    def buckets(self, offset: int) -> Buckets | None:
+        """Return a DDP module's buckets; None if they are not known, or damaged."""
+        with contextlib.suppress(msgspec.ValidationError):
+            found = self.parsed(offset)
+            return msgspec.convert(found, Buckets) if found else None
+        return None
+
     def models(self, page: Page) -> tuple[Model, ...]:
         out = []
         for i in range(page.header.n_models):
@@ -191,6 +201,7 @@ class Slots:
                     never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
                     unused_site=self.site(m.unused_site),
                     search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
+                    buckets=self.buckets(m.buckets),
                 )
             )
         return tuple(out)

@@ -12,6 +12,7 @@ from typing import Any, Self
 from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.monitor.host.processes import Ending
+from distdiag.monitor.ranks.ddp_times import DdpTimes
 from distdiag.monitor.ranks.decode import Slots
 from distdiag.page.layout import (
     ASYNC,
@@ -65,6 +66,7 @@ class PageView(Slots):
     _calls_read: int = 0
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _steps_read: int = 0
+    ddp_times: DdpTimes = field(default_factory=DdpTimes)
     _samples_read: int = 0
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _scalars_read: int = 0
@@ -146,6 +148,7 @@ class PageView(Slots):
         h = page.header
         self._read_calls(page, h)
         self._read_steps(page, h)
+        self.ddp_times.read(page, self.start_ns, itertools.chain(reversed(self.new_steps), reversed(self.steps)))
         while self._samples_read < h.n_samples:
             self._samples_read = max(self._samples_read, h.n_samples - SAMPLES)
             rec = page.samples[self._samples_read % SAMPLES]

@@ -164,6 +164,7 @@ class RankView(PageView):
             models=self.models(page),
             samples=tuple(self.samples),
             steps=tuple(self.steps),
+            ddp_times=tuple(self.ddp_times.kept),
             ended_waiting=life == Life.KILLED and self._died_waiting(h),
             in_join=bool(h.in_join),
             caught=self.text(h.caught) or None,

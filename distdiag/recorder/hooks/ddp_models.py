@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import weakref
 from types import FrameType
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distdiag.page.layout import MODELS, ModelSlot
+from distdiag.page.layout import MODELS, ModelSlot, Page
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastPlace, ModelWords
 from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.first_forward import FirstForward
 from distdiag.recorder.hooks.tensor_checks import NAMES_KEPT
@@ -42,7 +44,13 @@ class Model(ModelWords):
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
         self.unused_texts: set[str] = set()
-        self.never: set[str] | None = None  # parameters without gradient at every look; None before the first
+        self.never: set[str] | None = None  # parameters without gradient at every check; None before the first
+        self.times: DdpTimes | None = None  # what its reducer measures
+
+    @property
+    def next_event(self) -> int:
+        """The next step before whose optimizer there is something to read or to check."""
+        return self.next_check if self.times is None else min(self.next_check, self.times.next_read)
 
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None
@@ -94,6 +102,12 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
         m.hook = ph.watch_last_gradient(first)
         ph.checks.local_gradients = True
     ph.ledger.next_look = 0
+    m.times = DdpTimes(ddp, index_of(ph.page.page, slot), slot, m.synced_at)
+
+
+def index_of(page: Page, slot: ModelSlot) -> int:
+    """Return the index of a model's slot in the page."""
+    return (ctypes.addressof(slot) - ctypes.addressof(page.models)) // ctypes.sizeof(ModelSlot)
 
 
 def hash_text(s: str) -> int:

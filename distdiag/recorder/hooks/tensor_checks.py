@@ -209,7 +209,13 @@ class Checks:
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
                 self._unused(m, step)
-        self.ledger.next_look = min((m.next_check for m in models.values()), default=0)
+            if m.times is not None and step >= m.times.next_read and not _capturing():
+                ddp = m.ref()
+                if ddp is None:
+                    m.times = None
+                else:
+                    m.times.read(ddp, self.page, step)
+        self.ledger.next_look = min((m.next_event for m in models.values()), default=0)
         self.ledger.always = bool(self._suspects or self._reduced or not self.local_gradients)
 
     def _gradients(self, optimizer: Any, step: int) -> None:

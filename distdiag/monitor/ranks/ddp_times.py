@@ -1,0 +1,65 @@
+"""Communication times of DDP, from the page's ring to the steps they belong to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from distdiag.diagnosis.model.snapshot import DdpTime, Step
+from distdiag.page.layout import DDP_TIMES, Page
+
+MOST_NS = 24 * 3600 * 10**9  # a longer time is no measurement
+UNMATCHED = 64  # measurements of steps whose other models were not measured
+
+
+class DdpTimes:
+    """The measurements of one rank. A step counts once every DDP module that trains was measured in it."""
+
+    def __init__(self) -> None:
+        self.kept: deque[DdpTime] = deque(maxlen=32)
+        self._new: list[DdpTime] = []
+        self._read = 0
+        self._parts: dict[int, dict[int, tuple[float, float]]] = {}  # step -> model -> communication and exposed, ms
+
+    def read(self, page: Page, start_ns: int, steps: Iterable[Step]) -> None:
+        """Take over what is new in the ring.
+
+        Args:
+            start_ns: Monotonic time at which the run began.
+            steps: The newest steps of the rank, the newest first.
+        """
+        header = page.header
+        if self._read == header.n_ddp_times:
+            return
+        self._read = max(self._read, header.n_ddp_times - DDP_TIMES)
+        known = list(steps)
+        trained = {i for i in range(header.n_models) if page.models[i].synced_backwards}
+        while self._read < header.n_ddp_times:
+            record = page.ddp_times[self._read % DDP_TIMES]
+            self._read += 1
+            if record.number != self._read or record.model >= header.n_models or record.comm_ns > MOST_NS:
+                continue
+            began_s = (record.began_ns - start_ns) / 1e9
+            step = next((x for x in known if x.end_s - x.step_ms / 1e3 <= began_s <= x.end_s), None)
+            if step is None or not record.per_step:
+                continue
+            comm_ms = record.comm_ns / 1e6
+            exposed_ms = max(0.0, comm_ms - record.overlap_ns / 1e6)
+            parts = self._parts.setdefault(step.step, {})
+            parts[record.model] = (comm_ms * record.per_step, exposed_ms * record.per_step)
+            if trained <= parts.keys():
+                del self._parts[step.step]
+                self._add(step, [*parts.values()])
+        while len(self._parts) > UNMATCHED:
+            del self._parts[next(iter(self._parts))]
+
+    def _add(self, step: Step, parts: list[tuple[float, float]]) -> None:
+        comm_ms, exposed_ms = (min(sum(values), step.step_ms) for values in zip(*parts, strict=True))
+        found = DdpTime(step.step, step.step_ms, comm_ms, exposed_ms)
+        self.kept.append(found)
+        self._new.append(found)
+
+    def taken(self) -> list[DdpTime]:
+        """Return the measurements since the last call."""
+        taken, self._new = self._new, []
+        return taken

@@ -1,0 +1,73 @@
+"""DDP's own communication times reach run.db, on the steps that DDP measured."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from distdiag.store.reader import Run, open_run
+from tests.jobs import launch, rows
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+
+# One module averages in every second backward pass (accumulation), the other is never called.
+JOB = """
+    import contextlib
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256) for _ in range(9)]
+    model = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+    idle = DDP(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    for step in range(26):
+        optimizer.zero_grad()
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                model(torch.randn(8, 256)).square().mean().backward()
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    script = tmp_path_factory.mktemp("ddp") / "job.py"
+    script.write_text(textwrap.dedent(JOB))
+    path = script.with_name("run")
+    with launch(["-m", "distdiag.run", "--run-dir", path, script], timeout=240) as job:
+        assert job.wait() == 0, job.tail()
+    with open_run(path) as opened:
+        yield opened
+
+
+def test_measured_steps_have_times_and_the_others_have_none(run: Run) -> None:
+    steps = run.steps(1, 26)
+    assert {x.rank for x in steps} == {0, 1} and all(x.step_ms for x in steps)
+    measured = [x for x in steps if x.comm_ms is not None]
+    # DDP's first ten iterations, then every eighth; the results of one are there in the step after it
+    assert {x.step for x in measured} == {*range(1, 11), 16, 24}
+    assert all(x.exposed_ms is None for x in steps if x.comm_ms is None)
+    assert all(0 <= x.exposed_ms <= x.comm_ms <= x.step_ms for x in measured)  # type: ignore[operator]
+
+
+def test_buckets_are_those_of_the_gradients(run: Run) -> None:
+    found = run.ddp()
+    assert [(x.rank, x.model) for x in found] == [(0, 0), (1, 0)]  # the idle module was never measured
+    for x in found:
+        assert x.bytes == 9 * (256 * 256 + 256) * 4 and x.bucket_bytes is not None
+        sizes = [int(n) for n in x.bucket_bytes.split(",")]
+        assert len(sizes) == x.buckets and sum(sizes) == x.bytes and len(sizes) > 1
+        assert x.comm_hook is None and x.gradient_as_bucket_view is False and x.dtypes == "float"
+        assert x.backwards is not None and x.backwards >= 24
+
+
+def test_the_recorder_had_no_errors(run: Run) -> None:
+    assert rows(run.path, "SELECT recorder_errors FROM rank") == [(0,), (0,)]
