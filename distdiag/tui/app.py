@@ -74,6 +74,7 @@ class DistdiagApp(Files):
         super().__init__()
         self.run_dir = run_dir
         self.ui = ui or Ui()
+        self.ui.colour = not os.environ.get("NO_COLOR")
         self.snap = Snapshot(run_dir)
         self.pages = pages()
         self.source = Source(run_dir, self._deliver, hz=hz, follow_attempts=follow_attempts)

@@ -13,6 +13,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from distdiag.tui.lines import STYLES, Line, hit_at
+from distdiag.tui.palette import colours
+from distdiag.tui.picture import svg
 
 
 class Canvas(Widget, can_focus=True):
@@ -96,7 +98,13 @@ class Canvas(Widget, can_focus=True):
         found = self._styles.get(names)
         if found is None:
             found = self.rich_style
-            for name in names.split():
+            dark = self.app.current_theme.dark
+            # an area keeps its colours under the cursor
+            for name in sorted(names.split(), key=lambda n: colours(n, dark) is not None):
+                area = colours(name, dark)
+                if area is not None:
+                    found = found + Style(color=area[0], bgcolor=area[1])
+                    continue
                 # the full style, not the partial one: only there a share of a colour is mixed with the ground
                 style = self.get_component_rich_style(f"canvas--{name}")
                 ground = style.bgcolor if name == "cursor" else found.bgcolor
@@ -105,6 +113,10 @@ class Canvas(Widget, can_focus=True):
                 found = found + marks + Style(color=text, bgcolor=ground)
             self._styles[names] = found
         return found
+
+    def picture(self, title: str) -> str:
+        """What is shown, as SVG."""
+        return svg(self._lines, self._style, self.size.width, title)
 
     def notify_style_update(self) -> None:
         """Another theme: all styles are looked up anew."""

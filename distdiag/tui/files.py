@@ -15,6 +15,7 @@ from distdiag.tui import once
 from distdiag.tui.text import quote
 
 if TYPE_CHECKING:
+    from distdiag.tui.canvas import Canvas
     from distdiag.tui.snapshot import Snapshot
     from distdiag.tui.source import Source
     from distdiag.tui.ui import Ui
@@ -27,6 +28,7 @@ class Files(App[None]):
         snap: Snapshot
         ui: Ui
         source: Source
+        canvas: Canvas
 
         def say(self, text: str) -> None: ...
         def redraw(self, late: bool = False) -> None: ...
@@ -50,7 +52,7 @@ class Files(App[None]):
 
     def action_picture(self) -> None:
         title = f"distdiag tui {quote(self.snap.run)}"
-        self._write(self._free_name("svg"), self.export_screenshot(title=title).encode())
+        self._write(self._free_name("svg"), self.canvas.picture(title).encode())
 
     async def action_refresh_stacks(self) -> None:
         """Run `distdiag dump`: the only action here that asks the ranks, and only on request."""

@@ -15,6 +15,8 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import RunUnreadable, open_run
 from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, plain
+from distdiag.tui.palette import code_256
+from distdiag.tui.palette import colours as area_colours
 from distdiag.tui.screens import Page, pages, readers
 from distdiag.tui.snapshot import Request, Snapshot, Taker
 from distdiag.tui.state import job_state
@@ -88,8 +90,20 @@ def coloured(text: Line, colours: bool) -> str:
     for t, style, _ in text:
         t, room = t[:room], max(0, room - len(t))
         codes = [_CODES[s] for s in style.split() if s in _CODES and (colours or s not in _COLOURS)]
+        if colours:
+            codes += _area_codes(style)
         out.append(f"\x1b[{';'.join(codes)}m{t}\x1b[0m" if codes and t.strip() else t)
     return "".join(out)
+
+
+def _area_codes(style: str) -> list[str]:
+    """Codes of the fixed colours of areas: 256 colours, which every terminal has."""
+    out = []
+    for name in style.split():
+        text, ground = area_colours(name) or (None, None)
+        out += [f"38;5;{code_256(text)}"] if text else []
+        out += [f"48;5;{code_256(ground)}"] if ground else []
+    return out
 
 
 def wants_colour(stream: Any = None) -> tuple[bool, bool]:
@@ -109,6 +123,7 @@ def needs_ascii(stream: Any = None) -> bool:
 def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapshot:
     """Print one screen; at a terminal as large as it is (one line stays for the prompt), in a pipe all rows."""
     escapes, colours = wants_colour()
+    ui = replace(ui, colour=colours)
     if size is not None:
         width, height = size
     elif sys.stdout.isatty():

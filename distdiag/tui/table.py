@@ -26,6 +26,9 @@ class Column(Generic[R]):
         align: `>` for numbers.
         priority: Columns with a higher number are left out first.
         grow: Takes what is left of the line, up to so many cells more.
+        tail: Cells at the right that the title leaves free: a bar after a number.
+        parts: Makes the parts of a cell for the width that it got, in place of `cell`.
+        head: Makes the parts of the title for that width; nothing leaves the title.
     """
 
     key: str
@@ -36,6 +39,9 @@ class Column(Generic[R]):
     align: str = ">"
     priority: int = 0
     grow: int = 0
+    tail: int = 0
+    parts: Callable[[R, int], list[Part]] | None = None
+    head: Callable[[int], list[Part]] | None = None
 
 
 def choose(columns: Sequence[Column[R]], width: int, lead: int = 0) -> list[tuple[Column[R], int]]:
@@ -65,11 +71,15 @@ def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "
     """The head of a table; clicking a title sorts by it."""
     parts: list[Part] = [(" " * lead, "head", "")]
     for column, width in chosen:
-        title = column.title
+        if column.head is not None and (made := column.head(width)):
+            parts += [(" ", "head", ""), *made]
+            continue
+        title, width = column.title, width - column.tail
         if column.key and column.key == sort and cells(title) < width:
             arrow = "↑" if reverse else "↓"
             title = title + arrow if column.align == "<" else arrow + title
-        parts.append((" " + fit(title, width, column.align), "head", f"sort:{column.key}" if column.key else ""))
+        text = " " + fit(title, width, column.align) + " " * column.tail
+        parts.append((text, "head", f"sort:{column.key}" if column.key else ""))
     return tuple(parts)
 
 
@@ -85,6 +95,9 @@ def row(
     """
     parts: list[Part] = list(lead)
     for column, width in chosen:
+        if column.parts is not None:
+            parts += [(" ", "", hit), *((t, s, h or hit) for t, s, h in column.parts(item, width))]
+            continue
         got = column.cell(item)
         text, style = got if isinstance(got, tuple) else (got, "")
         if dim and style not in ("error", "warning"):

@@ -33,6 +33,7 @@ class Ui:
     rank: int | None = None  # of the detail page
     paused_at_s: float | None = None
     ascii: bool = False
+    colour: bool = True  # False: phases are letters, heat is digits
     warn_pct: float = 5.0
     error_pct: float = 20.0
     interactive: bool = True  # False for --once: no cursor, no key bar
@@ -40,6 +41,11 @@ class Ui:
     typing: bool = False  # the filter line is open
     rows: int = 10  # items on the screen at the last drawing
     busy: str = ""  # what runs in the background
+
+    @property
+    def drawn(self) -> bool:
+        """True if areas are drawn in colour."""
+        return self.colour and not self.ascii
 
     def window(self, page: str, items: Sequence[Hashable], rows: int) -> tuple[int, int | None]:
         """First item shown, and the index of the cursor; keeps the cursor on its item and on the screen."""

@@ -4,31 +4,74 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from distdiag.store.frames import RankRow
 from distdiag.store.reader import Frame, Run
-from distdiag.tui import severity
+from distdiag.tui import bars, history, severity
 from distdiag.tui.header import head
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
 from distdiag.tui.order import BY_KEY, Cached
 from distdiag.tui.panels import footer_panel
 from distdiag.tui.rankmap import map_lines
 from distdiag.tui.screens import comm
-from distdiag.tui.screens.ranks_columns import Shown, columns_for
+from distdiag.tui.screens.ranks_columns import NOTHING, Capacity, Shown, columns_for
 from distdiag.tui.screens.ranks_groups import group_lines, groups
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.state import JobState
 from distdiag.tui.table import choose, header, row
-from distdiag.tui.text import cells, clean, decimal, fit, integer, milliseconds, percent, size
+from distdiag.tui.text import cells, clean, decimal, integer, milliseconds, percent, size
 from distdiag.tui.ui import Ui
 
 MIN_ROWS = 6
-PANEL_WIDTH, PANEL_HEIGHT = 90, 40  # smaller screens have no bars and no collectives
+PANEL_WIDTH, PANEL_HEIGHT = 90, 40  # smaller screens have no collectives
+CHART_LINES = 27
+CHARTS_FROM = 28  # lines of a screen that has charts however many ranks there are
+GPU_AGE_S = 10.0  # an older sample of a GPU is not shown
 
 
-def read(run: Run, request: Request, frame: Frame, cache: dict) -> comm.CommData | None:
-    """Collectives of the last steps, where the screen has room for them."""
-    return comm.read(run, request, frame, cache) if request.extra else None
+@dataclass(frozen=True)
+class RanksData:
+    """What the home screen shows beyond the frame."""
+
+    comm: comm.CommData | None = None
+    points: tuple[history.Point, ...] = ()
+    capacity: dict[int, Capacity] = field(default_factory=dict)  # by rank, of the ranks on the screen
+
+
+def read(run: Run, request: Request, frame: Frame, cache: dict) -> RanksData:
+    """The job over time; bars of the ranks on the screen; collectives where there is room for them."""
+    return RanksData(
+        comm.read(run, request, frame, cache) if request.extra else None,
+        history.read(run, frame, cache),
+        _capacity(run, request, frame),
+    )
+
+
+def _capacity(run: Run, request: Request, frame: Frame) -> dict[int, Capacity]:
+    """GPU and host of each rank on the screen, the newest samples of that moment."""
+    at = frame.t_s
+    gpus = {
+        (node, gpu): (use, total)
+        for node, gpu, use, total in run.query(
+            "SELECT node, gpu, utilization_pct, memory_total_bytes FROM gpu WHERE t_s > ? AND t_s <= ? ORDER BY t_s",
+            (at - GPU_AGE_S if len(frame.table) <= 64 else at - 2.0, at + 1.0),
+        )
+    }
+    hosts = dict(
+        run.query(
+            "SELECT node, memory_total_bytes FROM host WHERE t_s > ? AND t_s <= ? ORDER BY t_s", (at - 10.0, at + 1.0)
+        )
+    )
+    out = {}
+    table = frame.table
+    ranks, nodes, devices = table.numbers("rank"), table.numbers("node"), table.numbers("gpu")
+    for rank in request.ranks:
+        if rank in ranks:
+            i = ranks.index(rank)
+            use, total = gpus.get((nodes[i], devices[i]), (None, None))
+            out[rank] = Capacity(use, total, hosts.get(nodes[i]))
+    return out
 
 
 class RanksPage:
@@ -38,9 +81,20 @@ class RanksPage:
 
     def __init__(self) -> None:
         self.order = Cached(time.monotonic)
+        self._charts: tuple[object, list[Line]] = (None, [])
+
+    def charts(self, points: tuple[history.Point, ...], now: float, *how: Any) -> list[Line]:
+        """The charts; drawn again with a new step, or every second."""
+        key = (len(points), points[-1] if points else None, int(now), how)
+        if self._charts[0] != key:
+            self._charts = (key, history.chart_lines(points, now, *how))
+        return self._charts[1]
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("ranks", ui.paused_at_s, extra=width >= PANEL_WIDTH and height >= PANEL_HEIGHT)
+        items = () if ui.group else self.order.ranks(snap, ui)
+        top, _ = ui.window("ranks", items, height)
+        shown = tuple(items[top : top + height])
+        return Request("ranks", ui.paused_at_s, None, shown, extra=width >= PANEL_WIDTH and height >= PANEL_HEIGHT)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         if ui.group:
@@ -56,6 +110,9 @@ class RanksPage:
         panel = footer_panel(snap, ui, job, width, _panel_height(height))
         lines += map_lines(snap, width, height - len(lines) - len(panel) - MIN_ROWS - 2)
         room = height - len(lines) - len(panel)
+        if height >= CHARTS_FROM and isinstance(snap.panel, RanksData) and snap.panel.points:
+            # with many ranks the charts shrink first, to one row of the lowest ones
+            room = max(min(room, MIN_ROWS), room - history.MIN_HEIGHT - 1)
         if ui.group:
             body, shown, cursor = group_lines(snap, ui, width, max(1, room))
         else:
@@ -63,8 +120,7 @@ class RanksPage:
         at = None if cursor is None else len(lines) + cursor
         lines += body
         left = height - len(lines) - len(panel)
-        if width >= PANEL_WIDTH and height >= PANEL_HEIGHT:
-            lines += _extra(snap, ui, job, rows, width, left)
+        lines += _extra(self, snap, ui, width, left)
         lines += [BLANK] * (height - len(lines) - len(panel))
         return Screenful([*lines, *panel][:height], shown, at)
 
@@ -120,7 +176,9 @@ def _table(
     """Head, rows and the line that says how many are not on the screen; shown rows; line of the cursor."""
     assert snap.frame is not None
     table = snap.frame.table
-    columns = columns_for(snap, ui, job.stuck)
+    columns = columns_for(snap, ui, job.stuck, width)
+    capacity = snap.panel.capacity if isinstance(snap.panel, RanksData) else {}
+    scale = max(table.known("step_ms"), default=0.0)
     chosen = choose(columns, width, lead=2)
     out = [header(chosen, 2, ui.sort, ui.reverse)]
     if not rows:
@@ -136,7 +194,9 @@ def _table(
     cursor = None
     for nth in range(top, min(len(rows), top + space)):
         i = rows[nth]
-        item = Shown(table.row(i), snap.summary.marks[i], snap, ui, job.stuck)
+        rank = table.row(i)
+        cap = capacity.get(rank.rank, NOTHING)
+        item = Shown(rank, snap.summary.marks[i], snap, ui, job.stuck, cap, scale)
         mark = item.mark
         lead = ((f" {mark.glyph}", mark.style, f"row:{item.row.rank}"),)
         text = row(chosen, item, lead, severity.stale(item.row), f"row:{item.row.rank}")
@@ -150,54 +210,31 @@ def _table(
         out.append(line((f"   rows {top + 1:,}–{last:,}{of}", "muted")))
     elif len(rows) < len(table):
         out.append(line((f"   {len(rows):,} of {len(table):,} ranks pass the filter", "muted")))
+    if len(out) < room - 1 and any(c.parts is not None and c.head is not None and not c.head(w) for c, w in chosen):
+        made = bars.legend(width - 4, colour=ui.drawn)
+        out += [BLANK, (((" " * (width - width_of(tuple(made)) - 1)), "", ""), *made)]
     return out, space, cursor
 
 
 # -- what only large screens have ---------------------------------------------------------------------------------
 
-PHASES = (
-    ("d", "data_ms", "data"), ("h", "h2d_ms", "other"), ("f", "forward_ms", "forward"), ("b", "backward_ms", "backward"),
-    ("o", "optimizer_ms", "optimizer"), ("x", "other_ms", "other"),
-)  # fmt: skip
 
-
-def _extra(snap: Snapshot, ui: Ui, job: JobState, rows: list[int], width: int, left: int) -> list[Line]:
+def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> list[Line]:
+    """Charts of the job over time and its collectives, in what the table leaves free."""
     assert snap.frame is not None
-    data = snap.panel if isinstance(snap.panel, comm.CommData) else None
-    collectives = comm.summary_lines(data, snap, width, 5) if data is not None and left >= 6 else []
-    out: list[Line] = []
-    bars = min(len(rows), left - len(collectives) - 4, 16)
-    if bars >= 2 and not job.stuck and snap.summary.step_ms:
-        legend = "one step, by phase   d data  h to device  f forward  b backward  o optimizer  x other  · waiting for others "
-        out += [BLANK, rule(width, legend)]
-        table = snap.frame.table
-        for i in sorted(rows[:bars]):
-            out.append(_bar(table.row(i), snap.summary.marks[i], width, snap.summary.step_ms))
-        if bars < len(rows):
-            out.append(line((f"   {len(rows) - bars:,} more ranks", "muted")))
+    data = snap.panel if isinstance(snap.panel, RanksData) else RanksData()
+    if left < history.MIN_HEIGHT + 1:
+        return []
+    collectives: list[Line] = []
+    if data.comm is not None and width >= PANEL_WIDTH and left >= 2 * history.MIN_HEIGHT + 8:
+        collectives = comm.summary_lines(data.comm, snap, width, 5)
+    room = left - 1 - (len(collectives) + 1 if collectives else 0)
+    marks = tuple((f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
+    charts = page.charts(data.points, snap.frame.t_s, width - 1, min(room, CHART_LINES), marks, ui.ascii)
+    out = [BLANK, *charts] if charts else []
     if collectives:
         out += [BLANK, *collectives]
     return out[:left]
-
-
-def _bar(r: RankRow, mark: severity.Mark, width: int, step_ms: float) -> Line:
-    room = width - 24
-    parts: list[tuple[str, str]] = [(f" {mark.glyph} ", mark.style), (fit(f"rank {r.rank}", 10), "")]
-    scale = room / max(step_ms, r.step_ms or 0.0)
-    used, exact, waited = 0, 0.0, r.wait_ms or 0.0
-    apart = max(0.0, (r.step_ms or 0.0) - sum(getattr(r, column) or 0.0 for _, column, _ in PHASES))
-    for letter, column, style in PHASES:
-        value = getattr(r, column) or 0.0
-        if column == "backward_ms":
-            value = max(0.0, value - max(0.0, waited - apart))  # the waiting that no phase leaves out is in backward
-        exact += value * scale
-        n = max(0, min(room, round(exact)) - used)
-        parts.append((letter * n, style))
-        used += n
-    n = max(0, min(room, round(exact + waited * scale)) - used)
-    parts.append(("·" * n, "muted"))
-    parts.append((f" {milliseconds(r.step_ms)} ms", ""))
-    return line(*parts)
 
 
 def describe(snap: Snapshot) -> str:

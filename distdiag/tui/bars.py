@@ -1,0 +1,118 @@
+"""Bars in eighths of a cell: the phases of a step stacked to one scale, and small bars in cells of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distdiag.store.frames import RankRow
+from distdiag.tui.lines import Part
+from distdiag.tui.palette import LETTERS, PHASES, SHORT, WORDS
+from distdiag.tui.text import cells
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+_COLUMNS = {"data": "data_ms", "forward": "forward_ms", "backward": "backward_ms", "optimizer": "optimizer_ms"}
+
+
+def phases_of(row: RankRow) -> list[tuple[str, float]]:
+    """Phases of a rank's median step, ms, the waiting apart and last; they add up to the step.
+
+    Waiting happens inside phases, mostly in backward: it is taken out of backward as far as no time outside of all
+    phases explains it.
+    """
+    step, wait = row.step_ms or 0.0, row.wait_ms or 0.0
+    parts = {name: getattr(row, column) or 0.0 for name, column in _COLUMNS.items()}
+    parts["other"] = (row.other_ms or 0.0) + (row.h2d_ms or 0.0)
+    apart = max(0.0, step - sum(parts.values()))
+    parts["backward"] = max(0.0, parts["backward"] - max(0.0, wait - apart))
+    return [*parts.items(), ("wait", wait)]
+
+
+def stacked(
+    segments: Sequence[tuple[str, float]], scale: float, width: int, *, colour: bool = True, words: bool = True
+) -> list[Part]:
+    """Segments one after the other in exactly `width` cells, of which all are `scale`.
+
+    Args:
+        segments: Name of a phase, and its length.
+        colour: False draws letters.
+        words: Write the phase into its segment where it has room.
+    """
+    if scale <= 0:
+        return [(" " * width, "", "")]
+    ends, at = [], 0.0
+    for name, value in segments:
+        at += max(0.0, value)
+        ends.append((name, min(width * 8, round(at / scale * width * 8))))
+    if not colour:
+        return _letters(ends, width)
+    out: list[Part] = []
+    cell = 0
+    while cell < width:
+        name = _at(ends, cell * 8)
+        if name is None:
+            out.append((" " * (width - cell), "", ""))
+            break
+        end = next(e for n, e in ends if n == name and e > cell * 8)
+        full = end // 8 - cell
+        if full > 0:
+            out.append(_run(name, full, words))
+            cell += full
+        elif cell < width:  # the segment ends inside this cell: it and what follows share it
+            after = _at(ends, cell * 8 + 7)
+            share = end - cell * 8
+            if after == name:
+                out.append(("█", f"area-{name}", ""))
+            else:
+                out.append((EIGHTHS[share], f"area-{name}" + (f" on-{after}" if after else ""), ""))
+            cell += 1
+    return out
+
+
+def _at(ends: list[tuple[str, int]], eighth: int) -> str | None:
+    return next((name for name, end in ends if end > eighth), None)
+
+
+def _run(name: str, n: int, words: bool) -> Part:
+    text = ""
+    if words:
+        text = next((f" {w}" for w in (WORDS[name], SHORT[name]) if cells(w) + 2 <= n), "")
+    return (text.ljust(n), f"in-{name}", "")
+
+
+def _letters(ends: list[tuple[str, int]], width: int) -> list[Part]:
+    out: list[Part] = []
+    used = 0
+    for name, end in ends:
+        n = round(end / 8) - used
+        if n > 0:
+            out.append((LETTERS[name] * n, "muted" if name == "wait" else "", ""))
+            used += n
+    return [*out, (" " * (width - used), "", "")] if used < width else out
+
+
+def gauge(share: float | None, width: int, *, colour: bool = True, style: str = "fill") -> list[Part]:
+    """A share in 0..1 as a bar of exactly `width` cells; empty if not measured."""
+    if share is None or share != share:
+        return [(" " * width, "", "")]
+    full, half = divmod(round(max(0.0, min(1.0, share)) * width * 2), 2)
+    if not colour:
+        return [("━" * full + "·" * (width - full), "muted", "")]
+    text = "━" * full + ("╸" if half else "")
+    return [(text, f"area-{style}", ""), ("━" * (width - len(text)), "area-track", "")]
+
+
+def legend(width: int, *, colour: bool = True) -> list[Part]:
+    """Swatch (or letter) and word of each phase, as far as `width` has room; all short, or all long words."""
+    for names, gap in ((WORDS, "  "), (SHORT, "  "), (SHORT, " ")):
+        swatch = "█ " if colour and names is WORDS else "█" if colour else ""
+        needed = sum(cells(names[p]) + len(swatch or "x ") + len(gap) for p in PHASES) - len(gap)
+        if needed <= width:
+            out: list[Part] = []
+            for i, p in enumerate(PHASES):
+                mark = swatch if colour else f"{LETTERS[p]} "
+                out += [
+                    (mark, f"area-{p}" if colour else "", ""),
+                    (names[p] + (gap if i < len(PHASES) - 1 else ""), "muted", ""),
+                ]
+            return out
+    return []

@@ -1,0 +1,202 @@
+"""Charts of values over time in braille dots or blocks, with axes and units; a few lines high."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from distdiag.tui.lines import Line, Part, fitted, line, width_of
+from distdiag.tui.text import cells, clock, fit
+
+LABEL = 7  # cells left of the axis
+# seconds of one dot: the smallest that shows the whole span is taken, so that the picture changes seldom
+_STEPS = tuple(f * 10**k for k in range(-1, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+_TOPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # of a braille cell: left and right column, from below
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line or area of a chart: rising times in seconds, and values; None where not measured.
+
+    Attributes:
+        style: Of the dots.
+        filled: Down to the axis.
+        pick: How the values of one dot become one.
+    """
+
+    name: str
+    times: Sequence[float]
+    values: Sequence[float | None]
+    style: str
+    filled: bool = False
+    pick: Callable[[list[float]], float] = field(default=lambda v: sum(v) / len(v))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        show: Number to text, without the unit.
+        floor: Smallest value of the axis; None starts at the smallest value shown.
+        top: Largest value of the axis; None ends at the largest value shown.
+        marks: Moments to mark on the axis, and the style of the mark.
+    """
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    show: Callable[[float | None], str]
+    floor: float | None = 0.0
+    top: float | None = None
+    marks: tuple[tuple[float, str], ...] = ()
+
+
+def step_of(span_s: float, dots: int) -> float:
+    """Seconds of one dot, so that `dots` of them hold the span."""
+    return next((s for s in _STEPS if s * dots >= span_s), span_s / max(1, dots))
+
+
+def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]:
+    """The curve as `n` values of `step` seconds each, the last one ending at `end`; short gaps are bridged."""
+    start = end - step * n
+    found: list[list[float]] = [[] for _ in range(n)]
+    for t, v in zip(curve.times, curve.values, strict=True):
+        if v is not None and start < t <= end and math.isfinite(v):
+            found[min(n - 1, int((t - start) / step))].append(v)
+    out: list[float | None] = [curve.pick(v) if v else None for v in found]
+    known = [i for i, v in enumerate(out) if v is not None]
+    gaps = sorted(b - a for a, b in itertools.pairwise(known))
+    usual = max(2, 3 * gaps[len(gaps) // 2]) if gaps else 0  # a pause of the job stays a gap
+    for a, b in itertools.pairwise(known):
+        if b - a <= usual:
+            out[a + 1 : b] = [out[a]] * (b - a - 1)
+    return out
+
+
+def draw(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool = False) -> list[Line]:
+    """The chart in `height` lines (at least 4) of at most `width` cells: title, plot, axis.
+
+    Args:
+        start: First moment of the run; the chart shows the time from there on, or as much as fits.
+        now: Moment at the right edge.
+    """
+    columns = max(4, width - LABEL - 1)
+    per_cell, rows = (1, 1) if ascii_only else (2, 4)
+    n, levels = columns * per_cell, (height - 2) * rows
+    step = step_of(max(now - start, 1.0), n)
+    end = math.ceil(now / step) * step
+    series = [buckets(c, end, step, n) for c in chart.curves]
+    known = [v for s in series for v in s if v is not None]
+    title = _title(chart, series, width)
+    if not known:
+        empty = [line((" " * LABEL + "│", "muted"))] * (height - 2)
+        return [title, *empty, line((" " * LABEL + "└ not measured yet", "muted"))]
+    low, high = _range(chart, known)
+    grid: list[list[int]] = [[0] * columns for _ in range(height - 2)]
+    style: list[list[str]] = [[""] * columns for _ in range(height - 2)]
+    for curve, values in zip(chart.curves, series, strict=True):
+        before: int | None = None
+        for i, v in enumerate(values):
+            if v is None:
+                before = None
+                continue
+            y = min(levels - 1, max(0, int((v - low) / (high - low) * (levels - 1) + 0.5)))
+            first = 0 if curve.filled else y if before is None else min(y, before + (y > before))
+            last = y if curve.filled or before is None else max(y, before - (y < before))
+            for dot in range(first, last + 1):
+                r, c = height - 3 - dot // rows, i // per_cell
+                grid[r][c] |= _DOTS[i % 2][dot % 4] if not ascii_only else 1
+                style[r][c] = curve.style
+            before = y
+    out = [title]
+    for r in range(height - 2):
+        label = chart.show(high) if r == 0 else chart.show(low) if r == height - 3 and height > 4 else ""
+        parts: list[Part] = [(fit(label, LABEL - 1, ">") + " │", "muted", "")]
+        glyphs = (
+            ["*" if d else " " for d in grid[r]] if ascii_only else [chr(0x2800 + d) if d else " " for d in grid[r]]
+        )
+        for glyph, name in zip(glyphs, style[r], strict=True):
+            if parts[-1][1] == name and len(parts) > 1:
+                parts[-1] = (parts[-1][0] + glyph, name, "")
+            else:
+                parts.append((glyph, name, ""))
+        out.append(tuple(parts))
+    out.append(_axis(chart, end - step * n, end, now, columns))
+    return out
+
+
+def _range(chart: Chart, known: list[float]) -> tuple[float, float]:
+    """Lowest and highest value of the axis; one compiled first step does not flatten all others."""
+    ordered = sorted(known)
+    low = ordered[0] if chart.floor is None else chart.floor
+    high = ordered[-1]
+    usual = ordered[int(0.98 * (len(ordered) - 1))]
+    if high > 3 * usual > 0:
+        high = usual * 1.5
+    if chart.floor is not None:
+        if chart.top is not None:
+            return low, chart.top
+        tens = 10 ** math.floor(math.log10(high)) if high > 0 else 1.0
+        high = next(t * tens for t in _TOPS if t * tens >= high * 1.02 or t == _TOPS[-1])
+    else:
+        pad = max((high - low) * 0.05, abs(high) * 0.01)
+        low, high = low - pad if low - pad > 0 or low < 0 else low, high + pad
+    return low, max(high, low + 1e-9)
+
+
+def _title(chart: Chart, series: list[list[float | None]], width: int) -> Line:
+    values = []
+    for curve, found in reversed(list(zip(chart.curves, series, strict=True))):  # the one on top first
+        newest = next((v for v in reversed(found) if v is not None), None)
+        values.append((curve, chart.show(newest)))
+    parts: list[Part | tuple[str, str] | str] = [
+        (f" {chart.title}", "bold"),
+        (f" {chart.unit}" if chart.unit else "", "muted"),
+    ]
+    swatches = len(values) > 1 and width >= 44
+    for curve, text in values:
+        parts += [
+            "  ",
+            ("▬ " if swatches else "", curve.style),
+            (f"{curve.name} " if curve.name else "", "muted"),
+            text,
+        ]
+    return fitted(line(*parts), width)
+
+
+def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> Line:
+    """The time axis: moments of the run at both ends, marks where something began."""
+    left, right = clock(max(0.0, start)), clock(now)
+    cells_of: list[tuple[str, str]] = [("─", "muted")] * columns
+    for text, at in ((f" {left} ", 0), (f" {right} ", columns - cells(right) - 2)):
+        if at >= 0 and at + len(text) <= columns:
+            cells_of[at : at + len(text)] = [(c, "muted") for c in text]
+    for t, style in chart.marks:
+        at = int((t - start) / (end - start) * columns) if end > start else -1
+        if 0 <= at < columns:
+            cells_of[at] = ("▲", style)
+    parts: list[Part] = [(" " * LABEL + "└", "muted", "")]
+    for glyph, style in cells_of:
+        if parts[-1][1] == style:
+            parts[-1] = (parts[-1][0] + glyph, style, "")
+        else:
+            parts.append((glyph, style, ""))
+    return tuple(parts)
+
+
+def side_by_side(blocks: Sequence[list[Line]], width: int, gap: int = 1) -> list[Line]:
+    """Several blocks of equal height in columns of equal width."""
+    each = (width - gap * (len(blocks) - 1)) // len(blocks)
+    out = []
+    for row in range(max(map(len, blocks))):
+        parts: list[Part] = []
+        for i, block in enumerate(blocks):
+            text = fitted(block[row], each) if row < len(block) else ()
+            last = i == len(blocks) - 1
+            parts += [*text] if last else [*text, (" " * (each - width_of(text) + gap), "", "")]
+        out.append(tuple(parts))
+    return out

@@ -1,0 +1,150 @@
+"""The job over time: step time, throughput, loss and waiting, from the steps of a few ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+from distdiag.store.reader import Frame, Run
+from distdiag.tui.charts import Chart, Curve, draw, side_by_side
+from distdiag.tui.lines import BLANK, Line
+from distdiag.tui.text import MISSING, decimal, milliseconds, percent, quantile
+
+RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same step time
+POINTS = 2048  # kept; of longer runs every k-th step
+_SQL = (
+    "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
+    " SELECT wanted.n, max(t_end_s), max(step_ms), avg(wait_ms), sum(samples), avg(loss), count(*)"
+    " FROM wanted CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks}) GROUP BY wanted.n"
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of the job."""
+
+    step: int
+    t_s: float
+    step_ms: float | None
+    wait_pct: float | None
+    samples_per_s: float | None
+    loss: float | None
+
+
+class History:
+    """Steps so far, bounded: when there are too many, every second one is dropped and half as many are read."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.every = 1
+        self.points: list[Point] = []
+        self.times: list[float] = []
+
+    def read(self, run: Run, world: int) -> None:
+        """Add the steps since the last reading."""
+        span = run.query("SELECT (SELECT min(step) FROM step), (SELECT max(step) FROM step)")[0]
+        if span[0] is None:
+            return
+        # the newest step is read again: ranks that had not written yet may be there now
+        first = self.points.pop().step if self.points else span[0]
+        while (span[1] - first) / self.every + len(self.points) > POINTS:
+            self.every *= 2
+            self.points = [p for p in self.points if p.step % self.every == 0]
+        first += -first % self.every
+        marks = ",".join(f"?{i + 4}" for i in range(len(self.ranks)))
+        for step, t, ms, wait, samples, loss, n in run.query(
+            _SQL.format(marks=marks), (first, span[1], self.every, *self.ranks)
+        ):
+            if t is None:
+                continue
+            rate = samples / n * world / ms * 1000 if samples and ms and n else None
+            self.points.append(Point(step, t, ms, 100 * wait / ms if wait is not None and ms else None, rate, loss))
+        self.points.sort(key=lambda p: p.t_s)
+        self.times = [p.t_s for p in self.points]
+
+    def until(self, t_s: float) -> list[Point]:
+        """Steps that had ended by a moment."""
+        return self.points[: bisect_right(self.times, t_s)]
+
+
+def read(run: Run, frame: Frame, cache: dict[Any, Any]) -> tuple[Point, ...]:
+    """Steps of the job up to the frame's moment; those read before are kept in the cache."""
+    every = frame.table.numbers("rank")
+    ranks = tuple(map(int, every if len(every) <= RANKS else every[:: len(every) // RANKS][:RANKS]))
+    history = cache.get("history")
+    if history is None or history.ranks != ranks:
+        history = cache["history"] = History(ranks)
+    newest = run.query("SELECT max(step) FROM step")[0][0]
+    if newest is not None and (not history.points or newest != cache.get("history_step")):
+        history.read(run, len(every))
+        cache["history_step"] = newest
+    return tuple(history.until(frame.t_s))
+
+
+def _p(q: float):
+    return lambda values: quantile(sorted(values), q) or 0.0
+
+
+def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with_area: bool) -> list[Chart]:
+    """The charts there are values for: step time always, then waiting, throughput and loss."""
+    times = [p.t_s for p in points]
+    steps = [p.step_ms for p in points]
+    found = [
+        Chart(
+            "step time", "ms",
+            (Curve("p95", times, steps, "area-band", pick=_p(0.95)), Curve("p50", times, steps, "accent", pick=_p(0.5))),
+            milliseconds, marks=marks,
+        )
+    ]  # fmt: skip
+    more = (
+        ("waiting", "of step time", [p.wait_pct for p in points], "area-hot", percent, 0.0),
+        ("throughput", "samples/s", [p.samples_per_s for p in points], "area-optimizer", _short, 0.0),
+        ("loss", "", [p.loss for p in points], "accent", _loss, None),
+    )
+    for title, unit, values, style, show, floor in more:
+        if any(v is not None for v in values):
+            filled = with_area and floor is not None
+            found.append(Chart(title, unit, (Curve("", times, values, style, filled),), show, floor, marks=marks))
+    return found
+
+
+def _short(v: float | None) -> str:
+    if v is None or v != v:
+        return MISSING
+    return decimal(v, 1) if v < 100 else decimal(v, 0) if v < 100_000 else f"{v / 1000:,.0f}k"
+
+
+def _loss(v: float | None) -> str:
+    return MISSING if v is None or v != v else f"{v:.4g}" if abs(v) < 10_000 else f"{v:.1e}"
+
+
+MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
+
+
+def chart_lines(
+    points: tuple[Point, ...],
+    now: float,
+    width: int,
+    height: int,
+    marks: tuple[tuple[float, str], ...],
+    ascii_only: bool,
+) -> list[Line]:
+    """As many charts as fit into `height` lines, in one or two rows; nothing if not one fits."""
+    if height < MIN_HEIGHT or not points or width < MIN_WIDTH:
+        return []
+    every = charts(points, marks, with_area=not ascii_only)
+    fits = max(1, (width + 1) // (MIN_WIDTH + 1))
+    start = max(0.0, points[0].t_s - (points[0].step_ms or 0.0) / 1000)
+    rows = 2 if height >= 2 * MIN_HEIGHT + 3 and len(every) > 2 else 1
+    across = min(fits, -(-len(every) // rows))
+    every = every[: across * rows]
+    each = min((height - (rows - 1)) // rows, 12)
+    out: list[Line] = []
+    for r in range(0, len(every), across):
+        some = every[r : r + across]
+        cell = (width - (across - 1) * 2) // across
+        blocks = [draw(c, start, now, cell, each, ascii_only) for c in some]
+        blocks += [[] for _ in range(across - len(blocks))]
+        out += ([BLANK] if out else []) + side_by_side(blocks, width, 2)
+    return out[:height]
