@@ -17,7 +17,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 class Condition(NamedTuple):
-    """Where it stands, and its first line."""
+    """Its line, and the text of that line."""
 
     file: str
     line: int
@@ -25,7 +25,7 @@ class Condition(NamedTuple):
 
 
 def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Condition | None:
-    """The condition on the rank that leads to one place of a program and not to another; None where there is none to see.
+    """Return the condition on the rank that leads to one place of a program and not to another; None if there is none.
 
     Args:
         stack, other: The user's frames of two ranks, innermost first.
@@ -51,11 +51,11 @@ def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Cond
 def enclosing(site: Site | None, source: Source) -> Condition | None:
     """Return the innermost `if` whose body holds a site, on the rank or on data; None if there is none in its function."""
     text = source(site.file) if site is not None else None
-    tree = _tree(text) if text else None
+    tree = parsed(text) if text else None
     if site is None or text is None or tree is None:
         return None
     found = None
-    for block, at in _path(tree, site.line):
+    for block, at in path(tree, site.line):
         statement = block[at]
         if isinstance(statement, _Function):
             found = None
@@ -73,7 +73,7 @@ def _function(site: Site) -> tuple[str, str]:
 
 
 @lru_cache(16)
-def _tree(text: str) -> ast.Module | None:
+def parsed(text: str) -> ast.Module | None:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError):
@@ -82,12 +82,12 @@ def _tree(text: str) -> ast.Module | None:
 
 def _condition(text: str, line: int, beside: int | None) -> int | None:
     """Line of the condition that holds at `line` and not at `beside`, another line of the same function."""
-    tree = _tree(text)
+    tree = parsed(text)
     if tree is None:
         return None
     ranks = _names_of_the_rank(text)
     found = None
-    for block, at in _path(tree, line):
+    for block, at in path(tree, line):
         statement = block[at]
         if isinstance(statement, _Function):
             found = None  # what holds where a function is defined says nothing of its calls
@@ -103,7 +103,7 @@ def _condition(text: str, line: int, beside: int | None) -> int | None:
     return found
 
 
-def _path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
+def path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
     """From the module to the line: each block of statements on the way, and the index of the one that holds the line."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         block = getattr(node, field, None)
@@ -111,11 +111,18 @@ def _path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
             continue
         for i, child in enumerate(block):
             if isinstance(child, (ast.ExceptHandler, ast.match_case)):
-                yield from _path(child, line)
+                yield from path(child, line)
             elif child.lineno <= line <= (child.end_lineno or child.lineno):
                 yield block, i
-                yield from _path(child, line)
+                yield from path(child, line)
                 return
+
+
+def asks_for_rank(condition: str, text: str) -> bool:
+    """True if the source line of an `if` asks for the rank. `text`: the whole source, for its names of the rank."""
+    tree = parsed(condition.removesuffix(":") + ": pass")
+    test = tree.body[0] if tree is not None and tree.body else None
+    return isinstance(test, ast.If) and _asks_for_rank(test.test, _names_of_the_rank(text))
 
 
 def _leaves(guard: ast.If) -> bool:
@@ -131,7 +138,7 @@ def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
 def _names_of_the_rank(text: str) -> frozenset[str]:
     """Names that some line of a source gives the rank, or a comparison with it: `r = dist.get_rank()`, `first = rank == 0`."""
     found: set[str] = set()
-    for node in ast.walk(_tree(text) or ast.Module([], [])):
+    for node in ast.walk(parsed(text) or ast.Module([], [])):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
         target, value = node.targets[0], node.value

@@ -22,7 +22,7 @@ from distdiag.diagnosis.waits.incidents import Incident, Root, find
 
 SETTLED_S = 5.0  # with nothing issued for so long, a rank that is on its way no longer comes in time to vote
 _OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
+    Reason.EXHAUSTED, Reason.SKIPPED, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
 )  # fmt: skip
 
 

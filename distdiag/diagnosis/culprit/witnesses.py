@@ -13,7 +13,16 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from distdiag.diagnosis.culprit import call_order, call_site, message_counts, rank_condition, rhythm
+from distdiag.diagnosis.culprit import (
+    arguments,
+    call_order,
+    call_site,
+    message_counts,
+    paths,
+    rank_condition,
+    rhythm,
+    skipped,
+)
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.waits.graph import Wait, WaitGraph
@@ -25,6 +34,8 @@ class Reason(StrEnum):
 
     EXHAUSTED = "exhausted"  # it ran out of batches
     MAJORITY = "majority"  # fewer ranks than on the other side
+    ARGUMENT = "argument"  # its dtype, size, root or peer is another than ever before at its site
+    SKIPPED = "skipped"  # it ran a forward without the backward that belongs to it
     SITE = "site"  # it is where the others have never been
     GROUP_SITE = "group_site"  # it is the first to bring this group to its site
     HISTORY = "history"  # it has been where the others have never been
@@ -139,6 +150,11 @@ def _one_side(test: Callable[..., bool]) -> Callable[[Case], Collection[int]]:
     return names
 
 
+def _skipped(case: Case) -> Collection[int]:
+    found = skipped.skipped(case.snapshot, [r for side in case.sides for r in side])
+    return () if found is None else next((s for s in case.sides if s == [found.rank]), ())
+
+
 def _first_in_group(case: Case) -> Collection[int]:
     return next((s for s in case.sides if call_site.odd_in_group(case.states, case.wait, case.here, s)), ())
 
@@ -200,6 +216,8 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.CONFLICT: (
         Witness(Reason.EXHAUSTED, _always, _exhausted),
         Witness(Reason.MAJORITY, _always, _minority),
+        Witness(Reason.ARGUMENT, _tie, lambda case: arguments.side_that_changed(case.states, case.wait)),
+        Witness(Reason.SKIPPED, _tie, _skipped),
         Witness(Reason.SITE, _tie, _one_side(call_site.odd_by_site)),
         Witness(Reason.HISTORY, _tie, _one_side(call_site.odd_by_history)),
         Witness(Reason.GROUP_SITE, _tie, _first_in_group),
@@ -214,6 +232,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.CYCLE: (
         Witness(Reason.EXHAUSTED, _always, _exhausted),
         Witness(Reason.MESSAGES, _always, lambda case: message_counts.fewer_messages(case.snapshot, case.incident)),
+        Witness(Reason.ARGUMENT, _always, lambda case: arguments.new_peer(case.states, case.calls)),
         Witness(Reason.PATTERN, _always, _departed),
         Witness(Reason.SITE, _always, _new_site_in_cycle),
         Witness(
@@ -253,6 +272,15 @@ def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple
         if mine is not None and theirs is None:
             return tuple(sorted(side)), mine
     return None
+
+
+def parting_of(snapshot: Snapshot, wait: Wait, culprits: Collection[int], source: Source | None) -> list[Condition]:
+    """Return the conditions that can have led the culprits of a conflict away from the others."""
+    mine, others = sorted(set(wait.calls) & set(culprits)), sorted(set(wait.calls) - set(culprits))
+    if source is None or not mine or not others:
+        return []
+    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r)) for r in (mine[0], others[0])]
+    return paths.parting(stacks[0], stacks[1], source)
 
 
 def _stack(state: RankState, call: Call | None) -> tuple[Site, ...]:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import paths, rank_condition, skipped
 from distdiag.diagnosis.endings import Cascade, End, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, Met, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, Met, Site, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import at, count, where
 
@@ -112,10 +113,27 @@ def _aborted(facts: Facts) -> Finding:
         step=s.ranks[killed[0]].step,
         first_seen_s=min((t for q in dead if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
         message=f"ranks called one collective with tensors of different sizes, and gloo aborted {rank_list(killed)}: {sites}"
-        + (f"; {cascade.rhythm.text}" if cascade.rhythm is not None else ""),
+        + (f"; {cascade.rhythm.text}" if cascade.rhythm is not None else "")
+        + _why(facts),
         cost="the job ended",
         advice="compare the two call sites: every rank must make the same collective calls in the same order",
     )
+
+
+def _why(facts: Facts) -> str:
+    """Return what led the aborted job's culprits to another call: a skipped backward, or a condition."""
+    s, odd, rest = facts.snapshot, facts.cascade.ranks, facts.cascade.others
+    found = skipped.skipped(s, sorted({*odd, *rest}))
+    if found is not None and odd == (found.rank,):
+        return skipped.text(s, found, facts.source)
+    if not odd or not rest:
+        return ""
+    mine, theirs = (paths.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
+    behind = rank_condition.around(mine, theirs, facts.source)
+    if behind is not None:
+        gets = "gets" if len(odd) == 1 else "get"
+        return f"; only {rank_list(odd)} {gets} there, by `{behind.text}`{at(Site(behind.file, behind.line))}"
+    return paths.parting_text(paths.parting(mine, theirs, facts.source))
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:

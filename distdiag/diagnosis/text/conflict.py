@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from distdiag.diagnosis.culprit import rhythm
-from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.culprit import arguments, rhythm, skipped
+from distdiag.diagnosis.culprit.paths import parting_text
+from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
-from distdiag.diagnosis.culprit.witnesses import Reason, condition_of
+from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Site, Snapshot
 from distdiag.diagnosis.text.incident import group_label, verb
@@ -39,23 +40,53 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     culprits = verdict.culprits
     if verdict.reason is Reason.EXHAUSTED:
         return f"; {rank_list(culprits)} ran out of batches"
+    if verdict.cause in ("dtype", "shape", "root") and (before := _before_text(snapshot, verdict)):
+        return before
+    if (found := _skipped(snapshot, verdict)) is not None:
+        return skipped.text(snapshot, found, source)
     odd = rhythm.rhythm_of(snapshot, verdict.wait) if verdict.reason is Reason.RHYTHM else None
-    if odd is not None:
-        return f"; {odd.text}"
+    first = f"; {odd.text}" if odd is not None else ""
     behind = condition_of(snapshot, verdict.wait, source)
     if behind is None or behind[0] != culprits:
-        return ""
+        return first + parting_text(parting_of(snapshot, verdict.wait, culprits, source))
     _, (file, line, text) = behind
-    return f"; only {rank_list(culprits)} {verb(culprits, 'gets', 'get')} there, by `{text}`{at(Site(file, line))}"
+    return (
+        f"{first}; only {rank_list(culprits)} {verb(culprits, 'gets', 'get')} there, by `{text}`{at(Site(file, line))}"
+    )
 
 
-def advice(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return what to change."""
+def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
+    """Return what the culprit's argument was at this site until now; empty if it has not changed."""
+    rank = verdict.culprits[0]
+    state, call = snapshot.ranks.get(rank), verdict.wait.calls.get(rank)
+    found = arguments.changed(state, call, verdict.cause) if state is not None and call is not None else None
+    if found is None:
+        return ""
+    value = {"shape": f"{found.before:,} elements", "root": f"root {found.before}"} if verdict.cause != "dtype" else {}
+    times = "twice" if found.times == 2 else f"{found.times:,} times"
+    return (
+        f"; until then {rank_list(verdict.culprits)} came there with {value.get(verdict.cause, found.before)} ({times})"
+    )
+
+
+def _skipped(snapshot: Snapshot, verdict: Verdict) -> skipped.Skipped | None:
+    """Return the forwards without backward of the culprit, if it has any."""
+    found = skipped.skipped(snapshot, sorted(verdict.wait.calls))
+    return found if found is not None and verdict.culprits == (found.rank,) else None
+
+
+def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
+    """Return what to change; of a tie the smallest edit, and on which ranks."""
     wait, cause = verdict.wait, verdict.cause
     a, b = (wait.calls[min(s)] for s in _sides(verdict)[:2])
     both = _both(a.site, b.site)
     if verdict.reason is Reason.EXHAUSTED:
         return EXHAUSTED_ADVICE
+    if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
+        return (
+            f"run the backward of every forward on rank {found.rank}, too (of a loss set to 0, if the batch is not to count), "
+            "or skip the batch on all ranks together"
+        )
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None
     if odd is not None and cause == "missing_rank":
         left = verb(verdict.culprits, "is", "are") + (" early in" if odd.early else " not in")
@@ -65,13 +96,58 @@ def advice(snapshot: Snapshot, verdict: Verdict) -> str:
             "batches, a break, return or skipped batch on some ranks only"
         )
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
+    apart = a.site is not None and b.site is not None and a.site.key != b.site.key
+    if verdict.culprits and (cause == "missing_rank" or (cause == "shape" and apart)):
+        if (decides := _deciding(snapshot, verdict, source)) is not None:
+            return decision_advice(decides, verdict.culprits)
+        if cause == "shape":
+            return f"make the same calls in the same order on all ranks: compare {both}"
     return {
         "missing_rank": f"call {one} on all ranks or on none: look for a condition on the rank around it",
-        "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}",
+        "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}"
+        + _swap_text(verdict),
         "shape": f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks",
-        "dtype": f"compare the dtypes at {both}: a tensor made from Python or NumPy numbers, autocast, or a cast on some ranks only",
+        "dtype": f"{_cast_text(verdict)}: the tensors at {both} come from Python or NumPy numbers, autocast, or a cast on some "
+        "ranks only",
         "root": f"pass the same src/dst on all ranks: compare {both}",
     }.get(cause, f"make all ranks call the same operation: compare {both}")
+
+
+def _deciding(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> Condition | None:
+    """Return the one condition on data at which the paths part; None if the condition asks for the rank, or is not known."""
+    if condition_of(snapshot, verdict.wait, source) is not None:
+        return None
+    found = parting_of(snapshot, verdict.wait, verdict.culprits, source)
+    return found[0] if len(found) == 1 else None
+
+
+def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
+    """Return what to do about a condition that held on some ranks only."""
+    text = condition.text.removesuffix(":")
+    return (
+        f"find why `{text}` at line {condition.line} went another way on {rank_list(culprits)}, or let all ranks decide together "
+        "(all_reduce what it tests)"
+    )
+
+
+def _cast_text(verdict: Verdict) -> str:
+    """Return the smallest edit: which ranks cast to which dtype."""
+    sides = [
+        (rank_list(side), compatible.dtype_name(verdict.wait.calls[min(side)].dtype)) for side in _sides(verdict)[:2]
+    ]
+    (mine, _), (_, theirs) = sides
+    return f"on {mine} cast the tensor to {theirs} before the call" + (
+        "" if verdict.culprits else f", or on {sides[1][0]} to {sides[0][1]}"
+    )
+
+
+def _swap_text(verdict: Verdict) -> str:
+    """Return the smallest edit of a true tie: either side can make the other's call first."""
+    first, second = _sides(verdict)[:2]
+    a, b = (f"{compatible.op_name(c.op)}{at(c.site)}" for c in (verdict.wait.calls[min(s)] for s in (first, second)))
+    return (
+        f"; it is enough that {rank_list(second)} {verb(second, 'calls', 'call')} {a} first, or {rank_list(first)} {b}"
+    )
 
 
 def _both(a: Site | None, b: Site | None) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from distdiag.diagnosis.culprit import arguments
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
-from distdiag.diagnosis.text.incident import collective_text, verb
+from distdiag.diagnosis.text.incident import calls_of, collective_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.graph import Wait
@@ -26,7 +27,10 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         if main.p2p:
             done = "sent" if main.key[2] == "recv" else "received"
             where = at(call.site if call else None)
-            return f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and {parts[0]}"
+            return (
+                f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and "
+                f"{parts[0]}{_peer_text(snapshot, verdict)}"
+            )
         others = sorted(incident.victims - set(culprits))
         return (
             f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
@@ -35,6 +39,16 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
     return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
+
+
+def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:
+    """Return with whom the culprit exchanged messages at its site until now, if that was always another rank."""
+    state = snapshot.ranks.get(verdict.culprits[0])
+    call = calls_of(verdict.waits).get(verdict.culprits[0])
+    if state is None or call is None or not call[1].p2p:
+        return ""
+    found = arguments.changed(state, call[1], "peer")
+    return "" if found is None else f"; in {found.times:,} earlier calls there its peer was rank {found.before}"
 
 
 def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
@@ -57,12 +71,34 @@ def advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
                 return f"tags {tags[0]} and {tags[1]} never match: a message needs the same tag at both of its ends"
             return (
                 "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
+                + _first_text(verdict, calls)
             )
         case "group":
             return "pass the same process group on all ranks at this call"
     if any(c.op == "new_group" for _, c in calls.values()):
         return NEW_GROUP_ADVICE
-    return "use the groups in the same order on all ranks that share them"
+    return f"use the groups in the same order on all ranks that share them{_first_text(verdict, calls)}"
+
+
+def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
+    """Return the smallest edit that opens the circle: one rank that makes the call another waits for before its own."""
+    members = verdict.incident.members
+    if any(len(w.missing & members) != 1 for w in verdict.incident.waits):
+        return ""  # several circles: one edit may not open all of them
+    for rank in sorted(members):
+        awaited = [w for w in verdict.waits if w.missing == {rank}]
+        if rank not in calls or len(awaited) != 1 or awaited[0].conflict:
+            continue
+        call = next((awaited[0].calls[r] for r in awaited[0].ranks if r in awaited[0].calls), None)
+        if call is None:
+            continue
+        own = calls[rank][1]
+        op, other = (compatible.op_name(c.op) for c in (call, own))
+        if call.p2p:
+            op = f"the {'recv' if awaited[0].key[2] == 'send' else 'send'} that {rank_list(awaited[0].ranks)} {verb(awaited[0].ranks, 'waits', 'wait')} for"
+            return f"; it is enough that rank {rank} makes {op} before its {other}{at(own.site)}"
+        return f"; it is enough that rank {rank} calls {op}{at(call.site)} before {other}{at(own.site)}"
+    return ""
 
 
 def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from distdiag.diagnosis.culprit import paths
+from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason
 from distdiag.diagnosis.model.findings import rank_list
@@ -12,8 +14,8 @@ from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible
 
 
-def message(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return who ended, how, and who waits for it where."""
+def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
+    """Return who ended, how, and who waits for it where; of a rank that ended normally how it can have left."""
     wait, call, ended, culprits = verdict.wait, verdict.call, verdict.ended, verdict.culprits
     what = collective_text(snapshot, wait, call)
     ending = f"{rank_list(ended)} {_ending([snapshot.ranks[q] for q in ended])}"
@@ -27,7 +29,17 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     waiting = f"{rank_list(verdict.stuck)} {verb(verdict.stuck, 'waits', 'wait')} for {verb(ended, 'it', 'them')}"
     if wait.p2p:
         return f"{ending}; {waiting} in {what}"
-    return f"{ending} and {verb(ended, 'has', 'have')} not entered {what}; {waiting}"
+    left = _left_text(snapshot, verdict, source) if verdict.reason is not Reason.EXHAUSTED else ""
+    return f"{ending} and {verb(ended, 'has', 'have')} not entered {what}; {waiting}{left}"
+
+
+def _left_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
+    """Return the conditions through which a rank that ended normally can have left the loop that the others are in."""
+    if source is None or verdict.cause != "rank_finished":
+        return ""
+    waiting = [r for r in verdict.wait.ranks if snapshot.ranks[r].user_stack]
+    found = paths.parting((), snapshot.ranks[waiting[0]].user_stack, source) if waiting else []
+    return paths.parting_text(found)
 
 
 def _ending(states: list[RankState]) -> str:

@@ -21,7 +21,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
     match incident.root:
         case Root.CONFLICT:
             step = newest_step(snapshot, members)
-            message, advice = conflict.message(snapshot, verdict, source), conflict.advice(snapshot, verdict)
+            message, advice = conflict.message(snapshot, verdict, source), conflict.advice(snapshot, verdict, source)
             cost = NO_PROGRESS if not verdict.wait.died else "the backend aborts the job"
         case Root.CYCLE:
             step = newest_step(snapshot, members)
@@ -33,7 +33,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
             certainty = Certainty.PROVED if snapshot.source != "dumps" else Certainty.SUSPECTED
         case Root.GONE:
             step = newest_step(snapshot, [*culprits, *verdict.stuck])
-            message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
+            message, advice = gone.message(snapshot, verdict, source), gone.advice(verdict)
             members = frozenset(culprits)
     outside = incident.victims - members
     return Finding(

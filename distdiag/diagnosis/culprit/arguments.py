@@ -1,0 +1,81 @@
+"""Witness by the arguments of a call: which rank came to a site with another dtype, size, root or peer than ever before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.graph import Wait
+
+EARLIER = 2  # calls at the site before this one, at least
+
+_ARGUMENT: Mapping[str, Callable[[Call], object]] = {
+    "dtype": lambda call: compatible.dtype_name(call.dtype),
+    "shape": compatible.elements,
+    "root": lambda call: call.root,
+    "peer": lambda call: call.peer,
+}
+
+
+class Changed(NamedTuple):
+    """One rank's argument, before and now."""
+
+    before: object
+    times: int
+
+
+def changed(state: RankState, call: Call, argument: str) -> Changed | None:
+    """Return what one argument was at this call's site in all earlier calls, if it was always another value."""
+    values = _earlier(state, call, argument)
+    now = _ARGUMENT[argument](call)
+    if len(values) < EARLIER or len(set(values)) != 1 or None in (values[0], now) or values[0] == now:
+        return None
+    return Changed(values[0], len(values))
+
+
+def _kept(state: RankState, call: Call, argument: str) -> bool:
+    """True if the argument is what it always was at this site."""
+    values = _earlier(state, call, argument)
+    return len(values) >= EARLIER and set(values) == {_ARGUMENT[argument](call)}
+
+
+def _earlier(state: RankState, call: Call, argument: str) -> list[object]:
+    """Return the argument of all known earlier calls of this operation at this site."""
+    if call.site is None:
+        return []
+    return [
+        _ARGUMENT[argument](c)
+        for c in state.calls
+        if c.op == call.op
+        and c.group == call.group
+        and c.site is not None
+        and c.site.key == call.site.key
+        and (c.seq, c.nth, c.peer, c.entered_s) != (call.seq, call.nth, call.peer, call.entered_s)
+    ]
+
+
+def side_that_changed(states: Mapping[int, RankState], wait: Wait) -> Collection[int]:
+    """Return the one of two sides whose argument has changed at its site, if that of the other is what it always was."""
+    argument = wait.conflict or ""
+    if argument not in _ARGUMENT or len(wait.sides) != 2:
+        return ()
+    new, old = [], []
+    for side in wait.sides:
+        pairs = [(states[r], wait.calls[r]) for r in side if r in states and r in wait.calls]
+        new.append(len(pairs) == len(side) and all(changed(st, call, argument) for st, call in pairs))
+        old.append(len(pairs) == len(side) and all(_kept(st, call, argument) for st, call in pairs))
+    if new[0] and old[1]:
+        return wait.sides[0]
+    return wait.sides[1] if new[1] and old[0] else ()
+
+
+def new_peer(states: Mapping[int, RankState], calls: Mapping[int, Call | None]) -> Collection[int]:
+    """Return the one rank of a cycle whose message goes to another peer, or comes from another, than at its site so far."""
+    odd = [
+        r
+        for r, call in calls.items()
+        if call is not None and call.p2p and r in states and changed(states[r], call, "peer")
+    ]
+    return odd if len(odd) == 1 else ()

@@ -1,0 +1,235 @@
+"""Where the paths of two ranks part: the conditions in the source that lead to one site and not to the other.
+
+Unlike `rank_condition` this reads conditions on anything (a loss, a length, an exception), so it explains a culprit and
+never decides who it is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from distdiag.diagnosis.culprit import rank_condition
+from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.model.snapshot import Site
+
+SHOWN = 2  # conditions, where several can be meant
+_COUNTERS = {
+    "step",
+    "steps",
+    "epoch",
+    "i",
+    "j",
+    "it",
+    "idx",
+    "iteration",
+    "batch_idx",
+    "batch",
+    "global_step",
+    "__name__",
+}
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_Step = tuple[list[ast.stmt], int]
+
+
+def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[Condition]:
+    """Return the conditions that can lead to one place and not to another, those of the most likely sort only.
+
+    Args:
+        mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
+        source: Text of a source file by path, or None.
+    """
+    a, b = list(reversed(mine)), list(reversed(theirs))
+    common = 0
+    while common < min(len(a), len(b)) and a[common] == b[common]:
+        common += 1
+    if not b or (a and (a[0].file, a[0].function) != (b[0].file, b[0].function)):
+        return []
+    for sort in (_holds_mine, _skips_theirs, _leaves_loop, _holds_theirs, _skips_mine):
+        found = list(dict.fromkeys(c for c in sort(a, b, common, source) if c is not None))
+        asked = [c for c in found if _asks_for_rank(c, source)]
+        if found:
+            return (asked or found)[-SHOWN:]
+    return []
+
+
+def parting_text(conditions: Sequence[Condition]) -> str:
+    """Return the end of a sentence: `; their paths part at `if loss < 0.2` (train.py:6)`; empty if there is no condition."""
+    if not conditions:
+        return ""
+    names = [f"`{c.text.removesuffix(':')}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in conditions]
+    return f"; their paths part at {' or '.join(names)}"
+
+
+def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
+    """Return a stack whose callers call what is below them.
+
+    Of a rank that was killed the innermost site is known, and its callers only from the last sample, which may be older. A
+    caller at a line without such a call is moved to the only call of that function in its file.
+    """
+    out = list(stack[:1])
+    rest = list(stack[1:])
+    while out and len(out) < len(stack) + 3 and not out[-1].function.startswith("<"):
+        callee = out[-1]
+        caller = rest.pop(0) if rest else None
+        calls = _calls_of(callee, source)
+        if caller is None or (calls and caller.file == callee.file and caller.key not in {c.key for c in calls}):
+            if len(calls) != 1 or calls[0] in out:
+                break
+            caller = calls[0]
+            rest = [x for x in rest if x.function != caller.function]
+        out.append(caller)
+    return tuple(out) if len(out) >= len(stack[:2]) else tuple(stack)
+
+
+def _calls_of(callee: Site, source: Source) -> list[Site]:
+    """Return the sites in a function's own file that call a function of its name."""
+    text = source(callee.file)
+    tree = rank_condition.parsed(text) if text else None
+    if tree is None:
+        return []
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and callee.function in (
+            getattr(node.func, "attr", None), getattr(node.func, "id", None)
+        ):  # fmt: skip
+            inside = "<module>"
+            for block, at in rank_condition.path(tree, node.lineno):
+                if isinstance(node_on_way := block[at], (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    inside = node_on_way.name
+            out.append(Site(callee.file, node.lineno, inside))
+    return out
+
+
+# -- the sorts of conditions, most likely first ------------------------------------------------------------------------
+
+
+def _holds_mine(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    """An `if` around this rank's call and not around the other's."""
+    yield from _around(a, b, common, source)
+
+
+def _holds_theirs(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    yield from _around(b, a, common, source)
+
+
+def _around(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    for i, frame in enumerate(a[common:], common):
+        other = _same_function(b, i, frame) if i == common else None
+        for block, at in _way(frame, source):
+            node = block[at]
+            if isinstance(node, ast.If) and node.test.lineno < frame.line and _tells(node.test):
+                inside = _part(node, frame.line)
+                if other is None or not _within(node, other) or _part(node, other) is not inside:
+                    yield _condition(frame, node, source)
+
+
+def _skips_theirs(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    """An `if` before the other's call that leaves the block, or the handler of an exception that skips it."""
+    yield from _before(b, a, common, source)
+
+
+def _skips_mine(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    yield from _before(a, b, common, source)
+
+
+def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    for i, frame in enumerate(a[common:], common):
+        other = _same_function(b, i, frame) if i == common else None
+        for block, at in _way(frame, source):
+            for node in block[:at]:
+                between = other is None or not other <= frame.line or node.lineno > other
+                if isinstance(node, ast.If) and between and _leaves(node.body) and _tells(node.test):
+                    yield _condition(frame, node, source)
+
+
+def _leaves_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    """A `break`, `return` or exit in a loop that the other rank is in and this one is not."""
+    for i, frame in enumerate(b[common:] if a else b, common if a else 0):
+        other = _same_function(a, i, frame) if i == common else None
+        for block, at in _way(frame, source):
+            node = block[at]
+            if isinstance(node, _LOOPS) and (other is None or not _within(node, other)):
+                for test in _exits(node.body, inner=False):
+                    if not isinstance(test, ast.If) or _tells(test.test):
+                        yield _condition(frame, test, source)
+
+
+# -- reading the source ------------------------------------------------------------------------------------------------
+
+
+def _same_function(frames: list[Site], i: int, frame: Site) -> int | None:
+    if i < len(frames) and (frames[i].file, frames[i].function) == (frame.file, frame.function):
+        return frames[i].line
+    return None
+
+
+def _way(site: Site, source: Source) -> list[_Step]:
+    """Return the blocks on the way to a site, from its innermost function on."""
+    text = source(site.file)
+    tree = rank_condition.parsed(text) if text else None
+    out: list[_Step] = []
+    for block, at in rank_condition.path(tree, site.line) if tree is not None else ():
+        if isinstance(block[at], _FUNCTIONS):
+            out = []
+        else:
+            out.append((block, at))
+    return out
+
+
+def _within(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _part(node: ast.If, line: int) -> object:
+    """Return which part of an `if` a line lies in."""
+    return any(_within(x, line) for x in node.body)
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    return isinstance(body[-1], (ast.Return, ast.Continue, ast.Break)) or _exits_process(body[-1])
+
+
+def _exits_process(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    name = getattr(call.func, "attr", None) or getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
+    return name in ("exit", "_exit", "quit")
+
+
+def _exits(body: list[ast.stmt], inner: bool) -> Iterator[ast.If | ast.ExceptHandler]:
+    """Yield the conditions and handlers in a loop through which it is left; of a loop inside it a `break` is its own."""
+    for node in body:
+        if isinstance(node, _FUNCTIONS):
+            continue
+        if isinstance(node, ast.If) and _ends(node.body, inner):
+            yield node
+        for handler in getattr(node, "handlers", ()):
+            if _ends(handler.body, inner):
+                yield handler
+        for field in ("body", "orelse", "finalbody"):
+            part = getattr(node, field, None)
+            if isinstance(part, list):
+                yield from _exits(part, inner or isinstance(node, _LOOPS))
+
+
+def _ends(body: list[ast.stmt], inner: bool) -> bool:
+    last = body[-1]
+    return isinstance(last, ast.Return) or (isinstance(last, ast.Break) and not inner) or _exits_process(last)
+
+
+def _tells(test: ast.expr) -> bool:
+    """True if a condition can differ between ranks: not if it asks only for a counter of the loop."""
+    names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)} - {""}
+    return bool(names - _COUNTERS)
+
+
+def _condition(site: Site, node: ast.stmt | ast.ExceptHandler, source: Source) -> Condition | None:
+    lines = (source(site.file) or "").splitlines()
+    if not 0 < node.lineno <= len(lines):
+        return None
+    return Condition(site.file, node.lineno, lines[node.lineno - 1].strip())
+
+
+def _asks_for_rank(condition: Condition, source: Source) -> bool:
+    return rank_condition.asks_for_rank(condition.text, source(condition.file) or "")

@@ -1,0 +1,90 @@
+"""Witness by forwards and backwards: which rank ran a forward of its DDP model without the backward that belongs to it.
+
+A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves this trace. The
+collectives of that rank are then one step ahead of the others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from distdiag.diagnosis.culprit.paths import parting, parting_text
+from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
+
+STEPS = 3  # backwards that show that each forward has one
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Forwards of one rank without a backward."""
+
+    rank: int
+    forwards: int  # in all
+    backwards: int  # in all
+    missing: int
+
+
+def skipped(snapshot: Snapshot, ranks: Collection[int]) -> Skipped | None:
+    """Return the one of `ranks` that ran forwards without backward while each forward of the others has one; else None."""
+    states = [snapshot.ranks[r] for r in ranks if r in snapshot.ranks]
+    if len(states) < max(2, len(ranks)) or len({len(st.models) for st in states}) != 1:
+        return None
+    found: dict[int, Skipped] = {}
+    for i in range(len(states[0].models)):
+        counts = {st.rank: _open(st, i) for st in states}
+        if any(st.models[i].synced_backwards < STEPS for st in states):
+            continue
+        odd = [st for st in states if counts[st.rank] > 0]
+        if len(odd) != 1 or odd[0].rank in found:
+            continue
+        st, model = odd[0], odd[0].models[i]
+        found[st.rank] = Skipped(st.rank, model.forwards, model.synced_backwards, counts[st.rank])
+    return found.popitem()[1] if len(found) == 1 else None
+
+
+def _open(state: RankState, i: int) -> int:
+    """Return the forwards that will never have a backward: not that which the rank is in, or has just left."""
+    model = state.models[i]
+    n = model.forwards - model.synced_backwards
+    here = state.blocked.site if state.blocked is not None and state.blocked.site is not None else state.place
+    if state.phase != "forward" and (swallowed(state) or here is None or state.sites.get(here.key, 0) <= 1):
+        return n  # after an exception, or at a site that it does not pass in every step
+    return max(0, n - 1)
+
+
+def swallowed(state: RankState) -> str:
+    """Return the exception out of a forward or backward that the script has caught; empty if there is none."""
+    text = (state.caught or "").splitlines()
+    return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
+
+
+def way_out(snapshot: Snapshot, found: Skipped, source: Source | None) -> list[Condition]:
+    """Return the conditions through which the rank left between the forward and the backward."""
+    state = snapshot.ranks[found.rank]
+    if source is None:
+        return []
+    for forward in _sites(state, found.forwards):
+        for backward in _sites(state, found.backwards):
+            if forward.file == backward.file and (conditions := parting((forward,), (backward,), source)):
+                return conditions
+    return []
+
+
+def _sites(state: RankState, times: int) -> list[Site]:
+    """Return the sites that a rank has visited so often."""
+    parts = [(*key.rsplit(":", 1), n) for key, n in state.sites.items() if ":" in key]
+    return [Site(file, int(line)) for file, line, n in parts if n == times and line.isdigit()]
+
+
+def text(snapshot: Snapshot, found: Skipped, source: Source | None) -> str:
+    """Return the end of a sentence: what the rank skipped, by which condition or exception."""
+    state = snapshot.ranks[found.rank]
+    what = (
+        f"; rank {found.rank} ran {found.missing:,} forward{'s' if found.missing > 1 else ''} without backward "
+        f"({found.forwards:,} forwards, {found.backwards:,} backwards)"
+    )
+    if caught := swallowed(state):
+        return f"{what}, and caught {caught}"
+    return what + parting_text(way_out(snapshot, found, source))

@@ -1,0 +1,245 @@
+"""What led a culprit to another call: changed arguments, a skipped backward, a condition on data; and the smallest edit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.culprit.paths import parting, with_callers
+from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
+from distdiag.diagnosis.rules import mismatch
+from tests.diagnosis.made import findings
+from tests.diagnosis.test_conditions import FILE, places
+from tests.diagnosis.test_graph import call, key, only, rank, snapshot
+
+
+def part(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> list[str]:
+    """Texts of the conditions; frames are (mark, function), innermost first."""
+    text, at = places(source)
+    stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
+    return [c.text for c in parting(stacks[0], stacks[1], {FILE: text}.get)]
+
+
+STEP = """
+    def train_step(model, opt, x, y):
+        loss = lossf(model(x), y)  # A
+        if loss.item() < 0.2:
+            return None
+        loss.backward()  # B
+
+    def main():
+        for step in range(9):
+            if step % 10 == 0:
+                log()
+            train_step(model, opt, x, y)  # C
+"""
+
+FIT = """
+    class Trainer:
+        def fit(self, batches):
+            for self.epoch in range(9):
+                for x in batches:
+                    self.step(x)  # A
+                    if self.bad(x):
+                        continue
+                if self.should_stop:
+                    break
+    def main():
+        trainer.fit(batches)  # B
+        dist.barrier()  # C
+"""
+
+FLUSH = """
+    def flush(self):
+        if self.items:
+            gather(self.items)  # A
+
+    def sync(self):
+        if self.n == 0:
+            return 0.0
+        all_reduce(self.n)  # B
+
+    def main():
+        for step in range(9):
+            all_reduce(g)  # C
+            c.flush()  # D
+            m.sync()  # E
+"""
+
+STREAM = """
+    def main():
+        while True:
+            try:
+                x = next(it)
+            except StopIteration:
+                break
+            loss.backward()  # A
+        all_reduce(total)  # B
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "mine", "theirs", "conditions"),
+    [
+        pytest.param(
+            STEP, "A train_step C main", "B train_step C main", ["if loss.item() < 0.2:"], id="returns before"
+        ),
+        pytest.param(FIT, "C main", "A fit B main", ["if self.should_stop:"], id="breaks out of the outer loop"),
+        pytest.param(FLUSH, "A flush D main", "C main", ["if self.items:"], id="enters a block"),
+        pytest.param(FLUSH, "C main", "B sync E main", ["if self.n == 0:"], id="leaves a function"),
+        pytest.param(STREAM, "B main", "A main", ["except StopIteration:"], id="an exception ends the loop"),
+        pytest.param(FIT, "", "A fit B main", ["if self.should_stop:"], id="has ended"),
+        pytest.param(STEP, "C main", "C main", [], id="one site"),
+    ],
+)
+def test_conditions_on_data_at_which_two_paths_part(source: str, mine: str, theirs: str, conditions: list[str]) -> None:
+    a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
+    assert part(source, a, b) == conditions
+
+
+def test_the_caller_of_a_killed_rank_is_the_only_call_of_its_function() -> None:
+    """The sample of the caller is older than the call in which the rank was killed."""
+    text, at = places(FLUSH)
+    flush, old, now = Site(FILE, at["A"], "flush"), Site(FILE, at["C"], "main"), Site(FILE, at["D"], "main")
+    assert with_callers((flush, old), {FILE: text}.get) == (flush, now)
+    assert with_callers((flush, now), {FILE: text}.get) == (flush, now)
+    assert with_callers((flush, old), {}.get) == (flush, old)
+
+
+def test_a_source_that_cannot_be_read_has_no_conditions() -> None:
+    mine, theirs = [Site(FILE, 3, "main")], [Site(FILE, 9, "main")]
+    for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
+        assert parting(mine, theirs, source) == []
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+SITE = Site(FILE, 5, "reduce")
+
+
+def came_with(r: int, *dtypes: str) -> RankState:
+    """A rank that waits in the last of its calls at one site."""
+    calls = [call(seq=n, site=SITE, dtype=dtype) for n, dtype in enumerate(dtypes, 1)]
+    return rank(r, calls[-1], calls=tuple(calls))
+
+
+def test_a_dtype_that_is_new_at_its_site_is_the_wrong_one() -> None:
+    f = only(snapshot(came_with(0, *["float64"] * 4), came_with(1, *["float64"] * 3, "float32")))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,))
+    assert "until then rank 1 came there with float64 (3 times)" in f.message
+    assert "on rank 1 cast the tensor to float64" in f.advice
+
+
+def test_two_dtypes_without_history_blame_nobody_and_both_edits_are_named() -> None:
+    f = only(snapshot(came_with(0, "float64"), came_with(1, "float32")))
+    assert (f.cause, f.culprits) == ("dtype", ())
+    assert "on rank 0 cast the tensor to float32 before the call, or on rank 1 to float64" in f.advice
+
+
+# -- forwards without backward ------------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD = Site(FILE, 2, "train_step"), Site(FILE, 5, "train_step")
+CALLER = Site(FILE, 11, "main")
+
+
+def trained(r: int, at: Site, forwards: int, backwards: int, op: str, phase: str, **more: Any) -> RankState:
+    model = Model(group="default_pg", forwards=forwards, synced_backwards=backwards)
+    sites = {key(FORWARD): forwards, key(BACKWARD): backwards}
+    return rank(
+        r, call(op, 90, at), models=(model,), sites=sites, phase=phase, user_stack=(at, CALLER), step=backwards, **more
+    )
+
+
+def test_a_forward_without_backward_decides_a_tie_and_its_condition_is_named() -> None:
+    text, _ = places(STEP)
+    s = snapshot(
+        trained(0, FORWARD, 72, 70, "broadcast", "forward"), trained(1, BACKWARD, 71, 71, "all_reduce", "backward")
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
+    assert "rank 0 ran 1 forward without backward (72 forwards, 70 backwards)" in f.message
+    assert "`if loss.item() < 0.2` (train.py:3)" in f.message
+    assert "backward of every forward on rank 0" in f.advice
+
+
+def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
+    s = snapshot(
+        trained(0, FORWARD, 72, 70, "broadcast", "forward", caught="RuntimeError: out of memory"),
+        trained(1, BACKWARD, 71, 71, "all_reduce", "backward"),
+    )
+    assert "caught RuntimeError: out of memory" in only(s).message
+
+
+def test_after_a_caught_exception_the_open_forward_has_no_backward_to_come() -> None:
+    """Both are at sites of every step; rank 0 is one step ahead, and its forward raised what the script caught."""
+    log = Site(FILE, 7, "main")
+    more = {"caught": "RuntimeError: out of memory"}
+    s = snapshot(
+        trained(0, log, 71, 70, "all_reduce", "other", **more), trained(1, BACKWARD, 70, 70, "barrier", "backward")
+    )
+    log_known = {key(log): 7, key(FORWARD): 71}
+    s.ranks[0] = msgspec.structs.replace(s.ranks[0], sites=log_known)
+    assert "rank 0 ran 1 forward without backward" in only(s).message
+    s.ranks[0] = msgspec.structs.replace(s.ranks[0], caught=None)
+    assert "without backward" not in only(s).message
+
+
+def test_forwards_under_accumulation_skip_nothing() -> None:
+    """Three of four forwards have no synchronised backward, on both ranks."""
+    s = snapshot(
+        trained(0, FORWARD, 42, 10, "broadcast", "forward"), trained(1, BACKWARD, 40, 10, "all_reduce", "backward")
+    )
+    assert "without backward" not in only(s).message
+
+
+def test_an_abort_by_gloo_names_the_condition_of_the_extra_call() -> None:
+    text, at = places(FLUSH)
+    flush, loop, main = (Site(FILE, at[m], f) for m, f in (("A", "flush"), ("C", "main"), ("D", "main")))
+    s = snapshot(
+        rank(0, place=loop, user_stack=(loop,), life=Life.CRASHED, exception="RuntimeError: Connection closed by peer",
+             ended_s=40.1, sites={key(loop): 9}),
+        rank(1, place=flush, user_stack=(flush, main), life=Life.KILLED, signal=6, ended_waiting=True, ended_s=40.0,
+             sites={key(loop): 9, key(flush): 1}),
+    )  # fmt: skip
+    (f,) = findings(s, mismatch, source={FILE: text}.get)
+    assert (f.cause, f.culprits) == ("shape", (1,))
+    assert "their paths part at `if self.items`" in f.message
+
+
+# -- messages and circles ------------------------------------------------------------------------------------------------
+
+
+def test_a_message_to_another_rank_than_ever_before_is_the_culprits() -> None:
+    """Rank 0 always sent to rank 1 from this line; now it sends to rank 2, which does not receive from it."""
+    send, recv = Site(FILE, 9, "exchange"), Site(FILE, 12, "exchange")
+
+    def message(op: str, peer: int, nth: int, site: Site) -> Any:
+        return call(op, None, site, peer=peer, nth=nth)
+
+    def sends(r: int, peers: list[int]) -> RankState:
+        calls = [message("send", p, peers[: n + 1].count(p), send) for n, p in enumerate(peers)]
+        return rank(r, calls[-1], calls=tuple(calls))
+
+    def receives(r: int, peer: int, n: int) -> RankState:
+        calls = [message("recv", peer, k, recv) for k in range(1, n + 1)]
+        return rank(r, calls[-1], calls=tuple(calls))
+
+    s = snapshot(sends(0, [1, 1, 1, 2]), receives(1, 0, 4), receives(2, 1, 4))
+    f = only(s)
+    assert (f.kind, f.culprits) == ("deadlock", (0,))
+    assert "in 3 earlier calls there its peer was rank 1" in f.message
+
+
+def test_of_a_circle_the_smallest_edit_is_named() -> None:
+    a, b = Site(FILE, 1, "f"), Site(FILE, 2, "f")
+    s = snapshot(
+        rank(0, call(group="x", seq=1, site=a)), rank(1, call(group="y", seq=1, site=b)),
+        groups={"x": (0, 1), "y": (0, 1)},
+    )  # fmt: skip
+    f = only(s)
+    assert (f.cause, f.culprits) == ("group_cycle", ())
+    assert (
+        "it is enough that rank 0 calls all_reduce at train.py:2 in f before all_reduce at train.py:1 in f" in f.advice
+    )
