@@ -66,7 +66,7 @@ gpu-check: ## what needs a GPU; a bare checkout and any Python with torch >= 2.1
 	fi; \
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $$python benchmarks/gpu_check.py $(ARGS)
 
-fuzz: venv ## damaged and hostile input for every reader (FUZZ_SECONDS=60 FUZZ_SEED=0 FUZZ_CASE= FUZZ_DIR=)
+fuzz: venv ## damaged and hostile input for every reader (FUZZ_SECONDS=60 FUZZ_SEED=0 FUZZ_KIND= FUZZ_CASES= FUZZ_CASE= FUZZ_DIR=)
 	@$(PY) tests/fuzz/fuzz.py
 
 survival: venv ## faults survived, ten times each, into docs/survival.md (ARGS='--times 1 --only monitor')

@@ -87,12 +87,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(report_error(e))
         time.sleep(OTHERS_LEAVE_S)
         sys.exit(int(e.code))
-    if options.get("keep"):
-        os.environ["DISTDIAG_KEEP_BYTES"] = str(options["keep"])
-    if options.get("quiet"):
-        os.environ["DISTDIAG_QUIET"] = "1"
+    from distdiag.recorder import start_monitor
     from distdiag.recorder.deferred import record_process
 
+    start_monitor.options = start_monitor.Options(bool(options.get("quiet")), int(options.get("keep", 0)) or None)
     run_dir = options.get("run_dir")
     name = options.get("name") or (module or Path(rest[0]).stem)
     record_process(str(run_dir) if run_dir else None, str(name))

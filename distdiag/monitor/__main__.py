@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     keep = int(os.environ.get("DISTDIAG_KEEP_BYTES", "") or 2 * 2**30)
     parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
     parser.add_argument("--for-reader", action="store_true", help="somebody waits for its verdict: ordinary priority")
+    parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # it runs where a core is free, and so when ranks wait; with none to spare it takes its turn after theirs
@@ -43,12 +44,11 @@ def main(argv: list[str]) -> int:
     from distdiag.monitor.loop import Monitor
     from distdiag.store import rundir
 
-    quiet = os.environ.get("DISTDIAG_QUIET") == "1"
     try:
         if not options.node:  # the other nodes' runs lie inside that of node 0
             base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
             rundir.mark_latest(base)
-        Monitor(options.run_dir, options.pages, options.node, quiet, options.keep, options.overflow).run()
+        Monitor(options.run_dir, options.pages, options.node, options.quiet, options.keep, options.overflow).run()
     except Exception:
         # a failure of ours must not look like one of the job's: it is kept in the log, and readers see the monitor gone
         try:

@@ -105,7 +105,7 @@ class Nodes:
                 if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
                     continue
                 state = msgspec.msgpack.decode(Path(e.path).read_bytes(), type=NodeState)
-            except (OSError, msgspec.MsgspecError) as problem:
+            except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as problem:
                 self.failed = f"{e.name} of another node cannot be read: {problem}"
                 continue
             self._mtimes[e.name] = mark

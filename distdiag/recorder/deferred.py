@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.recorder import run_claim, session, state
+from distdiag.recorder import run_claim, session, start_monitor, state
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded
 
@@ -148,8 +148,10 @@ class _Child:
 
     def __init__(self, target: Callable[..., Any], run_dir: str, name: str | None, job: str) -> None:
         self.target, self.run_dir, self.name, self.job = target, run_dir, name, job
+        self.options = start_monitor.options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start_monitor.options = self.options
         record_process(self.run_dir, self.name, self.job)
         try:
             return self.target(*args, **kwargs)

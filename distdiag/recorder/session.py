@@ -264,8 +264,6 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     claim = run_claim.claim_rank(run_dir, label, rank, world_size)
     directory, pages = claim.run_dir, claim.pages
     place.make(pages)
-    # ours to size where the user did not: a dump of it is evidence, and costs its length
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     held = [place.hold(pages)]
     try:
         writer = PageWriter(page_path(pages, rank))

@@ -10,11 +10,22 @@ import fcntl
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import distdiag
 from distdiag.page import place
 
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line of `distdiag.run` asks of the monitor; not in the environment, which other jobs would inherit."""
+
+    quiet: bool = False
+    keep_bytes: int | None = None
+
+
+options = Options()  # of this process and of what it spawns
 STARTS = 6  # of one node's monitor: one that dies each time is a defect of ours, and costs the job CPU
 
 
@@ -71,14 +82,13 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
     package_root = str(Path(distdiag.__file__).resolve().parents[1])
     env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
-    if quiet:
-        env["DISTDIAG_QUIET"] = "1"
     command = [
         sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
-        "--node", str(node),
+        "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
+        *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []),
     ]  # fmt: skip
     process = subprocess.Popen(
-        command + ["--for-reader"] * quiet,
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         # the job's: findings of severity error are printed there, when they happen

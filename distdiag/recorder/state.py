@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from distdiag.page.layout import Phase
 from distdiag.page.writer import PageWriter
+from distdiag.recorder import unseen
 from distdiag.recorder.frames import USER, absolute, kind_of, user_frame
 
 P = ParamSpec("P")
@@ -87,7 +88,7 @@ def failed(error: Exception) -> None:
 
 
 def guarded(f: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorator: an exception of `f` is counted in the page and never reaches the job (unless `RAISE`).
+    """Decorator: an exception of `f` is counted and never reaches the job (unless `RAISE`); no mode sees its operations.
 
     Functions that run in every step catch their own exceptions: with cold caches a second frame costs as much as the work.
     """
@@ -95,7 +96,10 @@ def guarded(f: Callable[P, R]) -> Callable[P, R | None]:
     @functools.wraps(f)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
-            return f(*args, **kwargs)
+            if not unseen.function_modes() and not unseen.dispatch_modes():
+                return f(*args, **kwargs)
+            with unseen.unseen():
+                return f(*args, **kwargs)
         except Exception as e:
             failed(e)
             return None

@@ -5,7 +5,6 @@ Without `--monitor` nothing of the recorder is imported.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -54,8 +53,9 @@ def start_recording(config: TrainConfig) -> Recording:
     if not config.monitor:
         return NotRecorded()
     import distdiag
+    from distdiag.recorder import start_monitor
     from distdiag.recorder.run_claim import keep_bytes
 
     if config.keep:
-        os.environ["DISTDIAG_KEEP_BYTES"] = str(keep_bytes(config.keep))
+        start_monitor.options = start_monitor.Options(keep_bytes=keep_bytes(config.keep))
     return distdiag.attach(config.run_dir or None, name=config.name or config.model)

@@ -2,15 +2,15 @@
 
 A case is one input, mutated, and one command on it. Each runs in a forked child, and fails with a traceback, after
 5 s of CPU time (60 s of wall time), or with more than 1 GiB. Failing inputs are kept in FUZZ_DIR; the number of a case
-and the seed make it again: `FUZZ_SEED=7 FUZZ_CASE=123 make fuzz`.
+and the seed (and FUZZ_KIND, if given) make it again: `FUZZ_SEED=7 FUZZ_CASE=123 make fuzz`. FUZZ_CASES ends it after so many.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import json
+import mmap
 import os
 import pickle
 import random
@@ -28,11 +28,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import msgspec
+
 from distdiag.cli import main as distdiag
-from distdiag.monitor.evidence import ask
-from distdiag.page.layout import Phase
-from distdiag.page.writer import PageWriter
+from distdiag.monitor.evidence import ask, native
+from distdiag.monitor.host import processes
+from distdiag.monitor.loop import Monitor
+from distdiag.page import place
+from distdiag.page.layout import Header, Page, page_path
 from tests.diagnosis.recordings import Job, as_json, as_pickle
+from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
 
 CPU_S, WALL_S, MEMORY_BYTES = 5, 60, 1 << 30
@@ -116,13 +121,20 @@ class Inputs:
         con.execute("PRAGMA journal_mode = DELETE")
         con.execute("VACUUM")
         con.close()
-        page = folder / "r0.page"
-        writer = PageWriter(page)
-        writer.h.pid, writer.h.world_size, writer.h.started_mono_ns = os.getpid(), 2, 1
-        writer.h.phase = Phase.COLLECTIVE
-        writer.publish()
-        self.page = page.read_bytes()
-        self.header_bytes = ctypes.sizeof(writer.h)
+        a_page(folder / "made", 1)
+        self.page = page_path(folder / "made", 1).read_bytes()
+        self.node = self._node_state(folder / "other")
+
+    def _node_state(self, folder: Path) -> Any:
+        """What node 1 leaves for node 0, as plain data: its ranks are 2 and 3."""
+        monitor = _monitor(folder, self._two_pages(folder, world_size=4, first=2))
+        monitor.tick()
+        monitor.nodes.node = 1
+        monitor.nodes.publish(monitor._snapshot(0.0), time.time(), closed=True)
+        state = msgspec.msgpack.decode((folder / "run" / "nodes" / "1.state").read_bytes())
+        assert state["node"] == 1 and list(state["ranks"]) == [2, 3], state
+        monitor.close()
+        return state
 
     def dump(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """One of three flight-recorder dumps is mutated, as data or as bytes."""
@@ -178,21 +190,86 @@ class Inputs:
         (run / name).write_bytes(flip(rng, data) if rng.random() < 0.5 else data)
         return self._reader(rng, run)
 
-    def pages(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """A rank page with other bytes in its header or anywhere; `distdiag dump` reads it."""
+    def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """A damaged page of a living process; `distdiag dump` reads it and asks the process."""
         run = self._copy(folder)
-        (run / "pages").mkdir()
-        page = bytearray(self.page)
-        for _ in range(rng.choice((1, 4, 64))):
-            at = rng.randrange(rng.choice((self.header_bytes, len(page))))
-            page[at] = rng.randrange(256)
-        (run / "pages" / "r0.page").write_bytes(page)
-        return lambda: distdiag(["dump", "--no-save", "--timeout", "0.2", str(run)])
+        pages = place.overflow(run, 0)
+        place.make(pages)
+        place.node_record(run, 0).write_text(f"launcher {pages}\n")
+        path = page_path(pages, 0)
+        path.write_bytes(changed(self.page, rng))
+        return lambda: _dump_own(path, run)
+
+    def monitored_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """A page that is damaged before or while the monitor reads it, next to a sound one."""
+        pages = self._two_pages(folder)
+        damaged, at_once = changed(self.page, rng), rng.random() < 0.3
+
+        def watch() -> None:
+            if at_once:
+                page_path(pages, 1).write_bytes(damaged)
+            monitor = _monitor(folder, pages)
+            monitor._survive(monitor.tick)
+            with page_path(pages, 1).open("r+b") as f:
+                f.write(damaged)
+            _go_on(monitor)
+
+        return watch
+
+    def node_state(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """The state file of another node, mutated as data or as bytes; the monitor of node 0 reads it."""
+        pages = self._two_pages(folder, world_size=4)
+        state = self.node
+        for _ in range(rng.choice((1, 1, 3))):
+            state = somewhere(rng, state)
+        try:
+            data = msgspec.msgpack.encode(state)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            data = b"\x91" * 50_000
+        data = flip(rng, data) if rng.random() < 0.3 else data
+        (folder / "run" / "nodes").mkdir(parents=True)
+        (folder / "run" / "nodes" / "1.state").write_bytes(data)
+        return lambda: _go_on(_monitor(folder, pages))
+
+    def records(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """The small files of a run directory: where its pages are, who has ended, which launch it belongs to."""
+        run = self._copy(folder)
+        contents = {
+            ".node_0": f"host:1:2 {run}/pages.0\n", ".node_0.ended": "0 1\n", ".jobs/0": "0123456789abcdef.0\n",
+            "verdict.txt": "distdiag: nothing found\n", "monitor.log": TEXT_LOG,
+        }  # fmt: skip
+        (run / ".jobs").mkdir(exist_ok=True)
+        for name, text in contents.items():
+            data = text.encode()
+            (run / name).write_bytes(flip(rng, data) if rng.random() < 0.5 else data)
+        if rng.random() < 0.3:
+            name = rng.choice(list(contents))
+            (run / name).unlink()
+            (run / name).mkdir()
+        if rng.random() < 0.2:
+            return lambda: distdiag(["dump", "--no-save", "--timeout", "0.2", str(run)])
+        return self._reader(rng, run)
 
     def logs(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """What faulthandler writes, mutated."""
+        """What faulthandler and the handler of native frames write, mutated."""
         text = flip(rng, TEXT_LOG.encode()).decode("utf-8", "replace")
-        return lambda: (ask.parse_stacks(text), ask.fatal_signal(text))
+        frames = folder / "r0.native"
+        frames.write_bytes(flip(rng, b"\1" + bytes(7) + b"\5" + bytes(503)))
+
+        def read() -> None:
+            ask.parse_stacks(text)
+            ask.fatal_signal(text)
+            sample = native.read(frames)
+            if sample is not None:
+                native.host_wait(native.Symbols(os.getpid()).names(sample))
+
+        return read
+
+    def _two_pages(self, folder: Path, world_size: int = 2, first: int = 0) -> Path:
+        pages = folder / "pages"
+        for rank in (first, first + 1):
+            a_page(pages, rank).h.world_size = world_size
+        return pages
 
     def _copy(self, folder: Path) -> Path:
         return Path(shutil.copytree(self.run, folder / "run"))
@@ -204,6 +281,32 @@ class Inputs:
             ["compare", str(run), str(self.run)], ["tui", "--once", str(run)], ["tui", "--once", "--json", str(run)],
         ))  # fmt: skip
         return lambda: distdiag(arguments)
+
+
+def _dump_own(path: Path, run: Path) -> None:
+    """`distdiag dump` of a page as if this process wrote it."""
+    with path.open("r+b") as f:
+        page = mmap.mmap(f.fileno(), 0)
+        for field, value in (
+            (Header.pid, os.getpid()),
+            (Header.process_start_ticks, processes.start_ticks(os.getpid())),
+        ):
+            at = Page.header.offset + field.offset
+            page[at : at + field.size] = int(value or 0).to_bytes(field.size, "little")
+        path.chmod(0o600)
+        distdiag(["dump", "--no-save", "--timeout", "0.2", str(run)])
+
+
+def _monitor(folder: Path, pages: Path) -> Monitor:
+    return Monitor(folder / "run", pages, node=0, quiet=True, keep_bytes=1 << 30)
+
+
+def _go_on(monitor: Monitor) -> None:
+    """Two polls more: what is damaged costs its own rank, and no poll."""
+    for _ in range(2):
+        monitor._survive(lambda: not monitor._going_on() and monitor.tick())
+    assert 0 in monitor.views, monitor.pages.damaged
+    assert not monitor._failed_polls, monitor.diagnosis.failures
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -261,7 +364,9 @@ def main() -> int:
     seconds = float(os.environ.get("FUZZ_SECONDS", "60"))
     seed = int(os.environ.get("FUZZ_SEED", "0") or 0)
     only = os.environ.get("FUZZ_CASE")
+    named = os.environ.get("FUZZ_KIND")
     kept = Path(os.environ.get("FUZZ_DIR", tempfile.gettempdir())) / f"distdiag-fuzz-{os.getpid()}"
+    most = float(os.environ.get("FUZZ_CASES", "inf"))
     failed: dict[str, int] = {}
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="distdiag-fuzz-") as d:
@@ -275,12 +380,17 @@ def main() -> int:
             inputs.database,
             inputs.database,
             inputs.json_files,
-            inputs.pages,
+            inputs.dumped_page,
+            inputs.monitored_page,
+            inputs.monitored_page,
+            inputs.node_state,
+            inputs.records,
             inputs.logs,
         )
+        kinds = tuple(k for k in kinds if k.__name__ == named) if named else kinds
         end = time.monotonic() + seconds
         number = int(only) if only else 0
-        while time.monotonic() < end:
+        while time.monotonic() < end and number < most:
             rng = random.Random(f"{seed}/{number}")
             make = rng.choice(kinds)
             folder = Path(d) / "case"

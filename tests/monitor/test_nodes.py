@@ -44,6 +44,17 @@ def test_times_of_another_node_are_counted_from_this_ones_start(tmp_path: Path) 
     assert blocked is not None and blocked.entered_s == pytest.approx(9.0, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "data", [b"", b"\xa3\xff\xff\xff", b"\x81\xa3\xff\xff\xff\x01", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff"]
+)
+def test_a_damaged_file_of_another_node_is_reported(data: bytes, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 0)
+    (tmp_path / "nodes").mkdir(exist_ok=True)
+    (tmp_path / "nodes" / "1.state").write_bytes(data)
+    merged, _ = nodes.merged(snapshot(0, 1), 0.0)
+    assert set(merged.ranks) == {0, 1} and "1.state" in (nodes.failed or "")
+
+
 def test_two_looks_at_one_file_are_one_look(tmp_path: Path) -> None:
     (tmp_path / "node_1").mkdir()
     here, there = Nodes(tmp_path, 0), Nodes(tmp_path / "node_1", 1)

@@ -15,6 +15,10 @@ import msgspec
 import pytest
 
 from distdiag.errors import DistdiagError
+from distdiag.monitor.evidence import dump
+from distdiag.monitor.host import processes
+from distdiag.page import place
+from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 from distdiag.store import rundir, stacks
 from distdiag.store.frames import RankRow, unpack_table
@@ -130,13 +134,13 @@ def test_a_fifo_is_no_database(tmp_path: Path) -> None:
 
 def test_a_page_cannot_send_a_signal_to_a_stranger(tmp_path: Path) -> None:
     """The page names a process that would die of the signal; it does not map the page, and is left alone."""
-    from distdiag.monitor.evidence import dump
-    from distdiag.monitor.host import processes
 
     victim = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdin=subprocess.DEVNULL)
     try:
-        (tmp_path / "pages").mkdir()
-        writer = PageWriter(tmp_path / "pages" / "r0.page")
+        pages = place.overflow(tmp_path, 0)
+        place.make(pages)
+        place.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
+        writer = PageWriter(page_path(pages, 0))
         writer.h.pid, writer.h.trace_signal = victim.pid, int(signal.SIGTERM)
         writer.h.process_start_ticks = processes.start_ticks(victim.pid) or 0
         writer.h.started_mono_ns = 1
@@ -144,8 +148,29 @@ def test_a_page_cannot_send_a_signal_to_a_stranger(tmp_path: Path) -> None:
         with pytest.raises(DistdiagError, match="is alive"):
             dump.take(tmp_path, 0.2)
         assert victim.poll() is None
-        assert dump.maps_page(os.getpid(), tmp_path / "pages" / "r0.page")
-        assert not dump.maps_page(victim.pid, tmp_path / "pages" / "r0.page")
+        assert dump.maps_page(os.getpid(), page_path(pages, 0))
+        assert not dump.maps_page(victim.pid, page_path(pages, 0))
     finally:
         victim.kill()
         victim.wait()
+
+
+def test_a_dump_of_a_damaged_page_has_the_other_ranks(tmp_path: Path) -> None:
+    """The stack of rank 1 lies where no text is; its process lives and maps the page."""
+    pages = place.overflow(tmp_path, 0)
+    place.make(pages)
+    place.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
+    held = []
+    for rank in (0, 1):
+        page = PageWriter(page_path(pages, rank))
+        page.h.pid, page.h.rank, page.h.world_size, page.h.local_world_size = os.getpid(), rank, 2, 2
+        page.h.process_start_ticks = processes.start_ticks(os.getpid()) or 0
+        page.h.stack[0], page.h.stack_depth = page.site("/job/train.py", 7, "main"), 1
+        if rank == 1:
+            page.h.stack[0] = 1 << 63
+        page.publish()
+        held.append(page)
+    _, found = dump.take(tmp_path, timeout_s=0.5)
+    assert [d.rank for d in found] == [0, 1]
+    assert found[0].frames == ("main /job/train.py:7",)
+    assert not found[1].frames and "damaged" in (found[1].note or "")

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 from distdiag.monitor.host import processes
 
 TIMEOUT_S = 3.0
+MOST_BYTES = 64 << 20  # of an answer
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -28,19 +31,22 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+        _, owner, _ = _PEER.unpack(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if owner != os.getuid():  # the path comes from a page, which may come from anybody
+            raise PermissionError(errno.EACCES, "is served by another user")
 
 
 def ask(socket_path: str, handler: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """Body of the witness's answer.
 
     Raises:
-        OSError, http.client.HTTPException: no answer, or one that says it failed.
+        OSError, http.client.HTTPException: no answer, one that reports a failure, or another user's server.
     """
     connection = _UnixConnection(socket_path, timeout_s)
     try:
         connection.request("POST", f"/handler/{handler}")
         response = connection.getresponse()
-        body = response.read()
+        body = response.read(MOST_BYTES)
         if response.status != 200:
             raise http.client.HTTPException(f"{handler}: HTTP {response.status}")
         return body

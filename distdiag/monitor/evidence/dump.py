@@ -65,7 +65,7 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
         )
     now_s = (time.monotonic_ns() - min(v.start_ns for v in alive)) / 1e9
     with ThreadPoolExecutor(min(32, len(alive))) as pool:
-        return now_s, list(pool.map(lambda v: _ask(v, timeout_s), alive))
+        return now_s, list(pool.map(lambda v: _answer(v, timeout_s), alive))
 
 
 def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
@@ -96,6 +96,14 @@ def maps_page(pid: int, page: Path) -> bool:
     except (OSError, IndexError):
         return False
     return mapped and stat.st_uid == owner == os.getuid() and not stat.st_mode & 0o022
+
+
+def _answer(v: RankView, timeout_s: float) -> RankDump:
+    """The dump of one rank; if its page is damaged, one without an answer."""
+    try:
+        return _ask(v, timeout_s)
+    except Exception as e:  # whatever a damaged page raises: it costs only its rank
+        return RankDump(v.rank, (), None, f"its page is damaged ({type(e).__name__})", None, {}, answered=False)
 
 
 def _ask(v: RankView, timeout_s: float) -> RankDump:

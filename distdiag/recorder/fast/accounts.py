@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distdiag.page.layout import STEPS, Blocked, LifeWord, Page, Phase, StepRecord, word
-from distdiag.recorder import state
+from distdiag.recorder import state, unseen
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.state import now_ns
 
@@ -173,20 +173,25 @@ if not TYPE_CHECKING and _c is not None:
 
 def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
     """The ledger of a page; its hooks run in the main thread alone."""
+    unseen.install()
     if _c is None:
         made = Ledger(page)
     else:
         made = _c.Ledger(
             page.words, word("phase"), Page.steps.offset // 8, STEPS, state.failed, torch.Tensor, torch.float32, torch.strided,
-            torch.is_grad_enabled,
+            torch.is_grad_enabled, unseen.function_modes, unseen.dispatch_modes, unseen.unseen,
         )  # fmt: skip
     made.main_thread = main_thread or 0
     return made
 
 
 def usual(shared: Ledger, name: str, general: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """`general` as a hook: its usual case, by its name in `c/hooks.c`, is done in C. `of` is what the hook looks at."""
-    return general if _c is None else _c.usual(shared, name, general, of)
+    """Return `general` as a hook that no mode of the job sees; its fast path, by its name in `c/hooks.c`, is in C.
+
+    Args:
+        of: What the fast path reads besides the ledger.
+    """
+    return unseen.by_modes(general) if _c is None else _c.usual(shared, name, general, of)
 
 
 class LastPlace(Place):

@@ -11,6 +11,7 @@ from distdiag.page.layout import PEERS, SITES, Blocked, PeerSlot, word
 from distdiag.recorder import state
 from distdiag.recorder.hooks.group_counters import Groups
 from distdiag.recorder.state import now_ns
+from distdiag.recorder.unseen import unseen
 
 BARRIER = -3  # stands for the peer in the count of monitored barriers, which must go on as long as the job
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
@@ -46,6 +47,12 @@ class CallEntries(Groups):
             value = value[0] if value else None
         if not isinstance(value, torch.Tensor):
             return NO_TENSOR
+        if all(type(t) is torch.Tensor for t in tensors or (value,)):
+            return self._facts(tensors, value)
+        with unseen():
+            return self._facts(tensors, value)
+
+    def _facts(self, tensors: Any, value: torch.Tensor) -> tuple[int, ...]:
         dimensions, sizes = -1, _NO_DIMENSIONS
         if len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors):
             elements = sum(t.numel() for t in tensors)

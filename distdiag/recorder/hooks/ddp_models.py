@@ -19,6 +19,7 @@ from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.first_forward import FirstForward
 from distdiag.recorder.hooks.tensor_checks import NAMES_KEPT
 from distdiag.recorder.state import guarded
+from distdiag.recorder.unseen import unseen
 
 if TYPE_CHECKING:
     from distdiag.recorder.hooks.step_accounting import Phases
@@ -67,10 +68,11 @@ def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> Mo
     slot = ph.page.page.models[n]
     slot.name = ph.page.text(type(module).__name__)
     slot.site = site
-    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+    with unseen():
+        shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+        slot.parameter_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
     slot.parameters = len(shapes)
-    slot.parameter_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
     slot.frozen = len(frozen)
     slot.frozen_names = ph.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
     slot.shape_hash = hash_text(repr([s for _, s in shapes]))
@@ -95,12 +97,13 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
     ph.ledger.models[id(ddp)] = m
-    if ph.r.device is None:
-        ph.r.device = cuda_index(ddp.module.parameters())
-    first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
-    if first is not None:
-        m.hook = ph.watch_last_gradient(first)
-        ph.checks.local_gradients = True
+    with unseen():
+        if ph.r.device is None:
+            ph.r.device = cuda_index(ddp.module.parameters())
+        first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
+        if first is not None:
+            m.hook = ph.watch_last_gradient(first)
+            ph.checks.local_gradients = True
     ph.ledger.next_look = 0
     m.times = DdpTimes(ddp, index_of(ph.page.page, slot), slot, m.synced_at)
 

@@ -21,6 +21,7 @@ from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.unseen import has_memory, unseen
 
 _SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]  # by the golden ratio: no rhythm of a batch's own
 # Elements are read from memory; one operator of torch takes longer than this for all of them. Halves are told by their bits.
@@ -124,22 +125,26 @@ class Loaders:
             self._last, led.trained = slot, slot is self._trained
             led.loader, led.batches_at, led.active_at = id(iterator), batches_at, active_at
             if n <= FINGERPRINTS:
-                slot.first[n - 1] = fingerprint(batch)
+                with unseen():
+                    slot.first[n - 1] = fingerprint(batch)
                 slot.n_first = n
         x = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
-        if not isinstance(x, torch.Tensor) or not (shape := x.shape):
-            x = first_tensor(batch, _has_samples)
-            if x is None:
-                return 0
-            shape = x.shape
+        if type(x) is not torch.Tensor or not (shape := x.shape):
+            with unseen():
+                x = first_tensor(batch, _has_samples)
+                if x is None:
+                    return 0
+                shape = x.shape
         self.ledger.newest = ref(x)
         return int(shape[0])
 
     def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> int:
         """A DDP module was given, in a step without a batch from a loader, what the job's own code has made or read; the
         samples in it."""
-        if id(ddp) not in self._by_iterator and first_tensor(inputs, _has_samples) is not None:
-            slot = self._begin(ddp, site)
+        if id(ddp) not in self._by_iterator:
+            with unseen():
+                fed = first_tensor(inputs, _has_samples) is not None
+            slot = self._begin(ddp, site) if fed else None
             if slot is not None:
                 slot.fed = 1
         return self.gives(ddp, inputs, now_ns())
@@ -177,21 +182,27 @@ def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None
     if depth > 3:
         return None
     values: Any = ()
+    # of the built-in types alone: what a class of the job's overrides is its own code, and `__getattr__` may do anything
     if isinstance(batch, dict):
-        values = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        values = batch
-    elif (
-        hasattr(batch, "data")
-        and not isinstance(batch, (str, bytes))
-        and isinstance(getattr(batch, "data", None), dict)
-    ):
-        values = batch.data.values()
+        values = dict.values(batch)
+    elif isinstance(batch, list):
+        values = list.__iter__(batch)
+    elif isinstance(batch, tuple):
+        values = tuple.__iter__(batch)
+    elif isinstance(data := _attributes(batch).get("data"), dict):  # a UserDict, as tokenizers give
+        values = dict.values(data)
     for v in values:
         t = first_tensor(v, wanted, depth + 1)
         if t is not None:
             return t
     return None
+
+
+def _attributes(x: object) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}
 
 
 def fingerprint(batch: Any) -> int:
@@ -218,7 +229,7 @@ def _in_turn(values: list[Any]) -> bool:
 
 
 def _crc(t: torch.Tensor, distinct: int) -> int:
-    if t.dtype not in _C_TYPES or hasattr(type(t), "__tensor_flatten__"):  # that wraps others and has no memory itself
+    if t.dtype not in _C_TYPES or not has_memory(type(t)):
         return 0
     t = t.as_subclass(torch.Tensor)
     flat = t if t.is_contiguous() else t.detach()[:1].reshape(-1).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,6 +14,8 @@ from distdiag.page.layout import LifeWord, Phase, SampleKind
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
+
+_FR_SIZE = "TORCH_FR_BUFFER_SIZE"
 
 
 def install(col: Collectives) -> None:
@@ -30,6 +33,7 @@ def install(col: Collectives) -> None:
             col.generation += 1
             col.h.initialised = col.generation
             col.group_call("init_process_group", col.generation, [])
+            sized = _size_flight_recorder()
             try:
                 out = original(*args, **kwargs)
             except BaseException as e:
@@ -37,6 +41,8 @@ def install(col: Collectives) -> None:
                 note_caught(col.r, e)
                 raise
             finally:
+                if sized:
+                    os.environ.pop(_FR_SIZE, None)
                 col.group_call_ends()
             initialised(col)
             return out
@@ -84,6 +90,18 @@ def install(col: Collectives) -> None:
     replace("_warn_not_in_group", outside)
     replace("_new_group_with_tag", new)
     replace("destroy_process_group", destroy)
+
+
+def _size_flight_recorder() -> bool:
+    """Set the length of the flight recorder if the user has not; torch reads it when the first process group is made.
+
+    A dump of it is evidence, and costs its length. Returns True if the variable is to be removed again: what the script
+    starts later must not inherit it.
+    """
+    if any(name in os.environ for name in (_FR_SIZE, "TORCH_NCCL_TRACE_BUFFER_SIZE")):
+        return False
+    os.environ[_FR_SIZE] = "1000"
+    return True
 
 
 @guarded

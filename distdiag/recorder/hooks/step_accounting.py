@@ -21,6 +21,7 @@ from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
 from distdiag.recorder.hooks.tensor_checks import Checks, Gradients
 from distdiag.recorder.state import failed, now_ns
+from distdiag.recorder.unseen import unseen
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
@@ -82,7 +83,8 @@ class Phases:
                 self.device.begin(Phase.OPTIMIZER)
             step = words[_STEP] + 1
             if step >= led.next_look or led.always or led.reduced_elements:
-                self.checks.before_optimizer(optimizer, step)
+                with unseen():
+                    self.checks.before_optimizer(optimizer, step)
         except Exception as e:
             failed(e)
 
@@ -102,7 +104,8 @@ class Phases:
                 self.close_step(t)
                 step = words[_STEP]
                 if step < 64 or step & 63 == 0:  # some of them; a call costs much here
-                    self.checks.after_optimizer(optimizer, step)
+                    with unseen():
+                        self.checks.after_optimizer(optimizer, step)
         except Exception as e:
             failed(e)
 
@@ -158,10 +161,11 @@ class Phases:
         def ready(p: Any) -> None:
             try:
                 led.ready_ns = now_ns()
-                g = p.grad
-                if g is None:
-                    return
-                total = gradients.sum(g)
+                with unseen():
+                    g = p.grad
+                    if g is None:
+                        return
+                    total = gradients.sum(g)
                 if total - total:  # NaN where it is not finite
                     checks.local_gradient(p, total, self.backward.site)
             except Exception as e:

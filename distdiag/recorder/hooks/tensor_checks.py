@@ -20,6 +20,7 @@ from distdiag.page.layout import SampleKind
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import GradientWords, Ledger
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.unseen import has_memory, unseen
 
 if TYPE_CHECKING:
     from distdiag.recorder.hooks.ddp_models import Model
@@ -117,11 +118,14 @@ class Checks:
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
         """The scalar that backward is called on; None where it is no scalar or lies on a device."""
         t = tensors[0] if type(tensors) in (tuple, list) and len(tensors) == 1 else tensors
-        if type(t) is not torch.Tensor and (
-            # to ask for the value of a tensor that is spread over ranks is a collective
-            not isinstance(t, torch.Tensor) or hasattr(type(t), "__tensor_flatten__")
-        ):
+        if type(t) is torch.Tensor:
+            return self._loss(t, site, micro_step)
+        if not isinstance(t, torch.Tensor) or not has_memory(type(t)):
             return None
+        with unseen():
+            return self._loss(t, site, micro_step)
+
+    def _loss(self, t: torch.Tensor, site: int, micro_step: int) -> float | None:
         if t.dim() and t.numel() != 1:
             return None
         if t.is_cpu:

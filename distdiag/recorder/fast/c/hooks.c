@@ -363,12 +363,12 @@ static int optimizer_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject *
 }
 
 const NamedHook HOOKS[] = {
-  {"data_begins", data_begins, 1, NULL}, {"data_ends", data_ends, 3, NULL},
-  {"forward_begins", forward_begins, 2, NULL}, {"forward_ends", forward_ends, 2, NULL},
-  {"sync_begins", sync_begins, 1, NULL}, {"sync_ends", sync_ends, 1, NULL},
-  {"backward_begins", backward_begins, 1, &PlaceType}, {"backward_ends", backward_ends, 1, NULL},
-  {"gradient_is_ready", gradient_is_ready, 1, &GradientWordsType},
-  {"optimizer_begins", optimizer_begins, 3, NULL}, {"optimizer_ends", optimizer_ends, 3, NULL},
+  {"data_begins", data_begins, 1, NULL, 0}, {"data_ends", data_ends, 3, NULL, 1},
+  {"forward_begins", forward_begins, 2, NULL, 0}, {"forward_ends", forward_ends, 2, NULL, 0},
+  {"sync_begins", sync_begins, 1, NULL, 0}, {"sync_ends", sync_ends, 1, NULL, 0},
+  {"backward_begins", backward_begins, 1, &PlaceType, 1}, {"backward_ends", backward_ends, 1, NULL, 0},
+  {"gradient_is_ready", gradient_is_ready, 1, &GradientWordsType, 1},
+  {"optimizer_begins", optimizer_begins, 3, NULL, 0}, {"optimizer_ends", optimizer_ends, 3, NULL, 0},
 };
 
 const size_t N_HOOKS = sizeof HOOKS / sizeof *HOOKS;

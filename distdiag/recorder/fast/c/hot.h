@@ -44,6 +44,7 @@ typedef struct {
   PyObject *newest, *lead, *averaged_by;
   PyObject *models, *pending, *later;                        /* dict, list, list */
   PyObject *failed, *tensor, *float32, *strided, *grad_enabled;
+  PyObject *function_modes, *dispatch_modes, *unseen;        /* counts of active modes; class of the context without them */
 } Ledger;
 
 typedef struct {
@@ -76,6 +77,7 @@ struct Usual {
   PyObject *general, *of;
   Hook hook;
   Py_ssize_t arguments;
+  int reads;
 };
 
 extern PyTypeObject LedgerType, PlaceType, ModelWordsType, GradientWordsType, UsualType;
@@ -85,6 +87,7 @@ typedef struct {
   Hook hook;
   Py_ssize_t arguments;
   PyTypeObject *of; /* what it looks at; NULL: nothing but the ledger */
+  int reads;        /* the C code reads a tensor: not while a mode would see it */
 } NamedHook;
 extern const NamedHook HOOKS[];
 extern const size_t N_HOOKS;

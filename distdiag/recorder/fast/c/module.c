@@ -17,15 +17,63 @@ static PyObject *count_failure(Usual *u) {
   Py_RETURN_NONE;
 }
 
+/* 1 if a function or dispatch mode of the job is active in this thread; -1 with an error. */
+static int mode_active(Ledger *s) {
+  PyObject *counts[] = {s->function_modes, s->dispatch_modes};
+  for (int i = 0; i < 2; i++) {
+    PyObject *n = PyObject_CallNoArgs(counts[i]);
+    long active = n == NULL ? -1 : PyLong_AsLong(n);
+    Py_XDECREF(n);
+    if (active) return active < 0 ? -1 : 1;
+  }
+  return 0;
+}
+
+/* Enter the context that hides our reads of tensors; new. */
+static PyObject *hide(Ledger *s) {
+  PyObject *context = PyObject_CallNoArgs(s->unseen);
+  PyObject *entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
+  if (entered == NULL) Py_CLEAR(context);
+  Py_XDECREF(entered);
+  return context;
+}
+
+/* Leave it, with or without an error set. */
+static void show(PyObject *context) {
+  PyObject *kind, *error, *tb;
+  PyErr_Fetch(&kind, &error, &tb);
+  PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+  if (left == NULL) PyErr_Clear();
+  Py_XDECREF(left);
+  Py_DECREF(context);
+  PyErr_Restore(kind, error, tb);
+}
+
+/* The hook in C if `fits`, else, or if it is not the usual case, the Python function. */
+static PyObject *either(Usual *u, int fits, PyObject *const *args, size_t nargsf, PyObject *names) {
+  PyObject *result = NULL;
+  int r = fits ? u->hook(u->ledger, u, args, &result) : 0;
+  if (r > 0) return result;
+  return r < 0 ? count_failure(u) : PyObject_Vectorcall(u->general, args, nargsf, names);
+}
+
 static PyObject *usual_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
   Usual *u = (Usual *)self;
-  if (names == NULL && PyVectorcall_NARGS(nargsf) == u->arguments) {
+  int fits = names == NULL && PyVectorcall_NARGS(nargsf) == u->arguments;
+  if (fits && !u->reads) {
     PyObject *result = NULL;
     int r = u->hook(u->ledger, u, args, &result);
     if (r > 0) return result;
     if (r < 0) return count_failure(u);
+    fits = 0;
   }
-  return PyObject_Vectorcall(u->general, args, nargsf, names);
+  int modes = mode_active(u->ledger);
+  if (modes == 0) return either(u, fits, args, nargsf, names);
+  PyObject *context = modes < 0 ? NULL : hide(u->ledger);
+  if (context == NULL) return count_failure(u);
+  PyObject *result = either(u, fits, args, nargsf, names);
+  show(context);
+  return result;
 }
 
 static PyObject *usual_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -45,6 +93,7 @@ static PyObject *usual_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     u->of = Py_NewRef(of);
     u->hook = HOOKS[i].hook;
     u->arguments = HOOKS[i].arguments;
+    u->reads = HOOKS[i].reads;
     PyObject_GC_Track(u);
     return (PyObject *)u;
   }
@@ -83,15 +132,15 @@ PyTypeObject UsualType = {
 
 static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"words", "head", "ring", "records", "failed", "tensor", "float32", "strided", "grad_enabled",
-                          NULL};
-  PyObject *words, *failed, *tensor, *float32, *strided, *enabled;
+                          "function_modes", "dispatch_modes", "unseen", NULL};
+  PyObject *words, *failed, *tensor, *float32, *strided, *enabled, *functions, *dispatches, *unseen;
   Py_ssize_t head, ring, records;
   if (s->view.obj != NULL) {
     PyErr_SetString(PyExc_TypeError, "a ledger is made once");
     return -1;
   }
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnOOOOO", names, &words, &head, &ring, &records, &failed, &tensor,
-                                   &float32, &strided, &enabled))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnOOOOOOOO", names, &words, &head, &ring, &records, &failed, &tensor,
+                                   &float32, &strided, &enabled, &functions, &dispatches, &unseen))
     return -1;
   if (PyObject_GetBuffer(words, &s->view, PyBUF_WRITABLE) < 0) return -1;
   if (head < 0 || ring < 0 || records < 1 || head > s->view.len / 8 - LIFE - 1 ||
@@ -109,6 +158,9 @@ static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
   s->float32 = Py_NewRef(float32);
   s->strided = Py_NewRef(strided);
   s->grad_enabled = Py_NewRef(enabled);
+  s->function_modes = Py_NewRef(functions);
+  s->dispatch_modes = Py_NewRef(dispatches);
+  s->unseen = Py_NewRef(unseen);
   s->idle = OTHER;
   s->always = 1;
   s->count_at = -1;
@@ -131,6 +183,9 @@ static int ledger_traverse(Ledger *s, visitproc visit, void *arg) {
   Py_VISIT(s->float32);
   Py_VISIT(s->strided);
   Py_VISIT(s->grad_enabled);
+  Py_VISIT(s->function_modes);
+  Py_VISIT(s->dispatch_modes);
+  Py_VISIT(s->unseen);
   return 0;
 }
 
@@ -152,6 +207,9 @@ static void ledger_dealloc(Ledger *s) {
   Py_CLEAR(s->float32);
   Py_CLEAR(s->strided);
   Py_CLEAR(s->grad_enabled);
+  Py_CLEAR(s->function_modes);
+  Py_CLEAR(s->dispatch_modes);
+  Py_CLEAR(s->unseen);
   if (s->view.obj != NULL) PyBuffer_Release(&s->view);
   Py_TYPE(s)->tp_free(s);
 }

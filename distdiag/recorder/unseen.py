@@ -1,0 +1,63 @@
+"""Keep the recorder's own reads of tensors out of sight of the user's modes and tensor subclasses.
+
+A `TorchFunctionMode` or `TorchDispatchMode` of the script, and a tensor subclass with `__torch_function__`, are called for every
+operation on a tensor, reading its shape included. They must see the job's operations only: profilers and flop counters are
+written this way. The guards cost about a microsecond, so they are entered only if a mode is active or a tensor is no plain one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+# How many modes are active in this thread; torch's own functions once it is imported. `int()` is 0.
+function_modes: Any = int
+dispatch_modes: Any = int
+_disable_functions: Any = None
+_disable_dispatch: Any = None
+_NO_DISPATCH: Any = None  # `__torch_dispatch__` of a class that does not override it
+
+
+class unseen:
+    """Context in which operations reach neither the modes of this thread nor `__torch_function__` of a subclass."""
+
+    __slots__ = ("_dispatch", "_functions")
+
+    def __enter__(self) -> None:
+        self._functions, self._dispatch = _disable_functions(), _disable_dispatch()
+        self._functions.__enter__()
+        self._dispatch.__enter__()
+
+    def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._dispatch.__exit__(*raised)
+        self._functions.__exit__(*raised)
+
+
+def install() -> None:
+    """Take torch's functions; called when torch has been imported."""
+    global function_modes, dispatch_modes, _disable_functions, _disable_dispatch, _NO_DISPATCH
+    from torch import _C
+
+    _disable_functions, _disable_dispatch = _C.DisableTorchFunction, _C._DisableTorchDispatch
+    _NO_DISPATCH = _C._disabled_torch_dispatch_impl
+    function_modes, dispatch_modes = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
+
+
+def has_memory(cls: type) -> bool:
+    """False for a tensor class with a `__torch_dispatch__` (DTensor, FakeTensor): reading one may be a collective or crash."""
+    return getattr(cls, "__torch_dispatch__", _NO_DISPATCH) is _NO_DISPATCH
+
+
+def by_modes(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` as a function whose operations no mode sees."""
+
+    @functools.wraps(f)
+    def inner(*args: Any) -> Any:
+        if not function_modes() and not dispatch_modes():
+            return f(*args)
+        with unseen():
+            return f(*args)
+
+    return inner

@@ -1,0 +1,97 @@
+"""A script's own modes and tensor subclasses see the operations of the job, and none of the recorder's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ONE_RANK, REPOSITORY, free_port, start
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+
+RECORDED = ["-m", "distdiag.run", "--quiet", "--keep", "500M", "--name", "x", "--run-dir", "R"]
+# Writes one line per part: what was seen in it. Steps 2, 4, 8 are those of checksums; step 5 has a loss that is not finite.
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+seen, out = [], open(sys.argv[1], "w")
+
+def name(f):
+    return f"{getattr(getattr(f, '__self__', None), '__name__', '')}.{getattr(f, '__name__', f)}"
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        seen.append(name(func))
+        return func(*args, **(kwargs or {}))
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+class Mine(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        seen.append("Mine " + name(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+def part(title):
+    print(title, *seen, file=out)
+    seen.clear()
+
+def train(title, wrap=lambda x: x):
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    part(title)
+    for x, y in DataLoader(TensorDataset(torch.randn(40, 4), torch.arange(40)), 4):
+        optimizer.zero_grad()
+        loss = model(wrap(x)).pow(2).mean()
+        loss = loss * float("nan") if y[0] == 16 else loss
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(wrap(loss.detach()))
+        dist.all_gather([torch.zeros(())], loss.detach(), async_op=True).wait()
+        dist.broadcast_object_list([1], 0)
+        part(title)
+    with torch.no_grad():
+        model(wrap(torch.randn(3, 4)))
+    dist.barrier()
+    part(title)
+
+print(*sorted(os.environ), file=out)
+dist.init_process_group("gloo")
+print(*sorted(os.environ), file=out)  # nothing of ours, which a job that the script starts would inherit
+with Functions():
+    train("functions")
+with Operators():
+    train("operators")
+train("subclass", lambda x: x.as_subclass(Mine))
+dist.destroy_process_group()
+"""
+
+
+def test_modes_and_subclasses_of_the_script_see_what_they_see_without_us(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    seen = []
+    for pure, *before in (
+        ["0"],
+        ["0", *RECORDED],
+        ["1", *RECORDED],
+    ):  # alone, with the hooks in C, with those in Python
+        env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_PURE": pure, "MASTER_PORT": str(free_port())}
+        command = [sys.executable, *before, "script.py", f"seen{len(seen)}"]
+        with start(command, cwd=tmp_path, env=env, timeout=250) as job:
+            assert job.wait() == 0, job.tail()
+        seen.append((tmp_path / f"seen{len(seen)}").read_text().splitlines())
+    alone, compiled, python = seen
+    assert len(alone) == 2 + 3 * 12 and sum(len(line.split()) for line in alone) > 500
+    assert compiled == alone
+    assert python == alone
