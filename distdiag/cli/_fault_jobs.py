@@ -63,6 +63,16 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     nothing_else_of_severity: str = "warning or above"
 
 
+class OnBackend(msgspec.Struct, frozen=True, kw_only=True):
+    """What is right on another backend, where it is not what is right on gloo; None: the same."""
+
+    reason: str  # what that backend does, or does not let anybody see
+    plain_outcome: Outcome | None = None
+    expected: Expected | None = None
+    positions: tuple[Position, ...] | None = None
+    hidden: bool = False  # the fault cannot be seen there: nothing may be found
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One job of a collection."""
 
@@ -78,6 +88,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     file: str | None = None  # default jobs/NAME.py
     subsets: tuple[str, ...] = ()
     deadline_s: float | None = None  # from launch; default below
+    on: dict[str, OnBackend] = {}  # by name of the backend
+
+    def on_backend(self, name: str | None) -> Job:
+        """Return the job with what is right on this backend (a name, or the folder of a stand-in)."""
+        other = self.on.get(Path(name).name) if name else None
+        if other is None:
+            return self
+        if other.hidden:
+            return msgspec.structs.replace(self, faulty=False, expected=Expected(), positions=())
+        changed = {f: v for f in ("plain_outcome", "expected", "positions") if (v := getattr(other, f)) is not None}
+        return msgspec.structs.replace(self, **changed)
 
     @property
     def path(self) -> str:

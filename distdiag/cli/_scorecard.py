@@ -16,6 +16,7 @@ from distdiag.store.reader import RunUnreadable, open_run
 POLL_S = 0.1
 SETTLE_S = 3.0  # after the right finding: what else does it say?
 PART_RIGHT_S = 8.0  # after a finding of the right kind with the wrong ranks or lines: does it get it right?
+CRASH_S = 20.0  # after the right finding: a job that ends on gloo and hangs where nobody notices a lost peer
 CLOSE_S = 8.0  # the monitor's last words, after the job has ended
 
 
@@ -213,12 +214,12 @@ def _watch(job: Job, folder: Path, running: Running, run_dir: Path) -> tuple[Obs
             now_score = score(job, folder, observed)
             if now_score.right and now_score.lines_right == now_score.lines_expected and f.cleared_s is None:
                 right_at = right_at or now
-            # a crash is judged by all that was said to its end: victims of it must not be accused later
-            if job.plain_outcome.type != "crash":
-                if right_at is not None and now - right_at > SETTLE_S:
-                    break
-                if job.plain_outcome.type == "hang" and now - found_at[0] > PART_RIGHT_S:
-                    break
+            # a crash is judged by all that was found until its end: victims of it must not be accused later
+            if right_at is not None and now - right_at > (CRASH_S if job.plain_outcome.type == "crash" else SETTLE_S):
+                break
+            part_right_s = {"hang": PART_RIGHT_S, "crash": 2 * CRASH_S}.get(job.plain_outcome.type)
+            if part_right_s is not None and now - found_at[0] > part_right_s:
+                break
         if ended_at is not None and (observed.closed or now - ended_at > CLOSE_S):
             break
         if running.age_s() > job.limit_s or interrupted.is_set():

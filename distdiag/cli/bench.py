@@ -113,7 +113,7 @@ def faults(
 
     where = _manifest(manifest, jobs).absolute()  # jobs run elsewhere
     collection = _fault_jobs.load(where)
-    chosen = _chosen(collection.jobs, only, subset)
+    chosen = [job.on_backend(backend) for job in _chosen(collection.jobs, only, subset)]
     if list_only:
         for j in chosen:
             print(f"{j.name:<20} {'faulty ' if j.faulty else 'healthy'} {j.nproc}  {j.diagnosis}")

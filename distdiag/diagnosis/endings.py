@@ -38,6 +38,7 @@ MODEL = re.compile(
 )
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
 ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end brought
+WATCHDOG_S = 5.0  # that a device had an operation open before its rank aborted: no shorter timeout is in use
 _OUTSIDE = {signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT}
 
 
@@ -46,7 +47,9 @@ def ending_kind(r: RankState) -> str:
     if r.life == Life.KILLED:
         if r.signal in _OUTSIDE:
             return "outside"
-        return "mismatch" if r.signal == signals.SIGABRT else "cause"
+        if r.signal != signals.SIGABRT:
+            return "cause"
+        return "timeout" if _by_watchdog(r) else "mismatch"
     if r.life != Life.CRASHED:
         return ""
     text = r.exception or ""
@@ -63,6 +66,14 @@ def ending_kind(r: RankState) -> str:
     return "echo" if _ECHO.search(text) else "cause"
 
 
+def _by_watchdog(r: RankState) -> bool:
+    """True if the watchdog of a device backend aborted this rank: an operation of its device ran into its timeout."""
+    if r.wait_measured or not r.ended_waiting or not r.queued or r.ended_s is None:
+        return False
+    since_s = r.queued[0].entered_s if r.queued[0].entered_s is not None else r.activity_since_s
+    return since_s is not None and r.ended_s - since_s >= WATCHDOG_S
+
+
 def ends(s: Snapshot) -> dict[int, str]:
     """Return the kind of every abnormal end. A rank killed after another had failed was killed by launcher cleanup."""
     kinds = {r.rank: k for r in s.ranks.values() if (k := ending_kind(r))}
@@ -75,14 +86,14 @@ def ends(s: Snapshot) -> dict[int, str]:
 
 
 def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:
-    """True if this SIGKILL came after `failed` crashed: launcher cleanup, not the cause.
+    """True if this SIGKILL came after `failed` crashed or its watchdog aborted it: launcher cleanup, not the cause.
 
     A launcher's SIGTERM reads as no signal at all if it has reaped the rank before anybody could see it. A failure caused
     by a lost peer is told from a later one by the rank's last heartbeat: its end itself is seen late.
     """
     if killed.life != Life.KILLED or killed.signal not in (None, signals.SIGKILL):
         return False
-    if failed.life != Life.CRASHED or failed.ended_s is None or killed.ended_s is None:
+    if failed.ended_s is None or killed.ended_s is None or (failed.life != Life.CRASHED and kind != "timeout"):
         return False
     if kind == "echo":
         age_s = killed.heartbeat_age_s

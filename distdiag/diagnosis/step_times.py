@@ -77,6 +77,10 @@ def window(s: Snapshot) -> Window | Abstained:
         return Abstained(
             "the waits for other ranks lie on the device, and ranks that exchange messages differ by design"
         )
+    if not all(_synchronises(s, r, found.steps[r.rank]) for r in ranks):
+        return Abstained(
+            "the waits for other ranks lie on the device, and not every step has a collective of all ranks"
+        )
     return _with_inferred_waits(found, device_clocks=any(r.device_total_bytes for r in ranks))
 
 
@@ -95,6 +99,23 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
         return _too_few(len(steps))
     wanted = set(steps)
     return Window({r.rank: [x for x in r.steps if x.step in wanted] for r in ranks})
+
+
+def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:
+    """True if this rank meets all others in its steps, as far back as its calls are known: in DDP, or in a call of its own.
+
+    Teams that average among themselves, or ranks that average every tenth step, do not show in their arrivals who waits.
+    """
+    whole = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
+    if any(m.group in whole and m.synced_backwards for m in r.models):
+        return True
+    calls = [c for c in r.calls if c.seq is not None and c.entered_s is not None]
+    if not calls:  # C++ issues them: functional collectives, compiled code
+        return sum(r.enqueued.get(name, 0) for name in whole) >= r.step
+    met = [c.entered_s or 0.0 for c in calls if c.group in whole]
+    known = [x for x in steps if x.end_s - x.step_ms / 1e3 >= (calls[0].entered_s or 0.0)]
+    count = sum(any(x.end_s - x.step_ms / 1e3 <= t <= x.end_s for t in met) for x in known)
+    return count >= LIMITS.arrived * len(known) if known else bool(met)
 
 
 def _with_inferred_waits(window: Window, device_clocks: bool) -> Window | Abstained:

@@ -327,6 +327,7 @@ class Monitor:
             w.step_times(self.steps.measured(v.rank, v.ddp_times.taken()))
             self.collectives.add(v.rank, calls)
             w.scalars(v.scalars())
+        self.collectives.compare_on_device(s)
         w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
         w.collectives(

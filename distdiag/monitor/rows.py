@@ -91,23 +91,42 @@ def _late_ms(step: dict[int, Step]) -> dict[int, float]:
 
 
 class Collectives:
-    """Collectives that all members have left, matched by group and number."""
+    """Collectives that all members have left, or that their devices have completed, matched by group and number."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], dict[int, tuple[Call, float]]] = {}
+        self._on_device: dict[tuple[str, int], dict[int, Call | None]] = {}
         self.arrivals: deque[Arrival] = deque(maxlen=256)
         self.met: list[Met] = []
 
     def add(self, rank: int, closed: list[tuple[Call, float]]) -> None:
         for call, waited_s in closed:
-            # on a device the host leaves a call before the ranks have met in it
-            if call.seq is not None and not call.failed and call.entered_s is not None and not call.on_device:
+            if call.seq is None or call.failed or call.entered_s is None:
+                continue
+            if call.on_device:  # the host leaves it before the ranks have met in it
+                calls = self._on_device.setdefault((call.group, call.seq), {})
+                calls[rank] = None if rank in calls else call  # the operations of a coalesced group share a number
+            else:
                 self._open.setdefault((call.group, call.seq), {})[rank] = (call, waited_s)
-        while len(self._open) > 4096:
-            del self._open[next(iter(self._open))]
+        for kept in (self._open, self._on_device):
+            while len(kept) > 4096:
+                del kept[next(iter(kept))]
+
+    def compare_on_device(self, s: Snapshot) -> None:
+        """Compare the calls of collectives that the devices of all members have completed."""
+        done = {
+            name: min((s.ranks[q].completed.get(name, -1) if q in s.ranks else -1 for q in group.ranks), default=-1)
+            for name, group in s.groups.items()
+        }
+        for key in [k for k in self._on_device if k[1] <= done.get(k[0], -1)]:
+            found = self._on_device.pop(key)
+            calls = {q: call for q, call in found.items() if call is not None}
+            group = s.groups[key[0]]
+            if len(calls) == len(found) == len(group.ranks):
+                self._compare(key, calls, group.backend)
 
     def _compare(self, key: tuple[str, int], calls: dict[int, Call], backend: str) -> None:
-        """Calls that met and completed, but were not the same: values were mixed, and nobody was told."""
+        """Keep calls that completed together with different arguments: values were mixed, and nothing raised."""
         if len(self.met) >= 8:
             return
         ranks = list(calls)

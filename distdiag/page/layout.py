@@ -340,6 +340,7 @@ NEWS = slice(word("life"), word("n_models") + 1)
 
 NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`
 ASYNC, ROOTED, P2P, FAILED_CALL, OTHER_THREAD = 1, 2, 4, 8, 16
+EVEN = 64  # an all_gather into a list of tensors of equal size, which a device backend takes as many elements of every rank for
 ON_DEVICE = 32  # the host's call, or its wait(), returned before the operation was complete
 
 

@@ -12,6 +12,7 @@ from distdiag.diagnosis.model.snapshot import (
     Call,
     Group,
     Life,
+    RankState,
     Site,
     Snapshot,
 )
@@ -172,3 +173,32 @@ def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
     f = only(ended(s, source=lambda _: source))
     assert (f.kind, f.culprits) == ("rank_lost", (1,))
     assert "exit code 1 at engine.py:4 in train, under `if not isfinite(loss)` at line 2" in f.message
+
+
+def on_device(q: int, **more: Any) -> RankState:
+    """A rank on NCCL whose device had an all_reduce open for 6 seconds until it ended at 20.0."""
+    call = Call(op="all_reduce", group="default_pg", seq=7, entered_s=14.0, left_s=14.0, on_device=True)
+    return rank(q, **{
+        "calls": (call,), "queued": (call,), "wait_measured": False, "ended_waiting": True, "life": Life.KILLED, "signal": 6,
+        "ended_s": 20.0, "enqueued": {"default_pg": 7}, "completed": {"default_pg": 6}, **more,
+    })  # fmt: skip
+
+
+def test_the_watchdog_of_a_device_backend_that_aborts_a_rank_is_a_timeout() -> None:
+    """The launcher ends the late rank next, with a signal that nobody has seen."""
+    late = rank(1, life=Life.KILLED, ended_s=20.3, wait_measured=False, enqueued={"default_pg": 6})
+    f = only(ended(job(on_device(0), late), late=((1,), (0,))))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
+    assert "late by more than 6.0 s" in f.message
+
+
+def test_an_abort_soon_after_the_operation_began_is_no_timeout() -> None:
+    first = on_device(0, ended_s=14.5)
+    f = only(ended(job(first, rank(1, life=Life.KILLED, signal=15, ended_s=15.0, wait_measured=False))))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "killed", (0,))
+
+
+def test_a_rank_that_is_killed_before_the_others_watchdogs_abort_them_is_lost() -> None:
+    killed = rank(1, life=Life.KILLED, signal=9, ended_s=13.0, wait_measured=False)
+    f = only(ended(job(on_device(0), killed)))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "killed", (1,))

@@ -12,6 +12,8 @@ from distdiag.diagnosis import step_times
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Arrival,
+    Call,
+    Group,
     Loader,
     Sample,
     Site,
@@ -357,3 +359,58 @@ def test_on_a_device_steps_without_a_timed_synchronisation_are_not_judged() -> N
     }
     found = step_times.window(msgspec.structs.replace(s, ranks=blind))
     assert isinstance(found, Abstained) and "device" in found.reason
+
+
+def slow_devices(forward_ms: dict[int, float]) -> Snapshot:
+    """A DDP job on NCCL with CUDA events: hosts launch at the same time, devices take as long as given for the forward."""
+    s = on_a_device(dict.fromkeys(forward_ms, 0.0), waits_in="backward")
+    longest = max(forward_ms.values())
+    ranks = {}
+    for q, r in s.ranks.items():
+        made = (
+            msgspec.structs.replace(
+                x,
+                step_ms=x.step_ms - x.forward_ms + longest,
+                forward_ms=forward_ms[q] + random.Random(x.step * 8 + q).uniform(0, 1),
+                backward_ms=x.backward_ms + longest - forward_ms[q],
+            )
+            for x in r.steps
+        )
+        ranks[q] = msgspec.structs.replace(r, steps=tuple(made))
+    return msgspec.structs.replace(s, ranks=ranks)
+
+
+def test_a_slow_device_whose_host_is_not_late_is_named() -> None:
+    f = only(stragglers(slow_devices({0: 60.0, 1: 60.0, 2: 100.0})))
+    assert (f.cause, f.culprits, f.victims) == ("forward", (2,), (0, 1))
+    assert "its device takes 100 ms" in f.message and "its host is not late" in f.message
+
+
+@pytest.mark.parametrize("forward_ms", [{0: 60.0, 1: 60.0, 2: 60.0}, {0: 60.0, 1: 61.0, 2: 70.0}])
+def test_devices_that_are_about_as_fast_are_nobodys_fault(forward_ms: dict[int, float]) -> None:
+    assert stragglers(slow_devices(forward_ms)) == []
+
+
+def test_a_slow_device_is_not_judged_without_cuda_events() -> None:
+    s = slow_devices({0: 60.0, 1: 60.0, 2: 100.0})
+    ranks = {q: msgspec.structs.replace(r, device_total_bytes=None) for q, r in s.ranks.items()}
+    assert not any("device" in f.message for f in stragglers(msgspec.structs.replace(s, ranks=ranks)))
+
+
+def test_on_a_device_teams_that_average_among_themselves_are_not_judged() -> None:
+    """Two ranks meet in every step, but not the third: when it comes tells nothing."""
+    s = on_a_device({0: 0.0, 1: 0.0, 2: 60.0})
+
+    def with_calls(names: tuple[str, ...]) -> Snapshot:
+        calls = tuple(
+            Call(op="all_reduce", group=name, seq=x.step, entered_s=x.end_s - 0.01, on_device=True)
+            for x in s.ranks[0].steps
+            for name in names
+        )
+        groups = {**s.groups, "team": Group(name="team", ranks=(0, 1))}
+        ranks = {q: msgspec.structs.replace(r, models=(), calls=calls) for q, r in s.ranks.items()}
+        return msgspec.structs.replace(s, ranks=ranks, groups=groups)
+
+    found = step_times.window(with_calls(("team",)))
+    assert isinstance(found, Abstained) and "collective of all ranks" in found.reason
+    assert only(stragglers(with_calls(("team", "default_pg")))).culprits == (2,)

@@ -1,4 +1,4 @@
-"""Corrects the line numbers in manifest.json after a job was edited, by the text that stands beside each of them."""
+"""Correct the line numbers in manifest.json after a job was edited, by the text of each line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def nearest(lines: list[str], code: str, old: int) -> int | None:
-    """Number of the line whose text is `code`, nearest to the old number; None where there is none."""
+    """Return the number of the line whose text is `code`, nearest to the old number; None if there is none."""
     hits = [n for n, text in enumerate(lines, 1) if text.strip() == code]
     return min(hits, key=lambda n: abs(n - old), default=None)
 
@@ -20,7 +20,8 @@ def main() -> int:
     manifest = json.loads(path.read_text())
     lost = 0
     for job in manifest["jobs"]:
-        for p in job.get("positions", []):
+        others = (p for other in job.get("on", {}).values() for p in other.get("positions", []))
+        for p in (*job.get("positions", []), *others):
             line = nearest((FOLDER / p["file"]).read_text().splitlines(), p["code"], p["line"])
             if line is None:
                 print(f"{p['file']}: no line {p['code']!r}", file=sys.stderr)

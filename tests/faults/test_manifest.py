@@ -71,6 +71,10 @@ def test_job(job: Job) -> None:
         assert lines[p.line - 1].strip() == p.code, "tests/faults/renumber.py finds the lines again"
         assert p.rank < job.nproc
         assert p.last_line is None or p.line < p.last_line <= len(lines)
+    for name, other in job.on.items():
+        assert len(other.reason) > 20 and (FOLDER.parent / "standins" / name).is_dir()
+        for p in other.positions or ():
+            assert lines[p.line - 1].strip() == p.code
     accused = {p.rank for p in job.positions if p.role == "culprit"}
     if accused and job.expected.culprits:
         assert accused == set(job.expected.culprits)

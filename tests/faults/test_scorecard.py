@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from distdiag.cli import main
-from distdiag.cli._fault_jobs import Expected, Job, Outcome, Position, load
+from distdiag.cli._fault_jobs import Expected, Job, OnBackend, Outcome, Position, load
 from distdiag.cli._scorecard import Observed, Score, score
 from distdiag.cli.bench import quantile, summarise
 from distdiag.diagnosis.model.findings import Finding, Where
@@ -94,6 +95,23 @@ def test_other_accusations_beside_the_right_one_are_false_findings() -> None:
     assert not judged(finding(), finding(kind="stall", cause="user_code", cleared_s=12.0)).right
     assert judged(finding(), finding(kind="input_bound", severity="warning", culprits=())).right
     assert judged(finding(), finding(kind="comm_bound", severity="info", culprits=())).right
+
+
+def test_another_backend_may_have_other_places_for_a_reason() -> None:
+    other = OnBackend(
+        reason="wait() returns at once",
+        positions=(Position(rank=1, role="culprit", file="jobs/sick.py", line=39),),
+        plain_outcome=Outcome(type="crash"),
+    )
+    job = replace(SICK, on={"stream": other})
+    assert job.on_backend(None) == job.on_backend("other") == job
+    for name in ("stream", "tests/standins/stream"):
+        there = job.on_backend(name)
+        assert there.expected == SICK.expected and there.plain_outcome.type == "crash"
+        assert judged(finding(line=39), job=there).lines_right == 1
+        assert judged(finding(), job=there).lines_right == 0
+    unseen = replace(SICK, on={"stream": OnBackend(reason="nothing measures it", hidden=True)}).on_backend("stream")
+    assert judged(job=unseen).right and not judged(finding(), job=unseen).right
 
 
 def test_a_healthy_job_bears_no_warning_not_even_a_withdrawn_one() -> None:

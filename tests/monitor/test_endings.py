@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from distdiag.monitor.host.processes import Endings
+from distdiag.monitor.host.processes import Endings, reaped_status
 
 
 @pytest.mark.parametrize("pidfd", [True, False])
@@ -31,3 +31,20 @@ def test_an_exit_code_and_a_signal_are_read_before_the_parent_reaps(
     for p in (exits, sleeps):
         p.wait()
     assert found[exits.pid][0] == 7 and found[sleeps.pid][1] == 9
+
+
+@pytest.mark.parametrize(("command", "status"), [("kill -TERM $$", (None, 15)), ("exit 3", (3, None))])
+def test_the_kernel_still_tells_how_a_process_ended_that_its_parent_has_reaped(
+    command: str, status: tuple[int | None, int | None]
+) -> None:
+    process = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
+    fd = os.pidfd_open(process.pid)
+    try:
+        assert reaped_status(fd) is None  # it lives
+        process.communicate(b"\n")
+        if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15):
+            assert reaped_status(fd) is None
+        else:
+            assert reaped_status(fd) == status
+    finally:
+        os.close(fd)

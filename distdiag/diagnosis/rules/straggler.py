@@ -61,6 +61,10 @@ class Limits:
     """Steps, so that every rank of a small job has its turn."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
+    device_ratio: float = 1.3
+    """Times the others' forward, by CUDA events: the same kernels on the same model of device differ by a few per cent."""
+    device_share: float = 0.05
+    """Share of the step that the device's forward is longer."""
     arrivals: int = 60
     """Collectives of a loop without optimizer steps that are judged, the last ones."""
     arrivals_share: float = 0.15
@@ -84,6 +88,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if facts.shadows:
             found = _veto(f"{rank_list(facts.shadows)} ran out of data and only shadow the collectives")
         yield found
+        return
+    slow_device = _slow_device(facts.snapshot, facts.window)
+    if slow_device is not None:
+        yield slow_device
         return
     rotating = _rotating(facts.snapshot, facts.window)
     regular = periodic(facts.window)
@@ -271,6 +279,32 @@ def _more_to_load(s: Snapshot, r: RankState, others: list[int]) -> bool:
     return r.workers_busy is not None and 0 < len(known) == len(busy) and r.workers_busy > 2 * max(known)
 
 
+# -- one device, whose host is not late ---------------------------------------------------------------------------------
+
+
+def _slow_device(s: Snapshot, window: Window) -> Finding | None:
+    """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA events; None if there is none.
+
+    Its host launches as early as the others', so that arrivals do not show it. Devices leave the reduction of the gradients
+    together, and nothing is waited for in the forward that follows.
+    """
+    ranks = [s.ranks[q] for q in window.ranks]
+    if not window.inferred or not all(r.device_total_bytes and any(m.group for m in r.models) for r in ranks):
+        return None
+    columns = list(zip(*([part_ms(x, "forward") for x in window.steps[q]] for q in window.ranks), strict=True))
+    at_top = [column.index(max(column)) for column in columns]
+    top, count = Counter(at_top).most_common(1)[0]
+    others_ms = [statistics.median_low(column[:top] + column[top + 1 :]) for column in columns]
+    usual_ms = statistics.median(others_ms)
+    excess_ms = statistics.median(column[top] - other for column, other in zip(columns, others_ms, strict=True))
+    slow = ranks[top]
+    step_ms = statistics.median(x.step_ms for x in window.steps[slow.rank])
+    enough_ms = max(limits.least_ms, limits.device_share * step_ms, (limits.device_ratio - 1) * usual_ms)
+    if count < limits.recurrence * len(columns) or excess_ms < enough_ms:
+        return None
+    return _device_finding(s, window, slow, count, usual_ms, excess_ms, step_ms)
+
+
 # -- the slowest rank changes ----------------------------------------------------------------------------------------
 
 
@@ -370,6 +404,29 @@ def _finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, ex
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
         f"{percent(slow.gain_ms / slow.step_ms)} of step time",
         advice=_advice(s, slow.ranks, phase),
+    )
+
+
+def _device_finding(
+    s: Snapshot, window: Window, slow: RankState, count: int, usual_ms: float, excess_ms: float, step_ms: float
+) -> Finding:
+    rest = tuple(q for q in window.ranks if q != slow.rank)
+    stack = _stack_of(slow, "forward")
+    return Finding(
+        kind=kind.name,
+        cause="forward",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        culprits=(slow.rank,),
+        victims=rest,
+        where=where_stack(slow, stack, "user_code") if stack else (where(slow, "user_code"),),
+        step=slow.step,
+        message=f"rank {slow.rank}: its device takes {usual_ms + excess_ms:.0f} ms for the forward, the others' {usual_ms:.0f} ms, "
+        f"slowest in {count} of the last {len(window.columns)} steps; its host is not late",
+        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} at least {excess_ms:.0f} ms per step: "
+        f"{percent(excess_ms / step_ms)} of step time",
+        advice=f"compare the input sizes of rank {slow.rank} with the others'; if they are equal, check its device: clocks, power "
+        "limit, temperature, other processes",
     )
 
 

@@ -11,15 +11,20 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle
+from distdiag.diagnosis.model.snapshot import Site
 from distdiag.monitor.host import processes
+from distdiag.recorder.frames import USER, kind_of_file
 
 TIMEOUT_S = 3.0
 MOST_BYTES = 64 << 20  # of an answer
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+MOST_STACKS = 200  # entries whose stacks a rank is made to look up, which takes its GIL
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -67,6 +72,7 @@ class Entry:
     created_ns: int  # wall clock
     retired: bool
     p2p: bool
+    site: Site | None = None  # the user's line that issued it, by the recorder's own stack; only of what C++ issued
 
 
 @dataclass(slots=True)
@@ -100,8 +106,15 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def flight_record(socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S) -> FlightRecord | None:
-    """The rank's flight recorder(s), merged: NCCL builds have two. None where the witness has no answer."""
+def flight_record(
+    socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S, known: Collection[tuple[str, int]] = ()
+) -> FlightRecord | None:
+    """Return the rank's flight recorder(s), merged: NCCL builds have two. None if the witness does not answer.
+
+    Args:
+        known: (group name, seq) of collectives whose line is known: of another that is the oldest open one of its group, the
+            recorder is asked for its stack.
+    """
     record: FlightRecord | None = None
     for handler in ("fr_trace_json", "dump_nccl_trace_json"):
         try:
@@ -113,7 +126,37 @@ def flight_record(socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S
         if data.get("entries"):
             record.raw = raw
             parse(data, record)
+            if handler != "fr_trace_json":
+                _add_sites(socket_path, timeout_s, data["entries"], record, known)
     return record
+
+
+def _add_sites(
+    socket_path: str,
+    timeout_s: float,
+    entries: list[dict[str, Any]],
+    record: FlightRecord,
+    known: Collection[tuple[str, int]],
+) -> None:
+    """Add the lines that made C++ issue the oldest open collectives; the recorder's JSON has no stacks, its pickle has."""
+    oldest = {
+        (group, record.completed[group] + 1) for group, n in record.enqueued.items() if record.completed[group] < n
+    }
+    wanted = {key for key in oldest.difference(known) if key in record.entries}
+    active = sum(not _retired(e) for e in entries)
+    if not wanted or active > MOST_STACKS:
+        return
+    try:
+        raw = ask(socket_path, "dump_nccl_trace_pickle?includestacktraces=true&onlyactive=true", timeout_s)
+        found = load_pickle(raw).get("entries", ())
+    except (OSError, http.client.HTTPException, BadDump, AttributeError):
+        return
+    for e in found:
+        key = str(e["process_group"][0]), int(e["collective_seq_id"])
+        if key in wanted and not e.get("is_p2p"):
+            frames = ((str(f["filename"]), int(f["line"]), str(f["name"])) for f in e.get("frames") or ())
+            site = next((Site(*f) for f in frames if kind_of_file(f[0]) == USER), None)
+            record.entries[key].site = record.entries[key].site or site
 
 
 def parse(data: dict[str, Any], record: FlightRecord) -> None:

@@ -84,7 +84,10 @@ class Gatherer:
             assert v.page is not None
             self._asked[v.rank] = now_s
             path = v.text(v.page.header.witness)
-            futures[v.rank] = (v._still_mark, self.pool.submit(ask.flight_record, path, now_s, 1.0))
+            futures[v.rank] = (
+                v._still_mark,
+                self.pool.submit(ask.flight_record, path, now_s, 1.0, v.known_on_device()),
+            )
         self._gather_stacks(now_s, views, stopped)
         for v in views.values():
             if v.ending is None and v.rank not in stopped:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
+import struct
 import threading
 import time
 from dataclasses import dataclass, field
@@ -137,6 +139,22 @@ def catches(pid: int, number: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
+_GET_INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO of 64 bytes, PIDFD_INFO_EXIT; Linux 6.15
+
+
+def reaped_status(fd: int) -> tuple[int | None, int | None] | None:
+    """Return (exit code, signal) of a process that its parent has reaped, by a pidfd opened before; None on older kernels."""
+    info = bytearray(struct.pack("=Q56x", _INFO_EXIT))
+    try:
+        fcntl.ioctl(fd, _GET_INFO, info)
+    except OSError:
+        return None
+    mask, status = struct.unpack("=Q52xi", info)
+    if not mask & _INFO_EXIT:
+        return None
+    return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+
+
 class Endings:
     """Waits for the ends of the ranks and reads their exit status before their parent reaps them.
 
@@ -186,14 +204,14 @@ class Endings:
                 pid = self._fds.get(fd)
                 if pid is None:
                     continue
-                self._end(pid)
+                self._end(pid, fd)
                 with self._lock:
                     self._poll.unregister(fd)
                     del self._fds[fd]
                 os.close(fd)
 
-    def _end(self, pid: int) -> None:
-        status = zombie_status(pid)
+    def _end(self, pid: int, fd: int | None = None) -> None:
+        status = zombie_status(pid) or (reaped_status(fd) if fd is not None else None)
         end = Ending(time.monotonic_ns())
         if status is not None:
             end.exit_code, end.signal = status

@@ -17,6 +17,7 @@ from distdiag.monitor.ranks.decode import Slots
 from distdiag.page.layout import (
     ASYNC,
     CALLS,
+    EVEN,
     FAILED_CALL,
     NEWS,
     NO_GROUP,
@@ -239,6 +240,7 @@ class PageView(Slots):
             asynchronous=bool(rec.flags & ASYNC),
             on_device=bool(rec.flags & ON_DEVICE),
             left_s=self.s(rec.left_ns) if rec.flags & ON_DEVICE else None,
+            even=bool(rec.flags & EVEN),
         )
 
     def _read_steps(self, page: Page, h: Header) -> None:

@@ -268,6 +268,17 @@ class RankView(PageView):
             (g := page.groups[i]).completed < g.enqueued or page.header.n_peers for i in self.device_groups
         )
 
+    def known_on_device(self) -> frozenset[tuple[str, int]]:
+        """Collectives of device groups that Python issued: (torch's name of the group, number of the flight recorder)."""
+        page = self.page
+        assert page is not None
+        slots = {self.group_key(page, i): page.groups[i] for i in self.device_groups}
+        return frozenset(
+            (self.text(slot.name), c.seq + slot.offset)
+            for c in self.calls
+            if c.seq is not None and (slot := slots.get(c.group)) is not None
+        )
+
     def progress_mark(self) -> tuple[Any, ...]:
         """Changes when the host or the device of this rank makes progress."""
         assert self.page is not None
@@ -302,7 +313,8 @@ class RankView(PageView):
             known = self._open_call(page, i, enqueued, completed, record, None, None)
             if known is not None:
                 at = self._issued_s(page, i, known.seq or 0, record)
-                in_cpp[key] = replace(known, site=self._issue_site(h, known), entered_s=at, left_s=at, on_device=True)
+                site = known.site or self._issue_site(h, known)
+                in_cpp[key] = replace(known, site=site, entered_s=at, left_s=at, on_device=True)
         return calls, device_queue.heads(calls, keys, enqueued, completed, in_cpp)
 
     def _issued_s(self, page: Page, group: int, seq: int, record: FlightRecord | None) -> float | None:
@@ -317,9 +329,10 @@ class RankView(PageView):
         return known[1]
 
     def _issue_site(self, h: Header, call: Call) -> Site | None:
-        """Where the user's code makes C++ issue this operation: DDP its buffers in forward and gradients in backward.
+        """Return where the user's code makes C++ issue this operation, where the flight recorder has no stack of it.
 
-        Others are functional collectives: the host is still at the line that called them, or close to it.
+        DDP broadcasts its buffers in forward and reduces gradients in backward. Others are functional collectives: the host
+        is still at the line that called them, or close to it.
         """
         if h.blocked == Blocked.DDP:
             return self.site(h.blocked_site)
@@ -398,7 +411,7 @@ class RankView(PageView):
             dtype=entry.dtype if entry else None,
             shape=entry.shape if entry else None,
             bytes=entry.bytes if entry else None,
-            site=site,
+            site=site or (entry.site if entry else None),
             entered_s=since,
         )
 

@@ -16,13 +16,26 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as dist
 
-from distdiag.page.layout import ASYNC, CALLS, NO_GROUP, ON_DEVICE, OTHER_THREAD, P2P, ROOTED, Blocked, LifeWord, word
+from distdiag.page.layout import (
+    ASYNC,
+    CALLS,
+    EVEN,
+    NO_GROUP,
+    ON_DEVICE,
+    OTHER_THREAD,
+    P2P,
+    ROOTED,
+    Blocked,
+    LifeWord,
+    word,
+)
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.call_entries import BARRIER, NO_TENSOR, CallEntries
 from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.terms.backends import blocks_host
 from distdiag.terms.ranks import fold_ranks
 
 # method of ProcessGroup -> (torch.distributed's name, index of the argument with the tensors)
@@ -124,6 +137,8 @@ class Collectives(CallEntries):
                 self.ledger.reduced_elements += max(tensor[-2], 0)
         if g.on_device:
             flags |= ON_DEVICE
+            if method == "allgather" and len(args) > tensor_at and _equal_sizes(args[0]):
+                flags |= EVEN
         op_text = self._op(op)
         batch = g.coalescing
         number = self.page.write_call(
@@ -290,10 +305,14 @@ class Collectives(CallEntries):
 
     @guarded
     def new_group(self, args: tuple, kwargs: dict) -> None:
-        """Record `new_group`. Its members wait for each other under a number that is the same on all ranks."""
+        """Record `new_group`. Its members wait for each other under a number that is the same on all ranks.
+
+        Where the default group is bound to a device, the new communicator is split off its own, for which every rank comes.
+        """
         self.h.new_groups += 1
         ranks = args[0] if args else kwargs.get("ranks")
-        members = sorted(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        everybody = ranks is None or _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
+        members = list(range(dist.get_world_size())) if everybody else sorted(ranks)
         if self.h.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
             self.group_call("new_group", dist._world.group_count, members, depth=5)
 
@@ -322,3 +341,16 @@ def note_caught(r: state.Recorder, error: BaseException) -> None:
     """Write an exception that torch raises into the page: the script may catch it and exit without printing it."""
     r.h.caught = r.page.text(f"{type(error).__name__}: {str(error)[:400]}")
     r.h.caught_ns = now_ns()
+
+
+def _equal_sizes(lists: Any) -> bool:
+    """True if the tensors of the first list all have as many elements: such an all_gather needs as many of every rank."""
+    return bool(lists) and len({t.numel() for t in lists[0]}) == 1
+
+
+def _splits(backend: Any) -> bool:
+    """True if a new group's communicator is split off the default group's: `init_process_group(device_id=…)` on NCCL."""
+    world = dist.group.WORLD
+    return getattr(world, "bound_device_id", None) is not None and not blocks_host(
+        str(backend or dist.get_backend(world))
+    )

@@ -625,6 +625,16 @@ static void replace_reads(const py::object& tensor_class) {
   }
 }
 
+// A kernel of the user's that takes its time, on the current stream.
+static void busy(const at::Tensor& t, int64_t ms) {
+  static auto* compute = new std::shared_ptr<Stream>(Stream::make());
+  Inside guard;
+  auto kernel = std::make_shared<Kernel>();
+  kernel->run = [ms] { std::this_thread::sleep_for(Millis(ms)); };
+  kernel->tensors.emplace_back(t.detach(), true);
+  (*compute)->launch(kernel, true);
+}
+
 static void register_handlers() {
   using namespace c10d::control_plane;
   auto flag = [](const Request& r, const char* name, bool otherwise) {
@@ -666,6 +676,8 @@ PYBIND11_MODULE(_stream, m) {
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
       .def(py::init<>())
       .def("replay", &Graph::replay, py::call_guard<py::gil_scoped_release>());
+  m.def("busy", &busy);
+  m.def("freeze_watchdogs", [](bool frozen) { watchdogs_frozen = frozen; });
   m.def("capture", [](std::shared_ptr<Graph> graph) { capturing = std::move(graph); }, py::arg("graph").none(true));
   m.def(
       "create",

@@ -120,6 +120,7 @@ def _as_nccl(pg: Any, eager: bool) -> None:
     pg._register_backend(cpu, kind, backend)
     pg._set_default_backend(kind)
     if eager:
+        pg.bound_device_id = torch.device("cpu", 0)
         backend.eager_connect_single_device(cpu)
 
 

@@ -207,10 +207,14 @@ inline void report_failure(Group& g, StreamWork& w) {
   dump_to_file(g.rank);
 }
 
+inline std::atomic<bool> watchdogs_frozen{false};  // as where a watchdog hangs in a call of CUDA
+
 inline void watchdog_pass(Group& g) {
   std::list<c10::intrusive_ptr<StreamWork>> done;  // destroyed after the lock is given back
   std::unique_lock<std::mutex> lock(g.mutex);
   g.wake.wait_for(lock, kWatchdogSleep, [&] { return g.terminated.load(); });
+  if (watchdogs_frozen)
+    return;
   for (auto it = g.works.begin(); it != g.works.end();) {
     auto& w = **it;
     if (!w.kernel->end.query() && !device().forked)
