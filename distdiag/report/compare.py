@@ -64,7 +64,9 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: int  # warm-up
     step: Quantiles | None
     samples_per_s: float | None
-    phases_ms: dict[str, float | None]  # medians over all ranks' steps, with `wait` and `self`
+    phases_ms: dict[
+        str, float | None
+    ]  # medians over all ranks' steps, with `wait`, `self`, and DDP's `comm` and `exposed`
     against_baseline: Difference | None  # None: this is the baseline
     phases_change_ms: dict[str, float | None]
     findings: dict[str, str]  # "kind/cause": who, of severity warning and above
@@ -140,7 +142,7 @@ def difference(before: Floats, after: Floats) -> Difference:
 
 
 def _phases(steps: Steps) -> dict[str, float | None]:
-    return {name: median(steps[f"{name}_ms"]) for name in (*PHASES, "wait", "self")}
+    return {name: median(steps[f"{name}_ms"]) for name in (*PHASES, "wait", "self", "comm", "exposed")}
 
 
 def _recorded_torch(run: Run) -> str | None:

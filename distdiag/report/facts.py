@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.model.findings import Finding, State
+from distdiag.diagnosis.model.findings import Finding, Gradients, State
 from distdiag.report import steps as step_tables
-from distdiag.report.steps import TIMES, Quantiles, SeriesPoint, Steps
+from distdiag.report.steps import MEASURED, TIMES, Quantiles, SeriesPoint, Steps
 from distdiag.store import rundir
 from distdiag.store.reader import Event, ProbeResult, Run, number
 from distdiag.store.rows import LoaderRow
@@ -71,6 +71,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     self_ms: float | None = None
     wait_ms: float | None = None
     late_ms: float | None = None
+    comm_ms: float | None = None  # of DDP's gradients; of the steps that DDP timed
+    exposed_ms: float | None = None
     data_ms: float | None = None
     h2d_ms: float | None = None
     forward_ms: float | None = None
@@ -164,6 +166,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     steps_before_ms: float | None  # mean step time of the minutes whose step rows were thinned
     series: tuple[SeriesPoint, ...]
     ranks: tuple[RankSummary, ...]
+    gradients: Gradients | None  # None: no DDP module was measured
     collectives: tuple[CollectiveSummary, ...]
     hosts: tuple[HostSummary, ...]
     gpus: tuple[GpuSummary, ...]
@@ -217,6 +220,7 @@ def read_facts(run: Run) -> RunFacts:
         steps_before_ms=run.query("SELECT sum(step_ms * steps) / sum(steps) FROM step_minute")[0][0],
         series=step_tables.series(job),
         ranks=_ranks(run, steps),
+        gradients=report.gradients,
         collectives=_collectives(run),
         hosts=_hosts(run),
         gpus=_gpus(run),
@@ -245,7 +249,7 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
     for rank in sorted({*rows, *by_rank}):
         r = rows.get(rank)
         own = by_rank.get(rank)
-        times = {c: step_tables.median(own[c]) for c in TIMES} if own else {}
+        times = {c: step_tables.median(own[c]) for c in (*TIMES, *MEASURED)} if own else {}
         rss = step_tables.largest(own["rss_bytes"]) if own else None
         device = step_tables.largest(own["device_bytes"]) if own else None
         found.append(

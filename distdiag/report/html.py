@@ -31,7 +31,7 @@ def render(facts: RunFacts) -> str:
     )
     environment.globals.update(
         ms=words.milliseconds, number=words.number, percent=words.percent, size=words.size, rate=words.rate,
-        duration=words.duration, moment=words.moment, rank_list=rank_list, Certainty=Certainty, Severity=Severity,
+        duration=words.duration, gradient_times=words.gradient_times, gradient_words=words.gradient_words, moment=words.moment, rank_list=rank_list, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)
     timed = tuple(r for r in shown if r.step_ms is not None)

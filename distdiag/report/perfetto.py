@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
-from distdiag.report.steps import PHASES
+from distdiag.report.steps import MEASURED, PHASES
 from distdiag.report.words import visible
 from distdiag.store.reader import Run
 
@@ -105,13 +105,23 @@ def _findings(run: Run) -> Iterator[Event]:
 def _steps(run: Run, first: int) -> Iterator[Event]:
     hosts = {r.rank: r.host for r in run.ranks()}
     seen: set[int] = set()
-    columns = ["rank", "step", "epoch", "t_end_s", "step_ms", "wait_ms", "loss", *(f"{p}_ms" for p in PHASES)]
+    columns = [
+        "rank",
+        "step",
+        "epoch",
+        "t_end_s",
+        "step_ms",
+        "wait_ms",
+        "loss",
+        *MEASURED,
+        *(f"{p}_ms" for p in PHASES),
+    ]
     rows = run.query(
-        f"SELECT {', '.join(columns)} FROM step WHERE step >= ? AND t_end_s IS NOT NULL AND step_ms IS NOT NULL"
+        f"SELECT {', '.join(run.named('step', columns))} FROM step WHERE step >= ? AND t_end_s IS NOT NULL AND step_ms IS NOT NULL"
         " ORDER BY step, rank",
         (first,),
     )
-    for rank, step, epoch, t_end_s, step_ms, wait_ms, loss, *phases in rows:
+    for rank, step, epoch, t_end_s, step_ms, wait_ms, loss, comm_ms, exposed_ms, *phases in rows:
         pid = FIRST_RANK + rank
         if rank not in seen:
             seen.add(rank)
@@ -121,6 +131,8 @@ def _steps(run: Run, first: int) -> Iterator[Event]:
             yield _track(pid, WAITING, "of it: waiting in collectives")
         start_us = _us(t_end_s) - step_ms * 1e3
         args = {"step": step, "epoch": epoch, "loss": loss, "wait_ms": wait_ms}
+        if comm_ms is not None:  # only of the steps that DDP timed
+            args |= {"comm_ms": comm_ms, "exposed_ms": exposed_ms}
         yield {
             "ph": "X",
             "name": f"step {step}",

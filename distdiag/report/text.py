@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
-from distdiag.report.words import NA, duration, milliseconds, moment, number, percent, rate, size, visible
+from distdiag.report.words import (
+    NA,
+    duration,
+    gradient_times,
+    gradient_words,
+    milliseconds,
+    moment,
+    number,
+    percent,
+    rate,
+    size,
+    visible,
+)
 
 WIDTH = 110
 MAX_RANKS = 32
@@ -22,6 +34,7 @@ def render(facts: RunFacts) -> str:
         *(_finding(f) for f in facts.cleared_findings),
         _job(facts),
         _ranks(facts),
+        _gradients(facts),
         _collectives(facts),
         _hosts(facts),
         _gpus(facts),
@@ -158,6 +171,17 @@ def _ranks(f: RunFacts) -> list[str]:
         if r.exception or r.waiting or (r.life not in ("running", "finished", "starting") and r.place):
             what = r.exception or (f"in {r.waiting}" if r.waiting else r.life or "")
             lines += _wrap(f"rank {r.rank}", f"{what}" + (f" at {r.place}" if r.place else ""))
+    return lines
+
+
+def _gradients(f: RunFacts) -> list[str]:
+    g = f.gradients
+    if g is None:
+        return []
+    lines = ["Gradients (DDP)"]
+    lines += _wrap("buckets", gradient_words(g))
+    if g.exposed_ms is not None:
+        lines += _wrap("time", gradient_times(g))
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from distdiag.diagnosis.model.findings import size_text
+from distdiag.diagnosis.model.findings import Gradients, size_text
 from distdiag.terms import untrusted
 
 NA = "–"
@@ -58,3 +58,19 @@ def duration(seconds: float | None) -> str:
 def moment(unix_s: float | None) -> str:
     """Local date and time, with the offset, as another reader may sit elsewhere."""
     return NA if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(unix_s))
+
+
+def gradient_words(g: Gradients) -> str:
+    """`9.4 MiB in 3 buckets of at most 25.0 MiB, all-reduced in default_pg by 2 ranks`."""
+    text = f"{size(g.bytes)} in {number(g.buckets)} bucket{'s' if g.buckets != 1 else ''}"
+    text += f" of at most {size(g.bucket_cap_bytes)}" if g.bucket_cap_bytes else ""
+    text += f", all-reduced in {g.pgroup} by {number(g.ranks)} ranks"
+    return text + (f" with {g.comm_hook}" if g.comm_hook else "")
+
+
+def gradient_times(g: Gradients) -> str:
+    """`31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of 21 measured steps`."""
+    return (
+        f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed"
+        f" ({percent(g.exposed_share)} of step time); medians of {number(g.steps)} measured steps, of the rank with the least"
+    )

@@ -25,6 +25,7 @@ from distdiag.errors import need
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
+from distdiag.store.gradients import read_gradients
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
@@ -150,6 +151,7 @@ class Run(Database):
             state_text=meta.get("state_text") or None,
             command=meta.get("command") or None,
             age_s=None if started is None else max(0.0, time.time() - started),
+            gradients=read_gradients(self),
         )
 
     def checks(self, meta: dict[str, str | None]) -> tuple[Check, ...]:

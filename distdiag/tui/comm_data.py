@@ -8,12 +8,15 @@ from typing import Any
 
 import msgspec
 
+from distdiag.diagnosis.model.findings import Gradients
+from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Frame, Run
 from distdiag.store.rows import CollectiveRow
 from distdiag.terms.bandwidth import FACTORS
 from distdiag.tui.text import median_low, quantile
 
 WINDOW_STEPS = 50
+GRADIENTS = "gradients"  # DDP's all-reduces of one backward pass, as its reducer times them
 
 _FACTORS = FACTORS | dict.fromkeys(("send", "recv"), FACTORS["sendrecv"])  # absent: no bandwidth is claimed
 _SMALLEST_BYTES = 4096  # below it latency is all there is, and a bandwidth says nothing
@@ -36,6 +39,9 @@ class OpStats:
     late_count: int
     late_of: int
     newest_seq: int
+    exposed_us: float | None = None  # of DDP's gradients: the part of `p50_us` that no computation hides
+    exposed_share: float | None = None  # of step time
+    buckets: int | None = None  # of DDP's gradients: `bytes` and times are of all of them
 
     @property
     def algbw_gbps(self) -> float | None:
@@ -46,7 +52,8 @@ class OpStats:
 
     @property
     def busbw_gbps(self) -> float | None:
-        factor = next((f for name, f in _FACTORS.items() if self.op.startswith(name)), None)
+        op = "all_reduce" if self.op == GRADIENTS else self.op
+        factor = next((f for name, f in _FACTORS.items() if op.startswith(name)), None)
         if factor is None or self.algbw_gbps is None or self.ranks < 2:
             return None
         return self.algbw_gbps * factor(self.ranks)
@@ -96,6 +103,32 @@ def _stats(key: tuple[str, str, int | None], rows: list[CollectiveRow], steps: i
         late_of=sum(late.values()),
         newest_seq=max(r.seq for r in rows),
     )
+
+
+def _gradients(g: Gradients | None) -> list[OpStats]:
+    """Return DDP's gradients as one operation; nothing if they were not measured."""
+    if g is None or g.comm_ms is None or g.exposed_ms is None:
+        return []
+    return [
+        OpStats(
+            op=GRADIENTS,
+            group=g.pgroup or "",
+            ranks=g.ranks,
+            bytes=g.bytes,
+            count=g.steps,
+            per_step=1.0,
+            p50_us=g.comm_ms * 1e3,
+            p99_us=None,
+            skew_p50_us=None,
+            late_rank=None,
+            late_count=0,
+            late_of=0,
+            newest_seq=0,
+            exposed_us=g.exposed_ms * 1e3,
+            exposed_share=g.exposed_share,
+            buckets=g.buckets,
+        )
+    ]
 
 
 def in_flight(frame: Frame, members: dict[str, tuple[int, ...]]) -> tuple[InFlight, ...]:
@@ -154,7 +187,7 @@ def probe_for(data: CommData, op: OpStats) -> float | None:
 
 def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any]) -> CommData:
     """Read and aggregate; the rows of a moment are read once."""
-    newest = run.query("SELECT count(*), max(t_s) FROM collective")[0]
+    newest = run.query("SELECT (SELECT count(*) FROM collective), (SELECT max(step) FROM step)")[0]
     key = ("comm", newest, at_s)
     if cache.get("comm_key") != key:
         rows = run.collectives(WINDOW_STEPS, at_s)
@@ -165,7 +198,9 @@ def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any])
         for r in rows:
             by.setdefault((r.op, r.pgroup, r.bytes), []).append(r)
         ops = [_stats(k, v, steps, sizes.get(k[1], 0)) for k, v in by.items()]
-        ops.sort(key=lambda o: -(o.p50_us or 0.0) * o.count)  # what takes most of the time first
+        ops += _gradients(read_gradients(run, at_s))
+        # what takes most of the time of a step first; where no step is known, of all
+        ops.sort(key=lambda o: -(o.p50_us or 0.0) * (o.per_step if o.per_step is not None else o.count))
         cache["comm"] = (tuple(ops), steps, tuple((g.name, len(g.ranks), g.description) for g in groups), _probed(run))
         cache["comm_members"] = {g.name: g.ranks for g in groups}
         cache["comm_key"] = key

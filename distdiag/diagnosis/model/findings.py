@@ -109,6 +109,28 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # the newest: why it could not be judged, or the veto; empty: found, or nothing to tell
 
 
+class Gradients(msgspec.Struct, frozen=True, kw_only=True):
+    """Communication of DDP's gradients as its reducers measured it, over the steps that DDP timed on all ranks.
+
+    Times are medians over these steps, each of the rank with the least: what every rank pays, without waiting for a late one.
+    """
+
+    ranks: int
+    pgroup: str | None
+    bytes: int | None  # of one rank's gradients, over all its DDP modules
+    buckets: int | None  # all-reduces per backward pass
+    bucket_bytes: tuple[int, ...]  # in the order of sending; the first 256
+    bucket_cap_bytes: int | None
+    gradient_as_bucket_view: bool | None
+    comm_hook: str | None  # None: none is registered
+    dtypes: str | None
+    steps: int  # measured on all ranks; the times are None without any
+    step_ms: float | None = None
+    comm_ms: float | None = None  # from the first bucket's start to the last one's end
+    exposed_ms: float | None = None  # the part of it that no computation of gradients hides
+    exposed_share: float | None = None  # of step time
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What `distdiag diagnose --json` prints: one run, or one set of dumps."""
 
@@ -124,6 +146,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     state_text: str | None = None  # what decided the state
     command: str | None = None  # of the run's ranks
     age_s: float | None = None  # since the run began
+    gradients: Gradients | None = None  # None: no DDP module was measured
 
 
 def rank_list(ranks: Collection[int]) -> str:

@@ -1,6 +1,7 @@
 """comm_bound: every rank loses this share of its time to communication that is not hidden behind computing.
 
-If one rank is late the waiting is its doing: that is a straggler.
+If one rank is late, it causes the waiting: that is a straggler. On a device backend no host waits in a collective; there the
+times are those that DDP's reducer measured.
 
 Faulty jobs: wide_sync. Healthy look-alikes: overlap_async.
 """
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list, size_text
+from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import share_of_all
-from distdiag.diagnosis.text.phrases import percent
+from distdiag.diagnosis.text.phrases import count, percent
 
 kind = kinds.COMM_BOUND
 
@@ -27,6 +28,10 @@ class Limits:
     """Share of the time that the rank which waits least must lose."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must cover."""
+    measured: int = 3
+    """Steps after the warm-up that DDP must have timed on all ranks before its times count."""
+    small_bucket_bytes: int = 1 << 20
+    """Mean bytes of a bucket below which the latency of each all-reduce matters more than its bytes."""
 
 
 limits = Limits()
@@ -34,17 +39,48 @@ limits = Limits()
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the share of time that all ranks lose to communication."""
-    window = facts.window
+    window, gradients = facts.window, _gradients(facts.snapshot)
     if isinstance(window, Abstained):
-        late = any(f.kind == kinds.STRAGGLER.name for f in facts.found)
-        share = 0.0 if late else _shared_waits(facts.snapshot)
-        yield _finding(sorted(facts.snapshot.ranks), share, "the time") if share >= limits.share else window
-    elif window.inferred:
-        yield Abstained("communication lies on the device, and nothing measures it")
+        ranks, late = sorted(facts.snapshot.ranks), any(f.kind == kinds.STRAGGLER.name for f in facts.found)
+        on_device = not all(r.wait_measured for r in facts.snapshot.ranks.values())
+        if not late and (share := _shared_waits(facts.snapshot)) >= limits.share:
+            yield _finding(ranks, share, "the time", None)
+        elif not late and on_device and gradients is not None and gradients.share >= limits.share:
+            yield _finding(
+                ranks, gradients.share, "step time", gradients
+            )  # hosts run ahead, DDP's times are the device's
+        else:
+            yield window
     elif facts.shadows:
         yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
+    elif window.inferred:
+        if gradients is None:
+            yield Abstained("communication is on the device, and DDP has timed too few steps")
+        elif gradients.share >= limits.share:
+            yield _finding(window.ranks, gradients.share, "step time", gradients)
     elif share := share_of_all(window, lambda x: x.wait_ms, limits.share):
-        yield _finding(window.ranks, share, "step time")
+        yield _finding(window.ranks, share, "step time", gradients)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What DDP's gradients cost every rank, over the steps that DDP timed."""
+
+    share: float  # of step time that is exposed communication, on the rank with the least
+    buckets: Buckets
+
+
+def _gradients(s: Snapshot) -> _Gradients | None:
+    """Return what DDP measured; None if that is too little."""
+    shares = []
+    for rank in s.ranks.values():
+        times = [x for x in rank.ddp_times if x.step > STEPS.warm_up]
+        total_ms = sum(x.step_ms for x in times)
+        if len(times) < limits.measured or total_ms <= 0:
+            return None
+        shares.append(sum(x.exposed_ms for x in times) / total_ms)
+    known = [m.buckets for r in s.ranks.values() for m in r.models if m.buckets is not None]
+    return _Gradients(min(shares), max(known, key=lambda b: b.bytes)) if shares and known else None
 
 
 def _shared_waits(s: Snapshot) -> float:
@@ -57,13 +93,39 @@ def _shared_waits(s: Snapshot) -> float:
     return min(sum(a.shared_ms for a in recent[:-1]) / span_ms, 1.0) if span_ms > limits.least_span_ms else 0.0
 
 
-def _finding(ranks: list[int], share: float, of: str) -> Finding:
+def _finding(ranks: list[int], share: float, of: str, gradients: _Gradients | None) -> Finding:
+    message = f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late"
+    advice = "`distdiag probe allreduce` measures what this machine can do; synchronise less often, or in larger pieces"
+    if gradients is not None and gradients.share >= share / 2:  # the gradients are most of it
+        b = gradients.buckets
+        message += (
+            f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(gradients.share)}"
+        )
+        advice = "; ".join(_advice(gradients))
     return Finding(
         kind=kind.name,
         certainty=Certainty.SUSPECTED,
         severity=Severity.INFO,
         victims=tuple(ranks),
-        message=f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late",
+        message=message,
         cost=f"{percent(share)} of {of}",
-        advice="`distdiag probe allreduce` measures what this machine can do; synchronise less often, or in larger pieces",
+        advice=advice,
     )
+
+
+def _advice(gradients: _Gradients) -> Iterator[str]:
+    """Yield what reduces the exposed time of gradients. Only accumulation has an estimate: it pays the same once for k batches."""
+    b = gradients.buckets
+    yield (
+        "accumulate gradients over 2 batches, the first under `no_sync()`: "
+        f"about {percent(gradients.share / 2)} less time per batch"
+    )
+    if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
+        yield "`register_comm_hook(None, bf16_compress_hook)` halves the bytes"
+    if b.buckets == 1 and b.bytes > limits.small_bucket_bytes:
+        yield f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}"
+    elif b.buckets > 1 and b.bytes / b.buckets < limits.small_bucket_bytes:
+        yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"
+    if not b.gradient_as_bucket_view:
+        yield "`gradient_as_bucket_view=True` saves a copy of the gradients"
+    yield "`distdiag probe allreduce` measures what this machine can do"

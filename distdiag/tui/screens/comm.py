@@ -21,6 +21,10 @@ from distdiag.tui.ui import Ui
 __all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
 
 
+MATTERS = 0.02  # share of step time below which collectives are not worth a verdict
+EXPOSED = 0.3  # the limit of the finding comm_bound
+
+
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> CommData:
     return read_comm(run, frame, request.at_s, cache)
 
@@ -53,7 +57,7 @@ COLUMNS: tuple[Column[OpStats], ...] = (
     ),
     Column("", "skew ms", 8, "median of last arrival - first arrival", lambda o: _ms(o.skew_p50_us)),
     Column("", "late rank", 10, "who arrives last, and in how many of them", _late, "<", 0, 8),
-    Column("", "seq", 8, "newest sequence number", lambda o: integer(o.newest_seq), ">", 6),
+    Column("", "seq", 8, "newest sequence number", lambda o: integer(o.newest_seq or None), ">", 6),
     Column("", "ranks", 6, "ranks of the group", lambda o: integer(o.ranks), ">", 7),
 )
 FLIGHT: tuple[Column[InFlight], ...] = (
@@ -82,6 +86,11 @@ def verdict(data: CommData, snap: Snapshot) -> Line:
     if not data.ops:
         return BLANK
     o = data.ops[0]
+    if o.exposed_us is not None:
+        return _gradients(o)
+    if (share := _share_of_step(o, snap)) is not None and share < MATTERS:
+        text = f" collectives take {percent(100 * share)} of step time: neither network nor lateness in them matters"
+        return line((" ·", "muted"), text)
     if not o.p50_us or o.skew_p50_us is None:
         return line((" · no skew measured yet: it needs the arrival times of all ranks", "muted"))
     ratio = o.skew_p50_us / o.p50_us
@@ -104,6 +113,23 @@ def verdict(data: CommData, snap: Snapshot) -> Line:
     return line(
         (" ·", "muted"), f" skew is {ratio:.1f}x the transfer time; `distdiag probe` says what this network can do"
     )
+
+
+def _gradients(o: OpStats) -> Line:
+    """What DDP's gradients cost: only what is exposed does."""
+    share = 100 * (o.exposed_share or 0.0)
+    much = share >= 100 * EXPOSED
+    sent = f"{size(o.bytes)} in {integer(o.buckets)} bucket{'s' if o.buckets != 1 else ''}"
+    text = f" gradients: {sent}, {_ms(o.p50_us)} ms a step, {_ms(o.exposed_us)} ms of it exposed: {percent(share)} of step time"
+    return line((f" {WARN.glyph if much else '·'}", "warning" if much else "muted"), text)
+
+
+def _share_of_step(o: OpStats, snap: Snapshot) -> float | None:
+    """Share of step time that an operation takes, waiting for late ranks included; None if it is not known."""
+    step_ms = snap.summary.step_ms
+    if not step_ms or o.per_step is None or o.p50_us is None:
+        return None
+    return o.per_step * (o.p50_us + (o.skew_p50_us or 0.0)) / 1e3 / step_ms
 
 
 def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int) -> list[Line]:

@@ -1,0 +1,72 @@
+"""Read what DDP's gradients cost a run."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from distdiag.diagnosis.model.findings import Gradients
+
+if TYPE_CHECKING:
+    from distdiag.store.reader import Run
+
+LAST_STEPS = 1000  # DDP times one step in 8, 32 or 100
+WARM_UP = 5  # first steps of a job, which are left out if there are others: buckets are rebuilt, caches are cold
+
+
+def read_gradients(run: Run, t_s: float | None = None, last_steps: int = LAST_STEPS) -> Gradients | None:
+    """Return what DDP's gradients cost; None if no DDP module was measured.
+
+    Args:
+        t_s: Only steps that ended until then; None: all.
+        last_steps: How far back measured steps are used.
+    """
+    models = run.ddp()
+    if not models:
+        return None
+    first_rank = min(m.rank for m in models)
+    own = [m for m in models if m.rank == first_rank]
+    ranks = len({m.rank for m in models})
+    main = max(own, key=lambda m: m.bytes or 0)
+    sizes = [n for m in own for n in (m.bucket_bytes or "").split(",") if n.isascii() and n.isdigit() and len(n) < 16]
+    known = [m.bytes for m in own if m.bytes is not None]
+    times = _times(run, ranks, t_s, last_steps)
+    return Gradients(
+        ranks=ranks,
+        pgroup=main.pgroup,
+        bytes=sum(known) if known else None,
+        buckets=sum(m.buckets or 0 for m in own) or None,
+        bucket_bytes=tuple(map(int, sizes[:256])),
+        bucket_cap_bytes=main.bucket_cap_bytes,
+        gradient_as_bucket_view=main.gradient_as_bucket_view,
+        comm_hook=main.comm_hook,
+        dtypes=main.dtypes,
+        steps=len(times),
+        **_medians(times),
+    )
+
+
+def _times(run: Run, ranks: int, t_s: float | None, last_steps: int) -> list[tuple[float, float, float]]:
+    """Return (step, communication, exposed) in ms of the last steps that all ranks measured."""
+    comm, exposed = run.named("step", ("comm_ms", "exposed_ms"))
+    if comm == "NULL":
+        return []
+    found = run.step_range(t_s)
+    if found is None:
+        return []
+    rows = run.query(
+        f"SELECT step, max(step_ms), min({comm}), min({exposed}), count({comm}) FROM step"
+        f" WHERE step BETWEEN ? AND ? AND {comm} IS NOT NULL AND step_ms IS NOT NULL GROUP BY step ORDER BY step",
+        (max(found[0], found[1] - last_steps + 1), found[1]),
+    )
+    whole = [r[:4] for r in rows if r[4] >= ranks and None not in r]
+    return [r[1:] for r in whole if r[0] > WARM_UP] or [r[1:] for r in whole]
+
+
+def _medians(times: list[tuple[float, float, float]]) -> dict[str, float]:
+    if not times:
+        return {}
+    step_ms, comm_ms, exposed_ms = (statistics.median(column) for column in zip(*times, strict=True))
+    total_ms = sum(t[0] for t in times)
+    share = sum(t[2] for t in times) / total_ms if total_ms > 0 else 0.0
+    return {"step_ms": step_ms, "comm_ms": comm_ms, "exposed_ms": exposed_ms, "exposed_share": share}

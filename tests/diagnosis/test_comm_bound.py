@@ -1,0 +1,59 @@
+"""comm_bound: what all ranks lose to communication that nothing hides, and what DDP's own times add to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Model
+from distdiag.diagnosis.rules import comm_bound
+from tests.diagnosis.made import findings, job, only, rank, steps
+
+MIB = 1 << 20
+BUCKETS = Buckets(bytes=100 * MIB, buckets=4, bucket_bytes=(25 * MIB,) * 4, dtypes="float")
+
+
+def found(
+    exposed_ms: tuple[float, float], on_device: bool = True, measured: int = 4, **of_bucket: Any
+) -> list[Finding]:
+    """Findings of a job of two ranks with 100 ms a step, of which DDP timed some."""
+    model = Model(buckets=msgspec.structs.replace(BUCKETS, **of_bucket))
+    ranks = [
+        rank(
+            q,
+            steps=steps(wait_ms=0.0 if on_device else 45.0, seed=q),
+            models=(model,),
+            wait_measured=not on_device,
+            ddp_times=tuple(DdpTime(8 * k, 100.0, ms + 10.0, ms) for k in range(1, measured + 1)),
+        )
+        for q, ms in enumerate(exposed_ms)
+    ]
+    return findings(job(*ranks), comm_bound)
+
+
+def test_on_a_device_the_times_are_those_of_ddp() -> None:
+    f = only(found((40.0, 60.0)))
+    assert "at least 40 %" in f.message and "100.0 MiB in 4 buckets" in f.message and f.victims == (0, 1)
+    assert found((20.0, 60.0)) == []  # rank 1 waits for rank 0
+    assert found((40.0, 60.0), measured=2) == []  # too few to tell
+
+
+def test_the_advice_fits_the_buckets() -> None:
+    def advice(**of_bucket: Any) -> str:
+        return str(only(found((40.0, 40.0), **of_bucket)).advice)
+
+    assert "about 20 % less" in advice() and "bf16" in advice() and "bucket_cap_mb" not in advice()
+    assert "bf16" not in advice(comm_hook="powerSGD_hook") and "bf16" not in advice(dtypes="bfloat16")
+    assert "gradient_as_bucket_view" in advice() and "gradient_as_bucket_view" not in advice(
+        gradient_as_bucket_view=True
+    )
+    assert "below 100" in advice(buckets=1) and "raise `bucket_cap_mb`" in advice(buckets=200)
+
+
+@pytest.mark.parametrize(("exposed_ms", "named"), [(40.0, True), (1.0, False)])
+def test_gradients_are_named_only_if_they_are_most_of_it(exposed_ms: float, named: bool) -> None:
+    f = only(found((exposed_ms, exposed_ms), on_device=False))
+    assert ("gradients" in f.message) is named and ("no_sync" in str(f.advice)) is named
