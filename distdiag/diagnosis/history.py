@@ -27,6 +27,14 @@ def all_ended(s: Snapshot) -> bool:
     return all(r.life in DEAD for r in s.ranks.values())
 
 
+def _progress(s: Snapshot) -> tuple:
+    """Return what changes if any rank moves: steps, collectives, sites."""
+    return tuple(
+        (q, r.step, r.phase, r.place, tuple(sorted(r.enqueued.items())), tuple(sorted(r.completed.items())))
+        for q, r in sorted(s.ranks.items())
+    )
+
+
 @dataclass
 class History:
     """Facts of a poll, with what the polls before tell.
@@ -39,6 +47,7 @@ class History:
     without: frozenset[str] = frozenset()  # witnesses that are not asked
     _mark: tuple = ()
     _lock_mark: tuple = ()
+    _stuck_mark: tuple = ()  # the progress of all ranks when ranks were stuck last
     _first_end_s: float | None = None
     _late: tuple[float, Late] | None = None
     _episodes: dict[int, float] = field(default_factory=dict)
@@ -78,6 +87,8 @@ class History:
 
     def _settle_waits(self, s: Snapshot, facts: Facts) -> None:
         blocked = tuple(f for f in facts.reported if kinds.blocks(f))
+        if facts.graph.stuck:
+            self._stuck_mark = _progress(s)
         if blocked and facts.ends:
             facts.waits_settled, facts.kept = False, blocked  # as proved; that its ranks end now tells nothing new
             return
@@ -93,9 +104,16 @@ class History:
             return
         facts.waits_settled = bool(mark) and mark == self._mark
         self._mark = mark
+        if not mark and blocked and self._as_proved(s):
+            facts.kept = blocked  # a rank that is being killed no longer sleeps in its call, and has not left it
+            return
         died_in_conflict = any(wait.conflict and wait.died for wait in facts.graph.waits)
         if mark and not (facts.waits_settled or died_in_conflict):
             facts.kept = blocked
+
+    def _as_proved(self, s: Snapshot) -> bool:
+        """True if no rank has moved since a poll at which ranks were stuck and a deadlock was open."""
+        return bool(self._stuck_mark) and self._stuck_mark == _progress(s)
 
     def _follow_waits(self, s: Snapshot, graph: WaitGraph) -> None:
         """Whom the others wait for, remembered past its end; and how long a rank usually keeps them waiting."""

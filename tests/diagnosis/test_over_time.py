@@ -123,3 +123,26 @@ def test_a_mismatch_that_completed_stays_reported_and_does_not_stop_the_job() ->
     f = only(d.findings)
     assert (f.kind, f.culprits, f.cleared_s, f.collective_completed) == ("mismatch", (1,), None, True)
     assert d.state == "degraded"
+
+
+def test_a_deadlock_stays_while_its_ranks_are_being_killed_and_ends_once_one_moves() -> None:
+    """A process that handles SIGTERM no longer sleeps in its call: for some polls it looks busy at the same site."""
+
+    def poll(t_s: float, asleep: bool, issued: int = 7) -> Snapshot:
+        ranks = [
+            rank(q, blocked=Call(op=op, group="default_pg", seq=7, entered_s=1.0) if asleep else None,
+                 enqueued={"default_pg": issued}, completed={"default_pg": issued - 1})
+            for q, op in enumerate(("barrier", "all_reduce", "all_reduce"))
+        ]  # fmt: skip
+        return job(*ranks, t_s=t_s)
+
+    d = Diagnosis(source=lambda _: None)
+    for t_s in (2.0, 2.25):
+        d.update(poll(t_s, True))
+    assert [f.cleared_s for f in d.findings] == [None]
+    for t_s in (2.5, 2.75, 3.0, 3.25):
+        d.update(poll(t_s, False))
+    assert [f.cleared_s for f in d.findings] == [None]
+    for t_s in (3.5, 3.75, 4.0):
+        d.update(poll(t_s, False, 8))
+    assert [f.cleared_s is None for f in d.findings] == [False]

@@ -7,10 +7,11 @@ never decides who it is.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from distdiag.diagnosis.culprit import rank_condition
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Site
 
 SHOWN = 2  # conditions, where several can be meant
@@ -60,6 +61,15 @@ def parting_text(conditions: Sequence[Condition]) -> str:
         return ""
     names = [f"`{c.text.removesuffix(':')}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in conditions]
     return f"; their paths part at {' or '.join(names)}"
+
+
+def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
+    """Return what to do about a condition that held on some ranks only."""
+    text = condition.text.removesuffix(":")
+    return (
+        f"find why `{text}` at line {condition.line} went another way on {rank_list(culprits)}, or let all ranks decide together "
+        "(all_reduce what it tests)"
+    )
 
 
 def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:

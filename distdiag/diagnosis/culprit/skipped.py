@@ -88,3 +88,11 @@ def text(snapshot: Snapshot, found: Skipped, source: Source | None) -> str:
     if caught := swallowed(state):
         return f"{what}, and caught {caught}"
     return what + parting_text(way_out(snapshot, found, source))
+
+
+def advice(found: Skipped) -> str:
+    """Return what to do about a forward without backward."""
+    return (
+        f"run the backward of every forward on rank {found.rank}, too (of a loss times 0, if the batch is not to count), "
+        "or skip the batch on all ranks together"
+    )

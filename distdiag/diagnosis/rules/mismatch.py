@@ -101,6 +101,7 @@ def _aborted(facts: Facts) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
     sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].place)}" for side in cascade.sites)
+    why, advice = _why(facts)
     return Finding(
         kind=kind.name,
         cause="shape",
@@ -114,26 +115,29 @@ def _aborted(facts: Facts) -> Finding:
         first_seen_s=min((t for q in dead if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
         message=f"ranks called one collective with tensors of different sizes, and gloo aborted {rank_list(killed)}: {sites}"
         + (f"; {cascade.rhythm.text}" if cascade.rhythm is not None else "")
-        + _why(facts),
+        + why,
         cost="the job ended",
-        advice="compare the two call sites: every rank must make the same collective calls in the same order",
+        advice=advice,
     )
 
 
-def _why(facts: Facts) -> str:
-    """Return what led the aborted job's culprits to another call: a skipped backward, or a condition."""
+def _why(facts: Facts) -> tuple[str, str]:
+    """Return (what led the aborted job's culprits to another call, advice): a skipped backward, or a condition."""
     s, odd, rest = facts.snapshot, facts.cascade.ranks, facts.cascade.others
+    compare = "compare the two call sites: every rank must make the same collective calls in the same order"
     found = skipped.skipped(s, sorted({*odd, *rest}))
     if found is not None and odd == (found.rank,):
-        return skipped.text(s, found, facts.source)
+        return skipped.text(s, found, facts.source), skipped.advice(found)
     if not odd or not rest:
-        return ""
+        return "", compare
     mine, theirs = (paths.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
     behind = rank_condition.around(mine, theirs, facts.source)
     if behind is not None:
-        gets = "gets" if len(odd) == 1 else "get"
-        return f"; only {rank_list(odd)} {gets} there, by `{behind.text}`{at(Site(behind.file, behind.line))}"
-    return paths.parting_text(paths.parting(mine, theirs, facts.source))
+        who = f"{rank_list(odd)} {'gets' if len(odd) == 1 else 'get'} there"
+        call = f"make the call{at(mine[0])} on all ranks or on none"
+        return f"; only {who}, by `{behind.text}`{at(Site(behind.file, behind.line))}", call
+    parting = paths.parting(mine, theirs, facts.source)
+    return paths.parting_text(parting), paths.decision_advice(parting[0], odd) if len(parting) == 1 else compare
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from distdiag.diagnosis.culprit import arguments, rhythm, skipped
-from distdiag.diagnosis.culprit.paths import parting_text
+from distdiag.diagnosis.culprit.paths import decision_advice, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
@@ -83,10 +83,7 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
     if verdict.reason is Reason.EXHAUSTED:
         return EXHAUSTED_ADVICE
     if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
-        return (
-            f"run the backward of every forward on rank {found.rank}, too (of a loss set to 0, if the batch is not to count), "
-            "or skip the batch on all ranks together"
-        )
+        return skipped.advice(found)
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None
     if odd is not None and cause == "missing_rank":
         left = verb(verdict.culprits, "is", "are") + (" early in" if odd.early else " not in")
@@ -119,15 +116,6 @@ def _deciding(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> Co
         return None
     found = parting_of(snapshot, verdict.wait, verdict.culprits, source)
     return found[0] if len(found) == 1 else None
-
-
-def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
-    """Return what to do about a condition that held on some ranks only."""
-    text = condition.text.removesuffix(":")
-    return (
-        f"find why `{text}` at line {condition.line} went another way on {rank_list(culprits)}, or let all ranks decide together "
-        "(all_reduce what it tests)"
-    )
 
 
 def _cast_text(verdict: Verdict) -> str:
