@@ -1,7 +1,7 @@
-"""In torchrun's own process, when it ends: print the verdict after its tracebacks, and note a launch without a rank.
+"""Runs in torchrun's process at its exit: prints the verdict after torchrun's tracebacks, or notes that no rank started.
 
-The monitor prints its summary when the last rank is gone; torchrun prints its traceback after that, so that the lines which
-people copy would end without the verdict. `torchrun_compat.autoload` registers `at_end` in a launcher of `distdiag.run`.
+The monitor prints its summary when the last rank has ended. torchrun prints its traceback after that, so the lines that people
+copy would end without the verdict. `torchrun_compat.autoload` registers `at_end` in a launcher of `distdiag.run`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,14 @@ VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
 
 
 def run_dir_option(argv: list[str]) -> str | None:
-    """Value of --run-dir among the options of `-m distdiag.run`."""
-    ours = argv[argv.index("distdiag.run") + 1 :]
-    for i, arg in enumerate(ours):
-        if arg.startswith("--run-dir="):
-            return arg.partition("=")[2]
-        if arg == "--run-dir" and i + 1 < len(ours):
-            return ours[i + 1]
-        if not arg.startswith("-") and (i == 0 or not ours[i - 1].startswith("--")):
-            return None  # the script
-    return None
+    """Return the value of --run-dir among the options of `-m distdiag.run`."""
+    from distdiag.run import command
+
+    return command.make_context("", argv[argv.index("distdiag.run") + 1 :], resilient_parsing=True).params["run_dir"]
 
 
 def started_run(argv: list[str], since_unix_s: float) -> Path | None:
-    """Directory that a rank of this launch has claimed; None if no rank came so far."""
+    """Return the run directory that a rank of this launch has claimed; None if no rank has started."""
     from distdiag.page import place
 
     chosen = run_dir_option(argv) or os.environ.get("DISTDIAG_RUN_DIR")
@@ -48,7 +42,7 @@ def started_run(argv: list[str], since_unix_s: float) -> Path | None:
 
 
 def at_end(argv: list[str], since_unix_s: float) -> None:
-    """What is left to do when the launcher ends; never raises, and waits only after a launch that failed."""
+    """Print the verdict of a failed launch, or note a launch without ranks. Never raises; waits only after a failure."""
     try:
         if "-h" in argv or "--help" in argv:
             return

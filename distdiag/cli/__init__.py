@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from distdiag.cli.errors import report_error
+from distdiag.command_line import SETTINGS, usage_error
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import tolerate
 
@@ -60,7 +61,7 @@ class _LazyGroup(click.Group):
 @click.group(
     cls=_LazyGroup,
     epilog=EXIT_CODES,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings=SETTINGS,
 )
 @click.version_option(package_name="distdiag")
 def app() -> None:
@@ -87,10 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         print(e.format_message())
         code = int(ExitCode.USAGE)
     except click.UsageError as e:
-        where = e.ctx.command_path if e.ctx else "distdiag"
-        code = report_error(
-            DistdiagError(e.format_message().rstrip("."), f"`{where} --help` lists the options"), json_of
-        )
+        code = report_error(usage_error(e, "distdiag"), json_of)
     except click.exceptions.Exit as e:
         code = e.exit_code
     except (KeyboardInterrupt, click.Abort):

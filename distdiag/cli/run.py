@@ -7,21 +7,13 @@ import sys
 
 import click
 
+from distdiag.command_line import SETTINGS, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.recorder.run_claim import keep_bytes
 
 
-@click.command(
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-    }
-)
-@click.option("--run-dir", metavar="DIR", help="Run directory (default: ./reports/<time>-<name>).")
-@click.option("--name", help="Name of the run (default: the script's).")
-@click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G).")
-@click.option("--quiet", is_flag=True, help="Record findings but do not print them on stderr.")
+@click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
+@recording_options
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
 def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
     """Launch a training script on all local ranks with torchrun, recorded, no line changed.

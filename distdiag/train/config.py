@@ -1,8 +1,7 @@
-"""What can be set: one dataclass, whose field docstrings are the help of the command line."""
+"""Options of the training job: one dataclass, whose field docstrings are the help of the command line."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import itertools
@@ -12,8 +11,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
+import click
+
+from distdiag.command_line import SETTINGS, read
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.train.faults import InjectedFault, parse_fault
@@ -21,7 +23,7 @@ from distdiag.train.faults import InjectedFault, parse_fault
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Options of `python -m distdiag.train`; every default works as it is."""
+    """Options of `python -m distdiag.train`; all have working defaults."""
 
     epochs: int = 10
     """Passes over the training set"""
@@ -136,13 +138,8 @@ _LOWEST: dict[str, float] = {
 }  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DistdiagError(message, "`python -m distdiag.train --help` shows every option with its default")
-
-
 def _field_docs() -> dict[str, str]:
-    """The docstring under each field; empty where the source is not there (byte code only)."""
+    """Return the docstring under each field; empty if only byte code is installed."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig)))
     except (OSError, SyntaxError):
@@ -177,47 +174,49 @@ def _number(kind: type, option: str, lowest: float) -> Any:
     return convert
 
 
-def _build_parser() -> _Parser:
-    parser = _Parser(
-        prog="python -m distdiag.train",
-        description="Train CIFAR-10 on all ranks of a torchrun job (or in one process), recorded with --monitor.",
-        # torchrun reads a bare --monitor as an abbreviation of its own --monitor-interval
-        epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train -- --monitor --max-steps 200",
-        allow_abbrev=False,
-    )
+def _build_command() -> click.Command:
     docs = _field_docs()
     kinds = get_type_hints(TrainConfig)
+    params: list[click.Parameter] = []
     for f in fields(TrainConfig):
         option = "--" + f.name.replace("_", "-")
         default = f.default if f.default is not MISSING else None
         shown = {True: "on", False: "off"}.get(default) if isinstance(default, bool) else default  # type: ignore[arg-type]
-        text = docs.get(f.name, "").replace("%", "%%")
+        text = docs.get(f.name, "")
         if "Default:" not in text and f.name not in ("inject", "resume"):
             text += f" (default: {shown})"
+        attrs: dict[str, Any] = {"default": default, "help": text}
         if "parse" in f.metadata:
-            parser.add_argument(option, action="append", default=[], metavar=f.metadata["metavar"], help=text)
+            attrs |= {"multiple": True, "metavar": f.metadata["metavar"]}
         elif kinds[f.name] is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
+            option += f"/--no-{option[2:]}"
         elif kinds[f.name] in (int, float):
-            kind = _number(kinds[f.name], option, _LOWEST[f.name])
-            metavar = "N" if kinds[f.name] is int else "X"
-            parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+            kind = kinds[f.name]
+            attrs |= {"type": _number(kind, option, _LOWEST[f.name]), "metavar": "N" if kind is int else "X"}
+        elif "choices" in f.metadata:
+            attrs["type"] = click.Choice(f.metadata["choices"])
         else:
-            plain = "PATH" if f.name != "name" else "NAME"
-            metavar = None if "choices" in f.metadata else f.metadata.get("metavar", plain)
-            parser.add_argument(option, default=default, choices=f.metadata.get("choices"), metavar=metavar, help=text)
-    return parser
+            attrs["metavar"] = f.metadata.get("metavar", "NAME" if f.name == "name" else "PATH")
+        params.append(click.Option([option], **attrs))
+    return click.Command(
+        None,
+        context_settings=SETTINGS,
+        params=params,
+        help="Train CIFAR-10 on all ranks of a torchrun job (or in one process), recorded with --monitor.",
+        # torchrun reads a bare --monitor as an abbreviation of its own --monitor-interval
+        epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train -- --monitor --max-steps 200",
+    )
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Command line to configuration, checked as far as that goes without torch and without touching the disk.
+    """Parse a command line into a configuration, checked as far as possible without torch and without disk access.
 
     Raises:
-        DistdiagError: unknown option, value out of range, or a fault that no rank could have.
+        DistdiagError: unknown option, value out of range, or a fault on a rank or step that does not exist.
         SystemExit: `--help` was printed.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    given = vars(_build_parser().parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments))
+    given = read(_build_command(), arguments[1:] if arguments[:1] == ["--"] else arguments, "python -m distdiag.train")
     given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
     config = TrainConfig(**given)
     catalog.parse_collectives(config.probe)

@@ -1,4 +1,4 @@
-"""The command line: every option has help and a default; what is wrong is said in one line with a hint."""
+"""The command line: every option has help and a default; a mistake is one line of error and one of hint."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import click
 import pytest
 
 from distdiag.errors import DistdiagError
-from distdiag.train.config import TrainConfig, _build_parser, _field_docs, parse_arguments
+from distdiag.train.config import TrainConfig, _build_command, _field_docs, parse_arguments
 
 
 def test_no_option_at_all_gives_the_documented_defaults() -> None:
@@ -27,7 +28,7 @@ def test_every_field_has_a_docstring_and_the_help_states_its_default(capsys: pyt
         parse_arguments(["--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    helps = {action.dest: str(action.help) for action in _build_parser()._actions}
+    helps = {o.name: str(o.help) for o in _build_command().params if isinstance(o, click.Option)}
     for f in fields(TrainConfig):
         assert "--" + f.name.replace("_", "-") in printed
         assert len(helps[f.name]) > 20
@@ -53,10 +54,10 @@ def test_options_are_taken() -> None:
         (["--lr", "fast"], "--lr takes a number, not 'fast'"),
         (["--accumulate", "0"], "--accumulate must be at least 1"),
         (["--checkpoint-every", "-2"], "--checkpoint-every must be at least -1"),
-        (["--model", "vgg"], "invalid choice: 'vgg'"),
-        (["--amp", "int8"], "invalid choice: 'int8'"),
-        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-        (["--data"], "--data: expected one argument"),
+        (["--model", "vgg"], "'vgg' is not one of 'simple', 'resnet18'"),
+        (["--amp", "int8"], "'int8' is not one of 'auto'"),
+        (["--epoch", "3"], "No such option '--epoch'"),
+        (["--data"], "Option '--data' requires an argument"),
         (["--inject", "deadlock@rank7:step3"], "there is no rank 7, the job has 1"),
         (["--inject", "crash@rank0:step30", "--max-steps", "20"], "the job ends at step 20"),
         (["--inject", "meteor"], "there is no fault 'meteor'"),
@@ -81,12 +82,12 @@ def test_a_bad_option_ends_the_process_with_2_and_costs_no_torch() -> None:
     imported = {
         line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")
     }
-    said = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    printed = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
     assert ended.returncode == 2
-    assert said == [
+    assert printed == [
         "distdiag: error: --batch-size takes a whole number, not 'none'",
         "hint: for example --batch-size 1",
     ]
     assert ended.stdout == ""
-    assert "argparse" in imported
+    assert "click" in imported
     assert not imported & {"torch", "numpy", "pandas", "textual"}

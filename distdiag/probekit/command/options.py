@@ -1,11 +1,14 @@
-"""What a person may ask of a probe: one parser for `distdiag probe NAME` and for `python probes/NAME.py`."""
+"""Options of a probe command: the same for `distdiag probe NAME` and `python probes/NAME.py`."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any
 
+import click
+
+from distdiag.command_line import SectionedCommand, read
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.ranks.injection import Injection, parse_injection
@@ -67,120 +70,79 @@ class Options:
         return sweep(self.min_bytes, self.max_bytes, self.factor, ITEM_BYTES[self.dtype], world_size if in_parts else 1)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DistdiagError(message, f"`{self.prog} --help` lists the options")
+def _option(*names: str, **attrs: Any) -> click.Option:
+    return click.Option(names, **attrs)
 
 
-def build_parser(prog: str = "distdiag probe", named: bool = False) -> argparse.ArgumentParser:
-    """The parser; `named`: the script itself is the probe, so no NAME is taken."""
-    parser = _Parser(
-        prog=prog,
-        description="Measure, with a verdict: pass, fail or inconclusive, and the reasons.",
-        epilog="Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + ".",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _sections() -> dict[str, list[click.Parameter]]:
+    """Return the options of a probe, by the title that the help lists them under."""
+    return {
+        "where it runs": [
+            _option("--nproc", type=count, metavar="N", help="ranks to launch (default: one per GPU; two on the CPU)"),
+            _option("--device", type=click.Choice(["cpu", "cuda"]), help="default: cuda if there are two GPUs or more"),
+            _option("--backend", type=click.Choice(["gloo", "nccl"]), help="default: nccl on cuda, gloo on cpu"),
+            _option("--share-gpus", is_flag=True, help="let several ranks use one GPU"),
+        ],
+        "what is measured": [
+            _option("--dtype", default="float32", metavar="DTYPE", help=f"{', '.join(ITEM_BYTES)} (default float32)"),
+            _option("--min-bytes", default="1K", metavar="SIZE", help="smallest message (default 1K)"),
+            _option("--max-bytes", metavar="SIZE", help="largest message (default 64M; with `all` 16M)"),
+            _option("--factor", type=number, metavar="X", help="each size is X times the last (default 4; with `all` and --quick 16)"),
+            _option("--dataset", metavar="MODULE:FUNCTION", help="dataloader: your own dataset"),
+            _option("--batch-size", type=count, metavar="N", help="dataloader, step: global batch (default 128, 32)"),
+            _option("--workers", metavar="N,N…", help="dataloader: worker counts to try"),
+            _option("--step-ms", type=number, default=10.0, metavar="MS", help="dataloader: the consumer's step time (default 10)"),
+            _option("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments"),
+            _option("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp"),
+        ],
+        "how long": [
+            _option("--budget", type=number, metavar="SECONDS", help="for the whole command (default 10; `all` 60)"),
+            _option("--quick", is_flag=True, help=f"a budget of {QUICK_BUDGET_S:g} s: fewer sizes (--factor 16), coarser intervals"),
+            _option("--precision", type=number, default=2.0, metavar="PCT", help="stop a size at this half-width of the p50's 95% interval (default 2)"),
+            _option("--timeout", type=number, default=10.0, metavar="SECONDS", help="a rank that waits longer ends the probe (default 10)"),
+        ],
+        "the verdict": [
+            _option("--floor", type=number, metavar="GBPS", help="fail if the best bus bandwidth is surely below this"),
+            _option("--save", metavar="FILE", help="keep the result as a baseline"),
+            _option("--against", metavar="FILE", help="compare with a baseline: test and effect size"),
+            _option("--tolerance", type=number, default=10.0, metavar="PCT", help="slower than the baseline by more than this fails (default 10)"),
+            _option("--inject", multiple=True, metavar="FAULT", help="delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1: see it found"),
+        ],
+        "output": [
+            _option("--json", is_flag=True, help="one object on stdout"),
+            _option("--as", "output_format", type=click.Choice(FORMATS), help="format on stdout (default table)"),
+            _option("-o", "--output", metavar="FILE", help="write there instead of stdout"),
+            _option("--force", is_flag=True, help="overwrite FILE"),
+            _option("--run", "--run-dir", "run_dir", metavar="RUN", help="run to record the result into (default: the newest, if it is running)"),
+            _option("--no-record", is_flag=True, help="do not write into a run"),
+            _option("--ascii", is_flag=True, help="no characters beyond ASCII"),
+        ],
+    }  # fmt: skip
+
+
+def build_command(named: bool = False) -> SectionedCommand:
+    """Return the command; `named`: the script itself is the probe, so no NAME is taken."""
+    text = "Measure, with a verdict: pass, fail or inconclusive, and the reasons."
+    params: list[click.Parameter] = []
     if not named:
-        names = "\n".join(f"  {name:14s}{text}" for name, text in catalog.PROBES.items())
-        parser.description = f"{parser.description}\n\n{names}\n  {'all':14s}the whole health check in one budget"
-        parser.add_argument("name", metavar="NAME", help="a probe of the list above, `all`, or `list`")
-    where = parser.add_argument_group("where it runs")
-    where.add_argument(
-        "--nproc", type=_count, metavar="N", help="ranks to launch (default: one per GPU; two on the CPU)"
-    )
-    where.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs or more")
-    where.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
-    where.add_argument("--share-gpus", action="store_true", help="let several ranks use one GPU")
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--dtype", default="float32", help=f"{', '.join(ITEM_BYTES)} (default float32)")
-    what.add_argument("--min-bytes", default="1K", metavar="SIZE", help="smallest message (default 1K)")
-    what.add_argument("--max-bytes", metavar="SIZE", help="largest message (default 64M; with `all` 16M)")
-    what.add_argument(
-        "--factor",
-        type=_number,
-        metavar="X",
-        help="each size is X times the last (default 4; with `all` and --quick 16)",
-    )
-    what.add_argument("--dataset", metavar="MODULE:FUNCTION", help="dataloader: your own dataset")
-    what.add_argument(
-        "--batch-size", type=_count, default=None, metavar="N", help="dataloader, step: global batch (default 128, 32)"
-    )
-    what.add_argument("--workers", metavar="N,N…", help="dataloader: worker counts to try")
-    what.add_argument(
-        "--step-ms", type=_number, default=10.0, metavar="MS", help="dataloader: the consumer's step time (default 10)"
-    )
-    what.add_argument("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments")
-    what.add_argument("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp")
-    when = parser.add_argument_group("how long")
-    when.add_argument("--budget", type=_number, metavar="SECONDS", help="for the whole command (default 10; `all` 60)")
-    when.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"a budget of {QUICK_BUDGET_S:g} s: fewer sizes (--factor 16), coarser intervals",
-    )
-    when.add_argument(
-        "--precision",
-        type=_number,
-        default=2.0,
-        metavar="PCT",
-        help="stop a size at this half-width of the p50's 95%% interval (default 2)",
-    )
-    when.add_argument(
-        "--timeout",
-        type=_number,
-        default=10.0,
-        metavar="SECONDS",
-        help="a rank that waits longer ends the probe (default 10)",
-    )
-    judge = parser.add_argument_group("the verdict")
-    judge.add_argument(
-        "--floor", type=_number, metavar="GBPS", help="fail when the best bus bandwidth is surely below it"
-    )
-    judge.add_argument("--save", metavar="FILE", help="keep the result as a baseline")
-    judge.add_argument("--against", metavar="FILE", help="compare with a baseline: test and effect size")
-    judge.add_argument(
-        "--tolerance",
-        type=_number,
-        default=10.0,
-        metavar="PCT",
-        help="slower than the baseline by more than this fails (default 10)",
-    )
-    judge.add_argument(
-        "--inject",
-        action="append",
-        default=[],
-        metavar="FAULT",
-        help="delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1: see it found",
-    )
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_const", const="json", dest="output_format", help="one object on stdout")
-    out.add_argument("--as", choices=FORMATS, dest="output_format", help="format on stdout (default table)")
-    out.add_argument("-o", "--output", metavar="FILE", help="write there instead of stdout")
-    out.add_argument("--force", action="store_true", help="overwrite FILE")
-    out.add_argument(
-        "--run",
-        "--run-dir",
-        dest="run_dir",
-        metavar="RUN",
-        help="run to record the result into (default: the newest, if it is running)",
-    )
-    out.add_argument("--no-record", action="store_true", help="do not write into a run")
-    out.add_argument("--ascii", action="store_true", help="no characters beyond ASCII")
-    return parser  # fmt: skip
+        names = "\n".join(f"  {name:14s}{about}" for name, about in catalog.PROBES.items())
+        text += f"\n\n\b\n{names}\n  {'all':14s}the whole health check in one budget"
+        params.append(click.Argument(["name"], metavar="NAME"))
+    codes = "Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + "."
+    return SectionedCommand(_sections(), params, name=None, help=text, epilog=codes)
 
 
 def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe") -> Options:
-    """Options from a command line.
+    """Parse a command line into options.
 
     Args:
-        name: The probe, where the script itself is one.
+        name: The probe, if the script itself is one.
 
     Raises:
-        DistdiagError: anything that cannot be meant.
+        DistdiagError: an option or value is wrong.
         SystemExit: `--help`, with 0.
     """
-    args = build_parser(prog, named=name is not None).parse_args(argv)
+    args = SimpleNamespace(**read(build_command(named=name is not None), argv, prog))
     probe = catalog.canonical(name or args.name)
     dtype = DTYPE_ALIASES.get(args.dtype, args.dtype)
     if dtype not in ITEM_BYTES:
@@ -217,7 +179,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         precision=args.precision / 100,
         timeout_s=args.timeout,
         inject=[parse_injection(text) for text in args.inject],
-        output_format=args.output_format or "table",
+        output_format="json" if args.json else args.output_format or "table",
         output=args.output,
         save=args.save,
         against=args.against,
@@ -228,7 +190,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         record=not args.no_record,
         dataset=args.dataset,
         batch_size=args.batch_size or (32 if probe == "step" else 128),
-        workers=[_count(w) for w in args.workers.split(",")] if args.workers else [],
+        workers=[count(w) for w in args.workers.split(",")] if args.workers else [],
         step_ms=args.step_ms,
         model=args.model,
         strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
@@ -238,7 +200,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
     return options
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -248,7 +210,7 @@ def _count(text: str) -> int:
     return value
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -259,12 +221,12 @@ def _number(text: str) -> float:
 
 
 def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int) -> int:
-    """Fill in device and backend, and say how many ranks to launch.
+    """Fill in device and backend; return how many ranks to launch.
 
     Args:
         gpus: GPUs of this host.
         min_ranks: Fewest ranks the probe makes sense with.
-        default_ranks: Ranks where neither --nproc nor GPUs say otherwise.
+        default_ranks: Ranks without --nproc and GPUs.
 
     Raises:
         DistdiagError: more ranks than GPUs, NCCL without a GPU, one rank where two are needed, a rank injected that
@@ -290,7 +252,7 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
 
 
 def check_backend(options: Options, gpus: int) -> None:
-    """NCCL moves GPU memory and nothing else; a GPU that is not there cannot be used.
+    """Check that the backend can work on the device, and choose one if none was given.
 
     Raises:
         DistdiagError: `--backend nccl` or `--device cuda` that cannot work.
@@ -307,8 +269,10 @@ def check_backend(options: Options, gpus: int) -> None:
 
 
 def check_ranks(options: Options, ranks: int, min_ranks: int) -> None:
-    """Raises:
-    DistdiagError: too few ranks for the probe, or a fault injected on a rank that is not there.
+    """Check the number of ranks.
+
+    Raises:
+        DistdiagError: too few ranks for the probe, or a fault injected on a rank that does not exist.
     """
     if ranks < min_ranks:
         raise DistdiagError(f"{options.name} needs {min_ranks} ranks, not {ranks}", f"--nproc {min_ranks}, or more")
