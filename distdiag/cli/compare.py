@@ -51,9 +51,10 @@ def _print(found: Comparison) -> None:
 
 
 def _interval(ci: tuple[float, float] | None) -> str:
-    from distdiag.report.words import NA, milliseconds
+    from distdiag.report.words import milliseconds
+    from distdiag.terms.units import MISSING
 
-    return f"{milliseconds(ci[0])}–{milliseconds(ci[1])}" if ci else NA
+    return f"{milliseconds(ci[0])}–{milliseconds(ci[1])}" if ci else MISSING
 
 
 def _sentence(d: Difference | None) -> str:

@@ -151,12 +151,14 @@ def verdict(report: Report) -> str:
 def source(report: Report) -> str | None:
     """What the verdict is about: the run, how long ago it began, its command; None for dumps."""
     from distdiag.diagnosis.text.finding import printable
-    from distdiag.diagnosis.text.phrases import seconds
+    from distdiag.terms.units import rough_duration
 
     if report.age_s is None:
         return None
     command = printable(report.command or "")
-    return f"run {printable(report.run)}, started {seconds(report.age_s)} ago" + (f": {command}" if command else "")
+    return f"run {printable(report.run)}, started {rough_duration(report.age_s)} ago" + (
+        f": {command}" if command else ""
+    )
 
 
 def exit_code(report: Report, threshold: str) -> ExitCode:

@@ -6,8 +6,9 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
-from distdiag.diagnosis.text.phrases import op_text, seconds
+from distdiag.diagnosis.text.phrases import op_text
 from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.terms.units import rough_duration
 
 LONG_WAIT_S = 2.0  # of some ranks in a collective, before the state mentions it
 _WORST_FIRST = (State.DEADLOCKED, State.STALLED, State.DEGRADED)
@@ -67,6 +68,4 @@ def _waits(s: Snapshot, graph: WaitGraph) -> str:
     call = s.ranks[waiting[0]].blocked if waiting and len(waiting) < len(s.ranks) else None
     if call is None or call.entered_s is None or s.t_s - call.entered_s <= LONG_WAIT_S:
         return ""
-    return (
-        f"{len(waiting)} of {len(s.ranks)} ranks have waited in {op_text(call)} for {seconds(s.t_s - call.entered_s)}"
-    )
+    return f"{len(waiting)} of {len(s.ranks)} ranks have waited in {op_text(call)} for {rough_duration(s.t_s - call.entered_s)}"

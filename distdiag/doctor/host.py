@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from distdiag import cgroups
-from distdiag.diagnosis.model.findings import size_text
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.store import filesystem
+from distdiag.terms.units import size_text
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import size_text
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.doctor.torch_facts import TorchFacts
+from distdiag.terms.units import size_text
 
 TIMEOUT_S = 90.0  # torch from a cold network disk takes half a minute
 OLDEST_TORCH = (2, 10)

@@ -7,6 +7,7 @@ No lock is used: locks of network file systems are often local to a node.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -330,16 +331,17 @@ def script_name() -> str:
 
 
 def keep_bytes(text: str) -> int:
-    """`500M`, `2G`, `1000000`: bytes, K M G of 1024."""
-    from distdiag.errors import DistdiagError
+    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
 
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in "KMG" and text else (text, "")
-    try:
-        value = int(float(number) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit])
-    except ValueError:
-        value = 0
-    if value < 1 << 20:
-        raise DistdiagError(
-            f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-        )
-    return value
+    Raises:
+        DistdiagError: no size, or below 1 MiB.
+    """
+    from distdiag.errors import DistdiagError
+    from distdiag.terms.units import parse_bytes
+
+    with contextlib.suppress(DistdiagError):
+        if (value := parse_bytes(text)) >= 1 << 20:
+            return value
+    raise DistdiagError(
+        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+    )

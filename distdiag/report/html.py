@@ -10,6 +10,7 @@ from markupsafe import Markup
 from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list
 from distdiag.report import words
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
+from distdiag.terms import units
 
 MAX_RANKS = 64
 MAX_BARS = 32
@@ -27,11 +28,12 @@ def render(facts: RunFacts) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         # what is not markup of ours has its control characters written out, and is escaped after that
-        finalize=lambda v: v if isinstance(v, Markup) else words.NA if v is None else words.visible(v),
+        finalize=lambda v: v if isinstance(v, Markup) else units.MISSING if v is None else words.visible(v),
     )
     environment.globals.update(
-        ms=words.milliseconds, number=words.number, percent=words.percent, size=words.size, rate=words.rate,
-        duration=words.duration, gradient_times=words.gradient_times, gradient_words=words.gradient_words, moment=words.moment, rank_list=rank_list, Certainty=Certainty, Severity=Severity,
+        ms=words.milliseconds, number=words.number, percent=units.percent, size=units.size_text, rate=units.rate_text,
+        duration=units.duration, gradient_times=words.gradient_times, gradient_words=words.gradient_words, moment=words.moment,
+         rank_list=rank_list, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)
     timed = tuple(r for r in shown if r.step_ms is not None)

@@ -7,19 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
-from distdiag.report.words import (
-    NA,
-    duration,
-    gradient_times,
-    gradient_words,
-    milliseconds,
-    moment,
-    number,
-    percent,
-    rate,
-    size,
-    visible,
-)
+from distdiag.report.words import gradient_times, gradient_words, milliseconds, moment, number, visible
+from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 
 WIDTH = 110
 MAX_RANKS = 32
@@ -142,7 +131,7 @@ def _table(
 
 
 def _word(value: object) -> str:
-    return NA if value is None or value == "" else str(value)
+    return MISSING if value is None or value == "" else str(value)
 
 
 def _any(show: Callable[..., str], *args: object) -> Callable[[object], str]:
@@ -163,7 +152,7 @@ def _ranks(f: RunFacts) -> list[str]:
         title,
         [("rank", _word), ("<state", _word), ("step", _any(number)), *((n, ms) for n in
          ("step ms", "self", "wait", "data", "h2d", "fwd", "bwd", "optim", "other")),
-         ("slowest in", _any(percent)), ("memory", _any(size))],
+         ("slowest in", _any(percent)), ("memory", _any(size_text))],
         [(r.rank, r.life, r.step, r.step_ms, r.self_ms, r.wait_ms, r.data_ms, r.h2d_ms, r.forward_ms, r.backward_ms,
           r.optimizer_ms, r.other_ms, r.slowest_share, r.rss_bytes) for r in shown],
     )  # fmt: skip
@@ -192,7 +181,7 @@ def _collectives(f: RunFacts) -> list[str]:
     late = [None if c.late_rank is None else f"rank {c.late_rank} in {percent(c.late_share)}" for c in f.collectives]
     return _table(
         "Collectives (times on the rank that arrived last; skew: first to last arrival)",
-        [("<operation", _word), ("<group", _word), ("size", _any(size)), ("count", _any(number)), ("p50 µs", ms),
+        [("<operation", _word), ("<group", _word), ("size", _any(size_text)), ("count", _any(number)), ("p50 µs", ms),
          ("p99 µs", ms), ("busbw GB/s", _any(number, 2)), ("skew µs", ms), ("<last to arrive", _word)],
         [(c.op, c.pgroup, c.bytes, c.count, c.p50_us, c.p99_us, c.busbw_gbps, c.skew_p50_us, who)
          for c, who in list(zip(f.collectives, late, strict=True))[:MAX_COLLECTIVES]],
@@ -205,7 +194,7 @@ def _hosts(f: RunFacts) -> list[str]:
     return _table(
         "Hosts",
         [("node", _word), ("<host", _word), ("cores", _word), ("CPU %", _any(number)), ("load", _any(number, 1)),
-         ("memory peak", _any(size)), ("disk read", _any(rate)), ("net sent", _any(rate))],
+         ("memory peak", _any(size_text)), ("disk read", _any(rate_text)), ("net sent", _any(rate_text))],
         [(h.node, h.host, h.cores, h.cpu_pct, h.load1, h.memory_peak_bytes, h.disk_read_bytes_per_s,
           h.net_sent_bytes_per_s) for h in f.hosts],
     )  # fmt: skip
@@ -217,7 +206,7 @@ def _gpus(f: RunFacts) -> list[str]:
     return _table(
         "GPUs",
         [("node", _word), ("GPU", _word), ("<name", _word), ("rank", _word), ("util %", _any(number)),
-         ("memory peak", _any(size)), ("power W", _any(number)), ("hottest °C", _any(number)), ("throttled", _any(percent)),
+         ("memory peak", _any(size_text)), ("power W", _any(number)), ("hottest °C", _any(number)), ("throttled", _any(percent)),
          ("<PCIe", _word)],
         [(g.node, g.gpu, g.name, g.rank, g.utilization_pct, g.memory_peak_bytes, g.power_w, g.temperature_max_c,
           g.throttled_share, g.pcie) for g in f.gpus],

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from distdiag.diagnosis.model.findings import Gradients, size_text
+from distdiag.diagnosis.model.findings import Gradients
 from distdiag.terms import untrusted
-
-NA = "–"
+from distdiag.terms.units import MISSING, percent, size_text
 
 
 def visible(text: object) -> str:
@@ -18,7 +17,7 @@ def visible(text: object) -> str:
 def milliseconds(value: float | None) -> str:
     """`0.042`, `3.1`, `231.4`, `12,400`; the unit is in the heading."""
     if value is None:
-        return NA
+        return MISSING
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) >= 1 or value == 0:
@@ -27,43 +26,18 @@ def milliseconds(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    return NA if value is None else f"{value:,.{digits}f}"
-
-
-def percent(share: float | None) -> str:
-    """A share between 0 and 1 as per cent."""
-    return NA if share is None else f"{share * 100:.0f} %"
-
-
-def size(value: float | None) -> str:
-    return size_text(None if value is None else int(value))
-
-
-def rate(bytes_per_s: float | None) -> str:
-    """MB/s of 10^6 bytes, as network cards and disks are sold."""
-    return NA if bytes_per_s is None else f"{bytes_per_s / 1e6:,.1f} MB/s"
-
-
-def duration(seconds: float | None) -> str:
-    """`41.2 s`, `4 min 31 s`, `2 h 05 min`."""
-    if seconds is None:
-        return NA
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    return f"{int(seconds) // 3600:,} h {int(seconds) % 3600 // 60:02d} min"
+    return MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def moment(unix_s: float | None) -> str:
     """Local date and time, with the offset, as another reader may sit elsewhere."""
-    return NA if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(unix_s))
+    return MISSING if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(unix_s))
 
 
 def gradient_words(g: Gradients) -> str:
     """`9.4 MiB in 3 buckets of at most 25.0 MiB, all-reduced in default_pg by 2 ranks`."""
-    text = f"{size(g.bytes)} in {number(g.buckets)} bucket{'s' if g.buckets != 1 else ''}"
-    text += f" of at most {size(g.bucket_cap_bytes)}" if g.bucket_cap_bytes else ""
+    text = f"{size_text(g.bytes)} in {number(g.buckets)} bucket{'s' if g.buckets != 1 else ''}"
+    text += f" of at most {size_text(g.bucket_cap_bytes)}" if g.bucket_cap_bytes else ""
     text += f", all-reduced in {g.pgroup} by {number(g.ranks)} ranks"
     return text + (f" with {g.comm_hook}" if g.comm_hook else "")
 

@@ -1,10 +1,14 @@
-"""Sizes, element types and durations as a person writes them, and back."""
+"""Sizes, durations and shares as text, and sizes from text."""
 
 from __future__ import annotations
 
+import math
 import re
+from typing import TypeGuard
 
 from distdiag.errors import DistdiagError
+
+MISSING = "–"  # shown where nothing was measured
 
 ITEM_BYTES: dict[str, int] = {
     "float32": 4,
@@ -20,8 +24,13 @@ DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp1
 _UNIT = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
 
 
+def is_number(value: float | None) -> TypeGuard[float]:
+    """True if a value was measured: neither None nor NaN."""
+    return value is not None and not math.isnan(value)
+
+
 def parse_bytes(text: str, option: str = "size") -> int:
-    """Bytes from `4096`, `64K`, `64KiB` (2^10), `64kB` (10^3), `1.5M`.
+    """Return the bytes of `4096`, `64K`, `64KiB` (2^10), `64kB` (10^3), `1.5M`.
 
     Raises:
         DistdiagError: not a size, or below one byte.
@@ -31,25 +40,60 @@ def parse_bytes(text: str, option: str = "size") -> int:
     if match is None or unit is None:
         raise DistdiagError(f"{option} '{text}' is not a size", "write bytes, or 64K, 1M, 1GiB (powers of 1,024)")
     size = float(match[1]) * unit
-    if size < 1 or size != int(size):
+    if size < 1 or (unit == 1 and size != int(size)):
         raise DistdiagError(
             f"{option} {text} is not a whole number of bytes above 0", "the least is one element, e.g. 4 for float32"
         )
     return int(size)
 
 
-def size_text(size_bytes: float) -> str:
-    """`512 B`, `1 KiB`, `1.5 MiB`: at most three digits, no trailing `.0`."""
+def size_text(size_bytes: float | None) -> str:
+    """Return `512 B`, `4.0 KiB`, `25.0 MiB`; `–` if not measured."""
+    if not is_number(size_bytes):
+        return MISSING
     value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.4g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1023.95:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    raise AssertionError("unreachable")
+    return f"{value:.1f} GiB"
+
+
+def message_size(size_bytes: float) -> str:
+    """Return `4 KiB`, `1.5 MiB`: sizes of a sweep are mostly whole."""
+    return size_text(size_bytes).replace(".0 ", " ")
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """Return `180.0 MB/s` (10^6 bytes), as disks and network cards are sold; `–` if not measured."""
+    return f"{bytes_per_s / 1e6:,.1f} MB/s" if is_number(bytes_per_s) else MISSING
+
+
+def percent(share: float | None) -> str:
+    """Return a share between 0 and 1 as `12 %`; `–` if not measured."""
+    return f"{share * 100:.0f} %" if is_number(share) else MISSING
+
+
+def duration(seconds: float | None) -> str:
+    """Return `0.06 s`, `31.4 s`, `12 min 04 s`, `3 h 12 min`; `–` if not measured."""
+    if not is_number(seconds):
+        return MISSING
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{int(seconds) // 60} min {int(seconds) % 60:02} s"
+    return f"{int(seconds) // 3600:,} h {int(seconds) % 3600 // 60:02} min"
+
+
+def rough_duration(seconds: float) -> str:
+    """Return `0.4 s`, `31 s`, `12 min`: for sentences, where the order of magnitude matters."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
 
 
 def time_text(us: float) -> str:
-    """Microseconds for people: `85 µs`, `1.24 ms`, `2.1 s`."""
+    """Return microseconds as `85 µs`, `1.24 ms`, `2.1 s`."""
     if us < 1_000:
         return f"{us:.3g} µs" if us < 100 else f"{us:.0f} µs"
     if us < 1_000_000:

@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 
+from distdiag.terms.units import MISSING, duration, is_number, rate_text, size_text
 from distdiag.terms.untrusted import visible
 
-MISSING = "–"
+seconds, size, rate = duration, size_text, rate_text  # short names, as the screens use them often
+
 SPARKS = "▁▂▃▄▅▆▇█"
 
 # One cell for one cell, so that --ascii changes no layout.
@@ -98,13 +100,9 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
 # -- numbers ------------------------------------------------------------------------------------------------------
 
 
-def is_number(v: float | None) -> bool:
-    return v is not None and not math.isnan(v)
-
-
 def milliseconds(v: float | None) -> str:
     """`231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` where not measured."""
-    if v is None or math.isnan(v):
+    if not is_number(v):
         return MISSING
     if abs(v) < 999.95:
         return f"{v:.1f}"
@@ -113,66 +111,36 @@ def milliseconds(v: float | None) -> str:
 
 def delta(v: float | None) -> str:
     """A difference in ms, always signed."""
-    if v is None or math.isnan(v):
+    if not is_number(v):
         return MISSING
     return f"{v:+.1f}" if abs(v) < 999.95 else f"{v:+.0f}" if abs(v) < 99_999.5 else f"{v / 1000:+.0f}s"
 
 
 def integer(v: float | None, grouped: bool = False) -> str:
-    if v is None or math.isnan(v):
+    if not is_number(v):
         return MISSING
     return f"{int(v):,}" if grouped else str(int(v))
 
 
 def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
-    return MISSING if v is None or math.isnan(v) else f"{v:,.{digits}f}{unit}"
+    return f"{v:,.{digits}f}{unit}" if is_number(v) else MISSING
 
 
 def percent(v: float | None) -> str:
-    return MISSING if v is None or math.isnan(v) else f"{v:.0f}%"
+    return f"{v:.0f}%" if is_number(v) else MISSING
 
 
 def gib(v: float | None) -> str:
     """Bytes as GiB = 2^30."""
-    if v is None or math.isnan(v):
+    if not is_number(v):
         return MISSING
     g = v / 2**30
     return f"{g:.2f}" if g < 9.995 else f"{g:.1f}"
 
 
-def size(v: float | None) -> str:
-    """Bytes for people: `4.0 KiB`, `25.0 MiB`."""
-    if v is None or math.isnan(v):
-        return MISSING
-    v = float(v)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if v < 1023.95 or unit == "GiB":
-            return f"{v:.0f} B" if unit == "B" else f"{v:.1f} {unit}"
-        v /= 1024
-    raise AssertionError("unreachable")
-
-
 def short_size(v: float | None) -> str:
     """Bytes in a table cell: `25.0M`."""
     return size(v).replace(" ", "").replace("iB", "") if is_number(v) else ""
-
-
-def rate(v: float | None) -> str:
-    """Bytes per second (10^6), for disks and networks."""
-    return MISSING if v is None or math.isnan(v) else f"{v / 1e6:,.1f} MB/s"
-
-
-def seconds(v: float | None) -> str:
-    """An age: `0.06 s`, `31.4 s`, `12 min 04 s`, `3 h 12 min`."""
-    if v is None or math.isnan(v):
-        return MISSING
-    if v < 1:
-        return f"{v:.2f} s"
-    if v < 120:
-        return f"{v:.1f} s"
-    if v < 7200:
-        return f"{int(v) // 60} min {int(v) % 60:02} s"
-    return f"{int(v) // 3600} h {int(v) % 3600 // 60:02} min"
 
 
 def clock(t_s: float | None) -> str:

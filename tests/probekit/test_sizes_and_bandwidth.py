@@ -6,7 +6,7 @@ import pytest
 
 from distdiag.errors import DistdiagError
 from distdiag.terms.bandwidth import algorithm_bandwidth, bus_bandwidth
-from distdiag.terms.units import parse_bytes, size_text, sweep, time_text
+from distdiag.terms.units import message_size, parse_bytes, size_text, sweep, time_text
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,12 @@ def test_one_rank_and_barriers_have_no_bus_bandwidth():
 
 
 def test_texts_for_people():
-    assert [size_text(n) for n in (512, 1024, 1536, 25 * 2**20, 3 * 2**30)] == [
+    assert [message_size(n) for n in (512, 1024, 1536, 25 * 2**20, 3 * 2**30)] == [
         "512 B",
         "1 KiB",
         "1.5 KiB",
         "25 MiB",
         "3 GiB",
     ]
+    assert [size_text(n) for n in (512, 25 * 2**20, 2**20 - 1, None)] == ["512 B", "25.0 MiB", "1.0 MiB", "–"]
     assert [time_text(us) for us in (8.5, 312.4, 1240, 2.1e6)] == ["8.5 µs", "312 µs", "1.24 ms", "2.1 s"]

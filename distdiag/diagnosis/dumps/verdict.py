@@ -21,10 +21,11 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, seconds
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait, build, call_at
 from distdiag.errors import DistdiagError
+from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import all_encodable
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
@@ -261,8 +262,8 @@ def _late(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRanks)
             for q in culprits
         ),
         waiting=where_of(snapshot, others, blame),
-        message=f"{rank_list(culprits)} issued {what} {seconds(max(late.late_s.values()))} after the first of its group, and its "
-        f"timeout is {seconds(late.timeout_s)}: the others had given up",
+        message=f"{rank_list(culprits)} issued {what} {rough_duration(max(late.late_s.values()))} after the first of its group, and its "
+        f"timeout is {rough_duration(late.timeout_s)}: the others had given up",
         cost="the job ends with a timeout",
         advice=f"see what {rank_list(culprits)} did before{at(next(iter(sites.values()), None))}; where that may take so long, give "
         "init_process_group or new_group a longer timeout",

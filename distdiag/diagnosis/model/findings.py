@@ -165,18 +165,6 @@ def rank_list(ranks: Collection[int]) -> str:
     return ("rank " if n == 1 else "ranks ") + ", ".join(parts)
 
 
-def size_text(n: int | None) -> str:
-    """Bytes for people: `4.0 KiB`, `25.0 MiB`; `–` when not known."""
-    if n is None:
-        return "–"
-    v = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if v < 1024 or unit == "GiB":
-            return f"{v:.0f} B" if unit == "B" else f"{v:.1f} {unit}"
-        v /= 1024
-    raise AssertionError("unreachable")
-
-
 class Abstained(msgspec.Struct, frozen=True):
     """Why a rule has found nothing: an input is missing, or a veto applied to what it measured."""
 

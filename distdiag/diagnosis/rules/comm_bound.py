@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list, size_text
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import share_of_all
-from distdiag.diagnosis.text.phrases import count, percent
+from distdiag.diagnosis.text.phrases import count
+from distdiag.terms.units import percent, size_text
 
 kind = kinds.COMM_BOUND
 

@@ -12,7 +12,8 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import GpuState, Life, Snapshot
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, seconds
+from distdiag.diagnosis.text.phrases import NO_PROGRESS
+from distdiag.terms.units import rough_duration
 
 kind = kinds.GPU
 
@@ -64,7 +65,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     busy = tuple(g.rank for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > limits.busy_pct)
     if stuck and busy and len(stuck) == len(s.ranks) and len(busy) >= len(s.ranks):
         yield _finding("busy_without_progress", busy, Severity.WARNING,
-                       f"GPUs show over {limits.busy_pct:.0f} % use, but no rank made a step for {seconds(still_s)}: kernels spin "
+                       f"GPUs show over {limits.busy_pct:.0f} % use, but no rank made a step for {rough_duration(still_s)}: kernels spin "
                        "in a collective", NO_PROGRESS, "run `distdiag dump` to see where every rank is")  # fmt: skip
 
 

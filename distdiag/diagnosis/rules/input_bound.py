@@ -16,7 +16,8 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import at, percent, where
+from distdiag.diagnosis.text.phrases import at, where
+from distdiag.terms.units import percent
 
 kind = kinds.INPUT_BOUND
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list, size_text
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, rough_time, where
+from distdiag.terms.units import size_text
 
 kind = kinds.MEMORY
 MIB = 1 << 20

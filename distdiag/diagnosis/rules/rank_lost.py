@@ -18,8 +18,9 @@ from distdiag.diagnosis.endings import UNUSED, End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import at, place_text, seconds, where, where_stack
+from distdiag.diagnosis.text.phrases import at, place_text, where, where_stack
 from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.terms.units import rough_duration
 
 kind = kinds.RANK_LOST
 
@@ -169,7 +170,7 @@ def _silent_finding(s: Snapshot, ranks: tuple[int, ...], victims: list[int]) -> 
         waiting=tuple(where(s.ranks[v]) for v in victims),
         first_seen_s=s.t_s - silent_s,
         message=f"{rank_list(ranks)} ({hosts}) {'has' if len(ranks) == 1 else 'have'} sent no heartbeat for "
-        f"{seconds(silent_s)}; {rank_list(victims)} {'waits' if len(victims) == 1 else 'wait'} for "
+        f"{rough_duration(silent_s)}; {rank_list(victims)} {'waits' if len(victims) == 1 else 'wait'} for "
         f"{'it' if len(ranks) == 1 else 'them'}",
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice="check that the host is up and still sees the run directory; look at its console and its network",

@@ -12,18 +12,11 @@ from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import (
-    Abstained,
-    Certainty,
-    CollectiveRef,
-    Finding,
-    Severity,
-    rank_list,
-    size_text,
-)
+from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, op_text, seconds, where, where_stack
+from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
+from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
 
@@ -77,7 +70,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             continue
         waited_s, limit_s = s.t_s - min(since), patience_s(state)
         if waited_s < limit_s:
-            usual = f"rank {rank} has kept the others waiting {seconds(waited_s)}, {seconds(limit_s)} is usual for it"
+            usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}, {rough_duration(limit_s)} is usual for it"
             yield Abstained(usual, checked=True)
         else:
             yield _finding(s, state, victims, waited_s, limit_s)
@@ -110,7 +103,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
                 step=max(s.ranks[r].step for r in wait.ranks),
                 first_seen_s=max(entered),
                 message=f"{rank_list(wait.ranks)} have all issued {op_text(calls[0])}{at(calls[0].site)}, and it has not completed "
-                f"for {seconds(waited_s)}: a device is busy with earlier work, or the network does not deliver",
+                f"for {rough_duration(waited_s)}: a device is busy with earlier work, or the network does not deliver",
                 cost="the job makes no progress",
                 advice="see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors",
             )
@@ -228,6 +221,6 @@ def _message(
             f" while it has {op_text(open_call)}{at(open_call.site)} in flight, which {rank_list(missing)} "
             f"{verb(missing, 'has', 'have')} not entered"
         )
-    usual = f" (its longest so far: {seconds(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
-    waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {seconds(waited_s)}{usual}"
+    usual = f" (its longest so far: {rough_duration(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
+    waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
     return f"rank {r.rank} has not entered {op_text(call)}{size}; {does}; {waited}"

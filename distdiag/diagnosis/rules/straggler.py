@@ -23,7 +23,8 @@ from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
 from distdiag.diagnosis.periodic import Periodic, periodic
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
-from distdiag.diagnosis.text.phrases import at, percent, where, where_stack
+from distdiag.diagnosis.text.phrases import at, where, where_stack
+from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
 

@@ -12,7 +12,8 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import End, last_wait, timed_out
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
-from distdiag.diagnosis.text.phrases import at, op_text, seconds, where, where_stack
+from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
+from distdiag.terms.units import rough_duration
 
 kind = kinds.TIMEOUT
 
@@ -53,7 +54,7 @@ def _finding(facts: Facts) -> Finding:
         first_seen_s=call.entered_s if call else None,
         message=f"{op_text(call) if call else 'a collective'} ran into its timeout on "
         f"{rank_list([r.rank for r in victims])}: {rank_list(late)} {'was' if len(late) == 1 else 'were'} alive and late"
-        + (f" by more than {seconds(waited_s)}" if waited_s else "")
+        + (f" by more than {rough_duration(waited_s)}" if waited_s else "")
         + at(stack[0] if stack else None),
         cost="the job ended",
         advice="do that work on all ranks, or outside the step, or raise the group's timeout to cover it",

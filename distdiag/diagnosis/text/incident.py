@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sized
 
-from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list, size_text
+from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import place_text
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
+from distdiag.terms.units import size_text
 
 
 def group_label(snapshot: Snapshot, name: str) -> str:

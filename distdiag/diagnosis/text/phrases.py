@@ -22,13 +22,6 @@ def at(site: Site | None) -> str:
     return f" at {place_text(site)}" if site else ""
 
 
-def seconds(s: float) -> str:
-    """Return `0.4 s`, `31 s`, `12 min`."""
-    if s < 10:
-        return f"{s:.1f} s"
-    return f"{s:.0f} s" if s < 180 else f"{s / 60:.0f} min"
-
-
 def rough_time(s: float) -> str:
     """Return `40 s`, `3 hours`, `12 days`: minutes or days are what matters."""
     for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
@@ -74,7 +67,3 @@ def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None,
 def count(n: int, noun: str) -> str:
     """Return `1 parameter`, `4,096 elements`."""
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
-
-
-def percent(share: float) -> str:
-    return f"{share * 100:.0f} %"

@@ -17,7 +17,7 @@ from distdiag.probekit.measure.probe import Probe, Table
 from distdiag.probekit.measure.sampling import Stamped, sample
 from distdiag.probekit.verdict import collective_result
 from distdiag.probekit.verdict.result import Result, WrongValues
-from distdiag.terms.units import size_text
+from distdiag.terms.units import message_size
 
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.job import Job
@@ -97,7 +97,7 @@ class Collective(Probe):
             wrong = self.wrong_values(job, pattern, elements)
             seconds = max(_LEAST_SECONDS_A_SIZE, seconds - (time.monotonic() - checked_s))
             b = self.buffers(job, elements)
-            label = f"{self.name} {size_text(size)}" if size else self.name
+            label = f"{self.name} {message_size(size)}" if size else self.name
             stamped = sample(job, self.timed_call(job, b), label, seconds, job.options.precision)
             if stamped is not None:
                 measured.append((size, stamped, wrong))
@@ -155,7 +155,7 @@ class Collective(Probe):
         for case, count, in_place, root in self.cases(job, elements):
             b = self.buffers(job, count, in_place, root)
             self.fill(job, pattern, b, root)
-            with job.step(f"{self.name} {size_text(count * b.sent.element_size())}: checking {case}"):
+            with job.step(f"{self.name} {message_size(count * b.sent.element_size())}: checking {case}"):
                 self.call(job, b, root)
                 job.synchronize()
             offset = 0

@@ -15,7 +15,7 @@ import numpy as np
 from distdiag.errors import DistdiagError
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
 from distdiag.terms import statistics
-from distdiag.terms.units import size_text
+from distdiag.terms.units import message_size
 
 SCHEMA = "distdiag.probe-baseline/1"
 _ALPHA = 0.01  # over all sizes of a probe together (Holm)
@@ -173,7 +173,7 @@ def compare(
 
 def _name(key: str) -> str:
     """`4 MiB` for a size in bytes; other keys as they are."""
-    return size_text(int(key)) if key.isdigit() else key
+    return message_size(int(key)) if key.isdigit() else key
 
 
 def _compare_measures(mine: list[Measure], theirs: list[Measure], tolerance: float) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from distdiag.terms.statistics import (
     find_modes,
     fit_latency_bandwidth,
 )
-from distdiag.terms.units import size_text, time_text
+from distdiag.terms.units import message_size, time_text
 
 if TYPE_CHECKING:
     from distdiag.probekit.measure.collective import Collective
@@ -55,7 +55,7 @@ def build(
     result.host_noise = total_noise([s for _, s, _ in measured], result.rows)
     for row in result.rows:
         if text := tail_signature(row):
-            result.notes.append(f"{size_text(row.bytes)}: {text}")
+            result.notes.append(f"{message_size(row.bytes)}: {text}")
     decide.judge_collective(result, job.options.floor_gbps, skipped)
     return result
 
@@ -183,7 +183,7 @@ def table(result: Result, ascii_only: bool = False) -> Table:
     for r in result.rows:
         lines.rows.append(
             [
-                size_text(r.bytes) if r.bytes else none,
+                message_size(r.bytes) if r.bytes else none,
                 f"{r.iterations:,}" + ("*" if r.noisy else ""),
                 f"{r.time_us.p50:,.1f}",
                 f"{r.time_us.ci95[0]:,.1f} … {r.time_us.ci95[1]:,.1f}".replace("…", ".." if ascii_only else "…"),
@@ -218,7 +218,7 @@ def explanation(op: str, result: Result) -> list[str]:
         slow, fast = f["bandwidth_ci95"]
         lines.append(
             f"fit: {time_text(f['latency_us'])} [{time_text(low)}, {time_text(high)}] + size / "
-            f"{f['bandwidth_gbps']:.3g} GB/s [{slow:.3g}, {fast:.3g}]; half of it at {size_text(f['half_bandwidth_bytes'])}"
+            f"{f['bandwidth_gbps']:.3g} GB/s [{slow:.3g}, {fast:.3g}]; half of it at {message_size(f['half_bandwidth_bytes'])}"
             f"; the fit is off by up to {f['worst_error']:.0%}"
         )
         largest = max(r.bytes for r in result.rows)
@@ -226,7 +226,7 @@ def explanation(op: str, result: Result) -> list[str]:
         telling = largest >= _TELLING_BYTES and largest >= 2 * f["half_bandwidth_bytes"]
         if op == "all_reduce" and telling and not any(r.late_rank is not None for r in result.rows):
             lines.append(bucket_advice(f["half_bandwidth_bytes"]))
-    if few := [size_text(r.bytes) for r in result.rows if r.iterations < _FEW]:
+    if few := [message_size(r.bytes) for r in result.rows if r.iterations < _FEW]:
         lines.append(
             f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; more --budget, more of them"
         )
@@ -240,7 +240,7 @@ def bucket_advice(half_bandwidth_bytes: float) -> str:
     share = 1 / (1 + half_bandwidth_bytes / DDP_BUCKET_BYTES)
     ninety = 9 * half_bandwidth_bytes
     mb = max(1, -(-int(ninety) // 2**20))
-    text = f"DDP: a bucket of bucket_cap_mb=25 reaches {share:.0%} of the bandwidth; 90 % needs {size_text(ninety)}"
+    text = f"DDP: a bucket of bucket_cap_mb=25 reaches {share:.0%} of the bandwidth; 90 % needs {message_size(ninety)}"
     if mb > 25:
         return f"{text}: raise bucket_cap_mb to {mb}"
     return f"{text}: bucket_cap_mb={mb} or more is enough, and smaller buckets overlap earlier"
@@ -251,8 +251,8 @@ def headline(result: Result) -> str:
     if not result.rows:
         return "nothing measured"
     first, last = result.rows[0], result.rows[-1]
-    text = f"{time_text(first.time_us.p50)}" + (f" at {size_text(first.bytes)}" if first.bytes else "")
+    text = f"{time_text(first.time_us.p50)}" + (f" at {message_size(first.bytes)}" if first.bytes else "")
     if last.busbw_gbps is not None and last is not first:
-        text += f", {last.busbw_gbps:.2f} GB/s at {size_text(last.bytes)}"
+        text += f", {last.busbw_gbps:.2f} GB/s at {message_size(last.bytes)}"
     ok = result.verdict != Verdict.FAIL or all(r.correct for r in result.rows)
     return text + (", correct" if ok else ", WRONG VALUES")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from distdiag.probekit.verdict.result import Result, Row, Verdict
-from distdiag.terms.units import size_text, time_text
+from distdiag.terms.units import message_size, time_text
 
 LATE_FAILS_US = 1_000.0  # a rank this late, persistently, costs a training step more than most collectives do
 _LOW_SHARE = 0.10  # of plain TCP between the same ranks: below, something is wrong, not merely slow
@@ -30,7 +30,7 @@ def judge_collective(result: Result, floor_gbps: float | None, skipped_bytes: li
     if skipped_bytes:
         result.judge(
             Verdict.INCONCLUSIVE,
-            f"the budget ended before {', '.join(map(size_text, skipped_bytes))}: give more with --budget",
+            f"the budget ended before {', '.join(map(message_size, skipped_bytes))}: give more with --budget",
         )
     if result.verdict is Verdict.PASS:
         result.reasons.insert(0, sound(result, rows))
@@ -41,7 +41,7 @@ def wrong_values(result: Result, rows: list[Row]) -> None:
     for row in rows:
         for w in row.wrong:
             source = f", in the part of rank {w.source_rank}" if w.source_rank is not None else ""
-            text = f"{size_text(row.bytes)}, {w.case}: {w.elements:,} of {row.elements:,} elements, the first at {w.first}{source}"
+            text = f"{message_size(row.bytes)}, {w.case}: {w.elements:,} of {row.elements:,} elements, the first at {w.first}{source}"
             by_rank[w.rank].append((row, text))
     for rank, found in sorted(by_rank.items()):
         sizes = len({id(row) for row, _ in found})
@@ -112,7 +112,7 @@ def against_floor(result: Result, rows: list[Row], floor_gbps: float, noisy: boo
         result.judge(Verdict.INCONCLUSIVE, "nothing was measured to hold against the floor")
         return
     low, high = best.busbw_ci95_gbps
-    found = f"bus bandwidth {best.busbw_gbps:.3f} GB/s [{low:.3f}, {high:.3f}] at {size_text(best.bytes)}"
+    found = f"bus bandwidth {best.busbw_gbps:.3f} GB/s [{low:.3f}, {high:.3f}] at {message_size(best.bytes)}"
     if high < floor_gbps:
         result.judge(Verdict.INCONCLUSIVE if noisy else Verdict.FAIL, f"{found} is below the floor of {floor_gbps:g}")
     elif low < floor_gbps:
@@ -136,7 +136,7 @@ def sound(result: Result, rows: list[Row]) -> str:
     text = f"correct {sizes} on every rank" if sizes else "every rank came through"
     best = best_row(rows)
     if best is not None:
-        text += f"; best bus bandwidth {best.busbw_gbps:.2f} GB/s at {size_text(best.bytes)}"
+        text += f"; best bus bandwidth {best.busbw_gbps:.2f} GB/s at {message_size(best.bytes)}"
         tcp = result.ceilings.get("tcp_both_ways_gbps")
         if tcp and result.device == "cpu":
             text += f", {best.busbw_gbps / tcp:.0%} of plain TCP" if best.busbw_gbps else ""

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.diagnosis.model.findings import Finding, rank_list, size_text
+from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.store.reader import Event, Frame, Run
+from distdiag.terms.units import size_text
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.panels import finding_lines, where_text
