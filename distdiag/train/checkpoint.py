@@ -20,7 +20,7 @@ from distdiag.train.ranks import Ranks
 
 FORMAT = 1
 # options that decide which batches come next, or what the saved tensors mean
-_MUST_AGREE = ("model", "batch_size", "accumulate", "loader", "seed", "sync_bn")
+_MUST_AGREE = ("strategy", "model", "batch_size", "accumulate", "loader", "seed", "sync_bn", "schedule")
 
 
 class Checkpoints:
@@ -147,9 +147,9 @@ def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fi
             f"start it with torchrun --nproc-per-node {state['world_size']} … (in all), or anew without --resume",
         )
     for name in _MUST_AGREE:
-        if state["options"][name] != getattr(config, name):
+        was = state["options"].get(name, getattr(config, name))  # missing in checkpoints of older versions
+        if was != getattr(config, name):
             option = "--" + name.replace("_", "-")
-            was = state["options"][name]
             same = (option if was else "--no-" + option[2:]) if isinstance(was, bool) else f"{option} {was}"
             raise DistdiagError(
                 f"the checkpoint was written with {same}", f"add {same}, or start anew without --resume"

@@ -10,7 +10,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
 import click
@@ -32,7 +32,7 @@ class TrainConfig:
     """Optimizer steps after which training ends, whatever `--epochs` says; 0: no limit"""
 
     batch_size: int = 64
-    """Samples per rank and forward pass"""
+    """Samples per forward pass: on each rank with ddp and fsdp, in all with the other strategies"""
 
     model: str = field(default="simple", metadata={"choices": ("simple", "resnet18", "resnet34")})
     """Network: simple (3 convolutions, 2.5 M parameters), resnet18 (11 M), resnet34 (21 M)"""
@@ -47,6 +47,41 @@ class TrainConfig:
 
     workers: int = 2
     """Worker processes per rank of `--loader workers`; 0 loads in the training process"""
+
+    strategy: str = field(
+        default="auto", metadata={"choices": ("auto", "single", "dp", "ddp", "fsdp", "model", "pipeline")}
+    )
+    """How a step is divided. single: one process; dp: copies in one process; ddp: a copy on each rank; fsdp: parameters
+    sharded over the ranks; model: layers over the ranks; pipeline: layers over the ranks, in micro-batches;
+    auto: ddp under torchrun, else single"""
+
+    bucket_mb: float = 25.0
+    """With ddp: MiB of gradients that are exchanged in one all_reduce"""
+
+    gradient_as_bucket_view: bool = False
+    """With ddp: keep the gradients in the buckets, which saves their memory once"""
+
+    static_graph: bool = False
+    """With ddp: promise that every step uses the same parameters"""
+
+    find_unused_parameters: bool = False
+    """With ddp: search for parameters without a gradient in every step, which costs time"""
+
+    compress: str = field(default="none", metadata={"choices": ("none", "fp16", "bf16", "powersgd")})
+    """With ddp: how gradients are compressed for the exchange"""
+
+    reshard: bool = True
+    """With fsdp: free a block's gathered parameters after its forward; off: keep them until its backward"""
+
+    offload: bool = False
+    """With fsdp: keep parameters, gradients and optimizer state in the host's memory"""
+
+    schedule: str = field(default="1f1b", metadata={"choices": ("gpipe", "1f1b", "interleaved")})
+    """With pipeline: gpipe (all forwards, then all backwards), 1f1b (a backward as soon as one can run) or
+    interleaved (two stages on each rank)"""
+
+    micro_batches: int = 4
+    """With pipeline: parts that a batch is divided into"""
 
     lr: float = 0.05
     """Peak learning rate, reached after the warm-up; from there it follows a cosine to 0"""
@@ -67,7 +102,7 @@ class TrainConfig:
     """Batches per optimizer step; gradients are exchanged with the last of them only"""
 
     sync_bn: bool = False
-    """Batch statistics over all ranks (SyncBatchNorm)"""
+    """With ddp and fsdp: batch statistics over all ranks (SyncBatchNorm)"""
 
     amp: str = field(default="auto", metadata={"choices": ("auto", "off", "bf16", "fp16")})
     """Mixed precision; auto: bf16 where the hardware multiplies it (CUDA, or a CPU with AVX512-BF16 or AMX), else off"""
@@ -134,7 +169,7 @@ class TrainConfig:
 _LOWEST: dict[str, float] = {
     "epochs": 1, "max_steps": 0, "batch_size": 1, "workers": 0, "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0,
     "warmup_steps": 0, "clip": 0.0, "accumulate": 1, "seed": 0, "timeout_s": 0.0, "validate_every": 0, "log_every": 1,
-    "checkpoint_every": -1, "keep_checkpoints": 1, "probe_every": 1,
+    "bucket_mb": 0.0, "micro_batches": 1, "checkpoint_every": -1, "keep_checkpoints": 1, "probe_every": 1,
 }  # fmt: skip
 
 
@@ -208,6 +243,73 @@ def _build_command() -> click.Command:
     )
 
 
+# options that only some strategies read
+_ONLY_WITH = {
+    "bucket_mb": ("ddp",), "gradient_as_bucket_view": ("ddp",), "static_graph": ("ddp",),
+    "find_unused_parameters": ("ddp",), "compress": ("ddp",), "reshard": ("fsdp",), "offload": ("fsdp",),
+    "schedule": ("pipeline",), "micro_batches": ("pipeline",), "sync_bn": ("single", "ddp", "fsdp"),
+    "compile": ("single", "ddp"),
+}  # fmt: skip
+
+
+def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None:
+    """Check that the strategy fits the number of ranks and the other options.
+
+    Raises:
+        DistdiagError: it does not.
+    """
+    strategy = config.strategy
+    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+    staged = strategy in ("model", "pipeline")
+    if strategy in ("single", "dp") and world_size > 1:
+        raise DistdiagError(
+            f"--strategy {strategy} trains in one process, this job has {ranks}",
+            f"python -m distdiag.train --strategy {strategy} …, or --strategy ddp",
+        )
+    if strategy in ("ddp", "fsdp") and not launched:
+        raise DistdiagError(
+            f"--strategy {strategy} needs a launcher", "torchrun --standalone --nproc-per-node 2 -m distdiag.train -- …"
+        )
+    if staged and world_size < 2:
+        raise DistdiagError(
+            f"--strategy {strategy} divides the layers over ranks, this job has {ranks}",
+            "torchrun --standalone --nproc-per-node 2 -m distdiag.train -- …",
+        )
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
+    for name, strategies in _ONLY_WITH.items():
+        if getattr(config, name) != defaults[name] and strategy not in strategies:
+            option = "--" + name.replace("_", "-")
+            raise DistdiagError(f"{option} does nothing with --strategy {strategy}", f"--strategy {strategies[-1]}")
+    if config.amp == "fp16" and strategy in ("fsdp", "model", "pipeline"):
+        raise DistdiagError(f"--amp fp16 is not supported with --strategy {strategy}", "--amp bf16")
+    if staged and any(f.kind in ("unused", "uneven") for f in config.inject):
+        raise DistdiagError(
+            f"--inject unused and uneven need whole models, not --strategy {strategy}", "--strategy ddp"
+        )
+    if strategy == "pipeline":
+        _check_micro_batches(config, world_size)
+
+
+def _check_micro_batches(config: TrainConfig, world_size: int) -> None:
+    count = config.micro_batches
+    if config.batch_size % count:
+        fits = config.batch_size // count * count or count
+        raise DistdiagError(
+            f"a batch of {config.batch_size} cannot be divided into {count} equal micro-batches",
+            f"--batch-size {fits} works",
+        )
+    if config.schedule == "1f1b" and count < world_size:
+        raise DistdiagError(
+            f"--schedule 1f1b with {world_size} ranks needs at least {world_size} micro-batches, not {count}",
+            f"--micro-batches {world_size}, or --schedule gpipe",
+        )
+    if config.schedule == "interleaved" and count % world_size:
+        raise DistdiagError(
+            f"--schedule interleaved needs a multiple of {world_size} micro-batches, not {count}",
+            f"--micro-batches {max(1, count // world_size) * world_size}",
+        )
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     """Parse a command line into a configuration, checked as far as possible without torch and without disk access.
 
@@ -221,6 +323,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     config = TrainConfig(**given)
     catalog.parse_collectives(config.probe)
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    launched = "RANK" in os.environ
+    if config.strategy == "auto":
+        config = replace(config, strategy="ddp" if launched else "single")
+    check_strategy(config, world_size, launched)
     for fault in config.inject:
         if fault.rank is not None and fault.rank >= world_size:
             raise DistdiagError(

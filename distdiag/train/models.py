@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distdiag.train.strategies.split import Piece
+
 CLASSES = 10
+
+
+class SpatialMean(nn.Module):
+    """Mean over height and width."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(dim=(2, 3))
 
 
 class SimpleCNN(nn.Module):
@@ -36,6 +45,12 @@ class SimpleCNN(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.features(images).flatten(1)
         return self.classifier(self.dropout(F.relu(self.hidden(x))))
+
+    def pieces(self) -> list[Piece]:
+        """The steps of `forward`, in order."""
+        own = [Piece(f"features.{i}" if list(m.parameters()) else "", m) for i, m in enumerate(self.features)]
+        head = [Piece("", nn.Flatten()), Piece("hidden", self.hidden), Piece("", nn.ReLU()), Piece("", self.dropout)]
+        return [*own, *head, Piece("classifier", self.classifier)]
 
 
 class ResidualBlock(nn.Module):
@@ -74,6 +89,11 @@ class ResNet(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.stages(self.stem(images)).mean(dim=(2, 3)))
+
+    def pieces(self) -> list[Piece]:
+        """The steps of `forward`, in order."""
+        blocks = [Piece(f"stages.{i}", block) for i, block in enumerate(self.stages)]
+        return [Piece("stem", self.stem), *blocks, Piece("", SpatialMean()), Piece("classifier", self.classifier)]
 
 
 def build_model(name: str) -> nn.Module:

@@ -154,6 +154,16 @@ def test_the_greater_part_stages_of_a_pipeline_and_different_reasons_are_no_slow
     assert node_of_two((2, 3), 4, "data", "optimizer") == []
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "other", "data"])
+def test_the_longest_stage_of_a_pipeline_is_information_and_its_slow_data_a_warning(phase: str) -> None:
+    messages = [{"send:1:0:default_pg": 400}, {"recv:0:0:default_pg": 400}]
+    ranks = [rank(0, steps=steps(wait_ms=80.0), p2p_issued=messages[0], models=())]
+    ranks.append(rank(1, steps=steps(80.0, phase, seed=1), p2p_issued=messages[1], models=()))
+    f = only(stragglers(job(*ranks)))
+    assert f.culprits == (1,)
+    assert (f.cause, f.severity) == (("data", "warning") if phase == "data" else ("stage", "info"))
+
+
 def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
     def found(
         starved: float | None, cpu_pct: float, workers: int = 2, busy: float = 0.9, others: float | None = 0.8

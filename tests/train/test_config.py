@@ -14,7 +14,7 @@ from distdiag.train.config import TrainConfig, _build_command, _field_docs, pars
 
 
 def test_no_option_at_all_gives_the_documented_defaults() -> None:
-    assert parse_arguments([]) == TrainConfig()
+    assert parse_arguments([]) == TrainConfig(strategy="single")
 
 
 def test_options_may_stand_after_two_dashes() -> None:

@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) 
     # rank 0 alone speaks: a start line, 7 steps, 2 validations, an end
     assert re.fullmatch(
         r"SimpleCNN \(2,474,058 parameters\) on small \(not CIFAR-10\) \(160 \+ 50 images\): 2 ranks x 8 samples "
-        r"x 2 accumulated, cpu \(gloo\), amp (off|bf16) \(auto: .*\), channels_last, 7 steps",
+        r"x 2 accumulated, ddp, cpu \(gloo\), amp (off|bf16) \(auto: .*\), channels_last, 7 steps",
         out[0],
     )
     assert [m[1] for line in out[1:] if (m := re.match(r"epoch \d  step (\d)/7  loss", line))] == list("1234567")

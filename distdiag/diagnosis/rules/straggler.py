@@ -94,9 +94,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if slow_device is not None:
         yield slow_device
         return
-    rotating = _rotating(facts.snapshot, facts.window)
+    rotating = None if _has_stages(facts.snapshot) else _rotating(facts.snapshot, facts.window)
     regular = periodic(facts.window)
     yield rotating or (found if regular is None else _periodic_finding(facts.snapshot, facts.window, regular))
+
+
+def _has_stages(s: Snapshot) -> bool:
+    """True if all ranks exchange messages and none has the whole model: stages of a pipeline, whose work differs by design."""
+    replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
+    return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
 
 
 def _veto(reason: str) -> Abstained:
@@ -136,6 +142,8 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     rank, phase, excess_ms = found
     if _lacks_cpu(s, slow.ranks, phase, rest):
         return _veto(f"the loader workers of {rank_list(slow.ranks)} wait for a CPU, as those of all ranks may")
+    if phase != "data" and _has_stages(s):
+        return _stage_finding(s, window, slow, rank, phase, excess_ms)
     return _finding(s, window, slow, rank, phase, excess_ms)
 
 
@@ -405,6 +413,26 @@ def _finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, ex
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
         f"{percent(slow.gain_ms / slow.step_ms)} of step time",
         advice=_advice(s, slow.ranks, phase),
+    )
+
+
+def _stage_finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, excess_ms: float) -> Finding:
+    rest = tuple(q for q in window.ranks if q not in slow.ranks)
+    return Finding(
+        kind=kind.name,
+        cause="stage",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.INFO,
+        culprits=tuple(slow.ranks),
+        victims=rest,
+        where=(where(s.ranks[rank], "user_code"),),
+        step=s.ranks[rank].step,
+        message=f"{rank_list(slow.ranks)}: the longest stage, {'its own code' if phase == 'other' else phase} +{excess_ms:.0f} ms "
+        f"per step against the others",
+        cost=f"{rank_list(rest)} {'is' if len(rest) == 1 else 'are'} idle for {slow.gain_ms:.0f} ms per step because of it: "
+        f"{percent(slow.gain_ms / slow.step_ms)} of step time",
+        advice=f"if this pipeline is too slow, move layers from {rank_list(slow.ranks)} to the others; more micro-batches "
+        "shorten the idle time at the start and end of a step",
     )
 
 

@@ -1,0 +1,112 @@
+"""What a person reads while the job trains."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from distdiag.train.checkpoint import find_checkpoint
+from distdiag.train.config import TrainConfig
+from distdiag.train.find_data import Origin
+from distdiag.train.ranks import Ranks
+from distdiag.train.recording import Recording
+from distdiag.train.shared_memory import SharedPixels
+
+
+class Progress:
+    """What a person reads, printed by rank 0; sums stay on the device until a line is due."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording, device: torch.device) -> None:
+        self._config, self._ranks, self._recorder = config, ranks, recorder
+        self._window = torch.zeros(3, device=device)  # loss x samples, correct, samples
+        self._begun = self._since = time.monotonic()
+        self._samples = 0
+        self._total_steps = 0
+        self._loss: float | None = None
+        self._accuracy: float | None = None
+
+    def _say(self, text: str, always: bool = False) -> None:
+        if self._ranks.rank == 0 and (always or not self._config.quiet):
+            print(text, flush=True)
+
+    def begin(
+        self, origin: Origin | None, pixels: SharedPixels, model: str, amp: str, step: int, total_steps: int
+    ) -> None:
+        config, ranks = self._config, self._ranks
+        if origin and origin.notice:
+            self._say(origin.notice, always=True)
+        layout = ", channels_last" if config.channels_last else ""
+        accumulate = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
+        count = f"{ranks.world_size} rank{'s' if ranks.world_size != 1 else ''}"
+        staged = config.strategy in ("model", "pipeline")
+        samples = f"{config.batch_size} samples on {count}" if staged else f"{count} x {config.batch_size} samples"
+        self._say(
+            f"{model} on {pixels.address.name} "
+            f"({pixels.address.train_images:,} + {pixels.address.test_images:,} images): {samples}{accumulate}, "
+            f"{config.strategy}, {ranks.device.type} ({ranks.backend}), amp {amp}{layout}, {total_steps - step:,} steps",
+            always=True,
+        )
+        if step:
+            self._say(f"resumed after step {step} from {find_checkpoint(config.resume)}", always=True)
+        self._total_steps = total_steps
+        self._begun = self._since = time.monotonic()
+
+    def lines(self, texts: list[str]) -> None:
+        for text in texts:
+            self._say(text, always=True)
+
+    def add(self, loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """One batch; no transfer from the device, hence no wait for it."""
+        with torch.no_grad():
+            count = len(labels)
+            self._window[0] += loss.detach() * count
+            self._window[1] += (outputs.argmax(1) == labels).sum()
+            self._window[2] += count
+
+    def report(self, epoch: int, step: int, lr: float) -> None:
+        """Loss and accuracy of all ranks since the last report. Collective; reads the device, which waits for it."""
+        own_loss = float(self._window[0] / self._window[2]) if self._window[2] else None
+        loss, correct, count = self._ranks.sum(self._window).tolist()
+        now = time.monotonic()
+        rate = count / max(now - self._since, 1e-9)
+        self._window.zero_()
+        self._since = now
+        self._samples += int(count)
+        mean_loss = self._loss = loss / max(count, 1)
+        accuracy = correct / max(count, 1)
+        if own_loss is not None:  # a rank with a stage that is not the last computes none
+            self._recorder.log(loss=own_loss)
+        self._recorder.log(mean_loss=mean_loss, train_accuracy=accuracy, learning_rate=lr, samples_per_s=rate)
+        self._say(
+            f"epoch {epoch + 1}  step {step}/{self._total_steps}  loss {mean_loss:.4f}  accuracy {accuracy:6.2%}  "
+            f"lr {lr:.4f}  {rate:,.0f} samples/s"
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While something else than training goes on: a rate is of training alone."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - began
+
+    def validated(self, epoch: int, step: int, loss: float, accuracy: float) -> None:
+        self._accuracy = accuracy
+        self._recorder.log(test_loss=loss, test_accuracy=accuracy)
+        self._say(
+            f"epoch {epoch + 1}  step {step}/{self._total_steps}  test loss {loss:.4f}  test accuracy {accuracy:.2%}"
+        )
+
+    def end(self, step: int, checkpoint: Path | None) -> None:
+        seconds = time.monotonic() - self._begun
+        accuracy = "" if self._accuracy is None else f", test accuracy {self._accuracy:.2%}"
+        loss = "" if self._loss is None else f", loss {self._loss:.4f}"
+        written = f"; checkpoint {checkpoint}" if checkpoint else ""
+        self._say(f"done: {step:,} steps in {seconds:.1f} s{loss}{accuracy}{written}", always=True)
+        sys.stdout.flush()

@@ -1,0 +1,85 @@
+"""FSDP2: every rank keeps a part of each parameter, gradient and optimizer state, and gathers a layer when it is used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from distdiag.train.strategies.base import Setup, Strategy
+from distdiag.train.sync_batch_norm import convert_sync_batch_norm
+
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class FullySharded(Strategy):
+    """`fully_shard` around each block of the model and around the rest.
+
+    Parameters and their communication stay float32; with amp, autocast computes in bfloat16. So batch norm keeps its
+    float32 weights and statistics, which FSDP's own mixed precision would cast.
+    """
+
+    network: FSDPModule  # type: ignore[assignment]
+    shares_batches = True
+
+    def __init__(self, setup: Setup) -> None:
+        self._plain = copy.deepcopy(setup.network)  # takes the gathered weights for validation
+        super().__init__(setup)
+
+    def build(self, network: nn.Module) -> nn.Module:
+        config, device = self.setup.config, self.ranks.device
+        if config.sync_bn:
+            network = convert_sync_batch_norm(network, device)
+            self._plain = convert_sync_batch_norm(self._plain, device)
+        # FSDP shards contiguous parameters only, so they stay NCHW; the images may be NHWC
+        network = self.setup.faults.apply_to_model(network).to(device)
+        mesh = init_device_mesh(device.type, (self.ranks.world_size,))
+        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload else OffloadPolicy()
+        for block in _blocks(network):
+            fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
+        fully_shard(network, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
+        return network
+
+    def gradient_exchange(self, completes_step: bool) -> AbstractContextManager[Any]:
+        return self._exchange(completes_step)
+
+    @contextmanager
+    def _exchange(self, completes_step: bool) -> Iterator[None]:
+        self.network.set_requires_gradient_sync(completes_step)
+        yield
+
+    def whole_network(self) -> nn.Module:
+        state, _ = get_state_dict(self.network, (), options=StateDictOptions(full_state_dict=True))  # type: ignore[arg-type]
+        self._plain.to(self.ranks.device).load_state_dict(state)
+        self._broadcast_buffers(self._plain)
+        return self._plain
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        model, optimizer_state = get_state_dict(self.network, optimizer, options=_FULL)  # type: ignore[arg-type]
+        return {"model": model, "optimizer": optimizer_state}
+
+    def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        set_state_dict(
+            self.network,  # type: ignore[arg-type]
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_FULL,
+        )
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered as one: residual blocks, and the other children that have parameters."""
+    blocks: list[nn.Module] = []
+    for child in network.children():
+        inner = list(child.children()) if isinstance(child, nn.Sequential) else []
+        composite = [m for m in inner if list(m.children())]
+        blocks += composite or ([child] if list(child.parameters()) else [])
+    return blocks

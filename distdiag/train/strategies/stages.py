@@ -1,0 +1,182 @@
+"""Every rank has some layers of the model (model parallel), and works on several micro-batches at once (pipeline)."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from distdiag.train.precision import autocast
+from distdiag.train.strategies import schedule
+from distdiag.train.strategies.base import Setup, Strategy
+from distdiag.train.strategies.split import Stage, cut
+
+IMAGE = (3, 32, 32)
+MAX_DRAWN_SLOTS = 60  # wider than a terminal, and no easier to read
+
+
+class Stages(Strategy):
+    """Consecutive layers on each rank; activations go forward and gradients back as messages between neighbours.
+
+    `--strategy model` sends the whole batch at once: one rank computes at a time. `pipeline` sends micro-batches.
+    Every rank loads the same batch; the first uses its images, the last its labels. Batch norm sees micro-batches.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        config, ranks = setup.config, setup.ranks
+        self.kind = "gpipe" if config.strategy == "model" else config.schedule
+        self.micro_batches = 1 if config.strategy == "model" else config.micro_batches
+        self.per_rank = 2 if self.kind == "interleaved" else 1
+        self._whole = copy.deepcopy(setup.network)  # takes the gathered weights for validation
+        self._cut = cut(setup.network.pieces(), ranks.world_size * self.per_rank, IMAGE)  # type: ignore[operator]
+        self._step_s = 0.0
+        self._steps = 0
+        super().__init__(setup)
+
+    def build(self, network: nn.Module) -> nn.Module:
+        """This rank's stages: stage i is on rank i modulo the number of ranks."""
+        own = range(self.ranks.rank, len(self._cut.stages), self.ranks.world_size)
+        self.stages = nn.ModuleDict({str(i): Stage(self._cut.stages[i]) for i in own})
+        if self.setup.config.channels_last:
+            self.stages.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for i in own:
+            self.setup.faults.apply_to_model(self.stages[str(i)])
+        return self.stages.to(self.ranks.device)
+
+    def wrap(self) -> None:
+        self._timed = [self._stage(int(i), stage) for i, stage in self.stages.items()]  # type: ignore[arg-type]
+        # torch's scale_grads would divide the gradients of earlier batches again: the loss is divided instead
+        common: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        if self.kind == "interleaved":
+            self._schedule: Any = ScheduleInterleaved1F1B([*self._timed], self.micro_batches, **common)
+        else:
+            build = ScheduleGPipe if self.kind == "gpipe" else Schedule1F1B
+            self._schedule = build(self._timed[0], self.micro_batches, **common)
+
+    def _stage(self, index: int, module: Stage) -> TimedStage:
+        config, device = self.setup.config, self.ranks.device
+        size = config.batch_size // self.micro_batches
+        shapes, count = self._cut.shapes, len(self._cut.stages)
+        into = torch.empty(size, *shapes[index], device="meta", requires_grad=index > 0)
+        out = torch.empty(size, *shapes[index + 1], device="meta", requires_grad=True)
+        return TimedStage(_InPrecision(module, self.setup.amp, device), index, count, device, into, out)
+
+    def _loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, labels) / (self.micro_batches * self.setup.config.accumulate)
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def backward(
+        self, images: torch.Tensor, labels: torch.Tensor, completes_step: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        began = time.perf_counter()
+        losses: list[torch.Tensor] = []
+        first, last = self.ranks.rank == 0, self.ranks.rank == self.ranks.world_size - 1
+        outputs = self._schedule.step(  # communication: send and receive between neighbours, for each micro-batch
+            *((images.contiguous(),) if first else ()), target=labels if last else None, losses=losses if last else None
+        )
+        self._step_s += time.perf_counter() - began
+        self._steps += 1
+        if not last:
+            return None
+        return torch.stack(losses).sum().detach() * self.setup.config.accumulate, outputs
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients of all stages by the norm of the whole model's gradient. Collective."""
+        parameters = list(self.stages.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        squares = (norm**2).reshape(1)
+        dist.all_reduce(squares)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt()[0])
+
+    # -- its state --------------------------------------------------------------------------------------------
+
+    def _own_state(self) -> dict[str, torch.Tensor]:
+        return {k: v for stage in self.stages.values() for k, v in stage.whole_state().items()}  # type: ignore[operator]
+
+    def whole_network(self) -> nn.Module:
+        state = {k: v for part in self.ranks.gather(self._own_state()) for k, v in part.items()}
+        self._whole.to(self.ranks.device).load_state_dict(state)
+        return self._whole
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        parts = self.ranks.gather((self._own_state(), optimizer.state_dict()))
+        return {
+            "model": {k: v for model, _ in parts for k, v in model.items()},
+            "optimizer": [part for _, part in parts],
+        }
+
+    def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        for stage in self.stages.values():
+            stage.load_whole_state(state["model"])  # type: ignore[operator]
+        optimizer.load_state_dict(state["optimizer"][self.ranks.rank])
+
+    # -- what a person reads ----------------------------------------------------------------------------------
+
+    def about(self) -> list[str]:
+        shares = ", ".join(f"{s:.0%}" for s in self._cut.shares)
+        lines = [f"{len(self._cut.shares)} stages with {shares} of the forward FLOPs"]
+        if self.kind == "interleaved":
+            lanes = [
+                {slot: _action(a) for slot, a in enumerate(actions) if a is not None}
+                for _, actions in sorted(self._schedule.pipeline_order.items())
+            ]
+        else:
+            order = schedule.order(self.kind, self.ranks.world_size, self.micro_batches)
+            lanes = schedule.slots(order, len(self._cut.stages))
+        if max(slot for lane in lanes for slot in lane) < MAX_DRAWN_SLOTS:
+            lines += schedule.drawing(lanes)
+        return lines
+
+    def summary(self) -> list[str]:
+        expected = schedule.bubble(self.ranks.world_size, self.micro_batches, self.per_rank)
+        text = f"bubble {expected:.0%} by formula, for stages that take equally long"
+        if self.ranks.device.type == "cpu":  # on a GPU the host's times are not those of the stage
+            busy_s = sum(stage.busy_s for stage in self._timed)
+            idle = [1 - b / s if s else 0.0 for b, s in self.ranks.gather((busy_s, self._step_s))]
+            text += f"; measured: {', '.join(f'rank {r} {share:.0%}' for r, share in enumerate(idle))}"
+        return [text]
+
+
+def _action(action: Any) -> schedule.Action:
+    """torch's action as ours."""
+    kind = schedule.FORWARD if action.computation_type.name == "FORWARD" else schedule.BACKWARD
+    return kind, action.stage_index, action.microbatch_index
+
+
+class TimedStage(PipelineStage):
+    """A stage that adds up the seconds in which it computes (on the host)."""
+
+    busy_s = 0.0
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return super().forward_one_chunk(*args, **options)
+        finally:
+            self.busy_s += time.perf_counter() - began
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return super().backward_one_chunk(*args, **options)
+        finally:
+            self.busy_s += time.perf_counter() - began
+
+
+class _InPrecision(nn.Module):
+    """A stage under autocast; between stages activations are float32."""
+
+    def __init__(self, stage: Stage, amp: str, device: torch.device) -> None:
+        super().__init__()
+        self.stage, self.amp, self.device = stage, amp, device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast(self.amp, self.device):
+            return self.stage(x).float().contiguous()
