@@ -1,4 +1,4 @@
-"""The monitor of one node: four times a second from pages to findings to run.db, until the last rank is gone."""
+"""The monitor of one node: reads pages, judges them and writes run.db, four times a second until the last rank is gone."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ from distdiag.store.writer import Writer
 
 TICK_S = 0.25
 FRAME_S = 0.5
-LOOK_S = 0.9  # between two full looks while every rank goes from phase to phase: every fourth tick, and so is the host sampled
-# The same where a look takes its time from the ranks, as no core is free, and has found nothing for a while; after a longer
-# while less often still, unless somebody reads what is written.
+LOOK_S = 0.9  # between two full polls while every rank changes phases; the host is sampled as often
+# Poll interval when all cores are busy and nothing was suspected for a while. Later it is longer still, unless run.db has a reader.
 CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
 UNREAD_LOOK_S, UNREAD_AFTER_S = 7.9, 120.0
-READERS_S = 0.9  # between two glances for a reader, while none was there
-LAST_RANK_S = 2.0  # after the last known rank has gone, before the run is closed where ranks never reported
+READERS_S = 0.9  # between two checks for a reader of run.db, while there was none
+LAST_RANK_S = 2.0  # after the last known rank has ended, before a run is closed in which some ranks never reported
 FIRST_PAGE_S = 60.0
-FAILED_POLLS = 20  # in a row, with every page readable
+FAILED_POLLS = 20  # failed polls in a row with every page readable
 
 
 class Monitor:
-    """Everything the monitor knows; `run()` returns when the job is over."""
+    """All state of the monitor; `run()` returns when the job is over."""
 
     def __init__(
         self, run_dir: Path, pages: Path, node: int, quiet: bool, keep_bytes: int, overflow: Path | None = None
@@ -65,7 +64,7 @@ class Monitor:
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
         self.diagnosis = Diagnosis(source=_source, without=frozenset(without.split(",")) - {""})
-        for f in earlier:  # of a monitor that was killed: judged again, and cleared if they no longer hold
+        for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold
             self.diagnosis.records[f.key] = Record(f, reported=True)
             self.voice.printed(f.key)
         self.endings = processes.Endings()
@@ -83,7 +82,7 @@ class Monitor:
         self._meta_written = False
         self._gone_since: float | None = None
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
-        self._looked_at: set[int] = set()  # ranks, in this look
+        self._looked_at: set[int] = set()  # ranks, in this poll
         self.own = OwnFaults()
         self._failed_polls = 0
 
@@ -110,7 +109,7 @@ class Monitor:
         self.close()
 
     def _survive(self, tick: Callable[[], bool]) -> bool:
-        """Run one poll; if it raises, give up the ranks whose page alone makes it raise. True when the job is over.
+        """Run one poll; return True when the job is over. If it raises, ranks whose page alone makes it raise are given up.
 
         Raises:
             Exception: it goes on raising although every page can be read: a defect of ours.
@@ -133,7 +132,7 @@ class Monitor:
             return False
 
     def _problem(self, v: RankView) -> Exception | None:
-        """What reading this rank's page alone raises."""
+        """Return the exception that reading this rank's page raises, if any."""
         try:
             v.refresh(self.now_s)
             state = v.state(self.now_s, *self._idle.get(v.rank, (None, None)), self.gatherer.record(v.rank))
@@ -153,9 +152,9 @@ class Monitor:
         return (time.monotonic_ns() - self.start_ns) / 1e9
 
     def _going_on(self) -> bool:
-        """A glance: whether every rank has just been seen to go from phase to phase, so that a full look can be spared.
+        """True if every rank has just changed phases, so that a full poll can be skipped.
 
-        Where no core is free, a look takes its time from the ranks.
+        If no core is free, a poll takes its time from the ranks.
         """
         now_ns = time.monotonic_ns()
         self._looked_at.clear()
@@ -171,13 +170,13 @@ class Monitor:
             self._readers_at = self.now_s
             if processes.others_lock(self.writer.path):
                 return False
-        calm = self._look_s > LOOK_S  # what it takes to know more is time of the job's
+        calm = self._look_s > LOOK_S  # knowing more would cost the job time
         for v in self.views.values():
             v.sample_place(None if calm else self._cpu_look(v))
         return True
 
     def _time_between_looks_s(self, now_s: float) -> float:
-        """Longer where looks cost the job more than they bring: every core has been taken, and nothing is suspected."""
+        """Return the poll interval: longer if all cores are busy and nothing is suspected."""
         lately = self._host_cpu[-5:]
         spare_cores = (self.hosts.cores or 1) * (1 - min(lately, default=0.0) / 100)
         if now_s <= CALM_AFTER_S or spare_cores >= 0.5 or self.diagnosis.suspects():
@@ -188,7 +187,7 @@ class Monitor:
         return UNREAD_LOOK_S
 
     def _cpu_look(self, v: RankView) -> bool | None:
-        """Whether a rank's main thread sleeps and has used no CPU since the last look; asked for once in a look."""
+        """True if a rank's main thread sleeps and has used no CPU since the last poll; cached for one poll."""
         assert v.page is not None
         if v.rank not in self._looked_at:
             self._looked_at.add(v.rank)
@@ -196,7 +195,7 @@ class Monitor:
         return self._idle[v.rank][0]
 
     def tick(self) -> bool:
-        """One look at everything; True when the job is over."""
+        """Run one full poll; return True when the job is over."""
         self.pages.discover(self.now_s, self._opened)
         now_s = self.now_s
         for v in list(self.views.values()):
@@ -241,7 +240,7 @@ class Monitor:
         self.endings.watch(header.pid)
 
     def _set_start(self, mono_ns: int, wall_ns: int) -> None:
-        """The run began when its first rank attached."""
+        """Set the time zero of the run: when its first rank attached."""
         self.start_ns = mono_ns
         self.started_unix_s = wall_ns / 1e9
         self.writer.meta(started_unix_s=self.started_unix_s)
@@ -253,9 +252,9 @@ class Monitor:
             ticks = v.page.header.process_start_ticks
             end = self.endings.ended.get(pid)
             if end is None and ticks and not self.endings.sure(pid) and processes.start_ticks(pid) not in (None, ticks):
-                end = processes.Ending(time.monotonic_ns())  # the pid belongs to another process by now
+                end = processes.Ending(time.monotonic_ns())  # the pid has been reused
             if end is not None:
-                v.refresh(self.now_s)  # its last words, written after our last look
+                v.refresh(self.now_s)  # what it wrote after our last poll
                 v.ending = end
                 self.cpu.forget(pid)
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
@@ -304,7 +303,7 @@ class Monitor:
         )
 
     def _with_locks(self, q: int, r: Any) -> Any:
-        """A rank seen asleep on a lock: who holds it, by the kernel's table."""
+        """Return the state of a rank, with the ranks that hold the file lock it waits for, by the kernel's lock table."""
         if r.activity not in ("lock", "user_code") or not r.host_blocked or r.blocked is not None:
             return r
         still = self.views[q].still_since_s
@@ -363,7 +362,7 @@ class Monitor:
             self.voice.finding(f)
 
     def _with_evidence(self, s: Snapshot, f: Finding) -> Finding:
-        """A finding about waiting, with the paths of what stands behind it."""
+        """Return a finding about waiting with the paths of its evidence."""
         if not kinds.of(f).stacks:
             return f
         kept, failed = self.gatherer.keep(s)
@@ -407,7 +406,7 @@ class Monitor:
             self.writer.event(s.t_s, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
 
     def _write_facts(self, s: Snapshot) -> None:
-        """What is written once, or when it changes: versions, groups, failures of ours."""
+        """Write what rarely changes: versions, groups, failures of ours."""
         w = self.writer
         new = [g for n, g in s.groups.items() if n not in self._groups_written and g.description != "new_group"]
         if new:
@@ -444,7 +443,7 @@ class Monitor:
     _facts: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed in place
 
     def close(self) -> None:
-        """Last rows, the summary, and the pages' memory given back."""
+        """Write the last rows, print the summary, and free the pages' memory."""
         place.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         now_s = self.now_s
         self.writer.meta(ended_s=now_s)
@@ -464,7 +463,7 @@ class Monitor:
 
 
 def _earlier_findings(run_dir: Path) -> tuple[Finding, ...]:
-    """Findings of a monitor of this run that was killed; none if there was none, or it closed the run."""
+    """Return the open findings of a killed monitor of this run; none if there was no such monitor, or it closed the run."""
     if not rundir.has_run(run_dir):
         return ()
     try:

@@ -1,9 +1,9 @@
-"""Which frames are the user's, and where the main thread stands in them.
+"""Tells user frames from library frames, and finds the line of user code that the main thread is in.
 
 A frame is the user's unless its file belongs to Python's own library, to torch, to a package in site-packages, or to
 distdiag itself (its reference training job and its probes count as user code: they are what is being watched).
-Where every frame lies in packages (a console script of an installed trainer), the innermost frame outside torch
-and the standard library is the next best answer.
+If all frames are in packages (a console script of an installed trainer), the innermost frame outside torch and the
+standard library is used.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _STDLIB = tuple(
     {os.path.realpath(p) + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
     | {p + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
 )
-# By id, for a code object's hash is that of its contents and takes longer than all the rest; the object is kept, so that
-# no other can come by its id.
+# By id: hashing a code object hashes its contents, which takes longer than the rest. The object is kept, so its id stays its own.
 _kinds: dict[int, tuple[int, CodeType]] = {}
-_KINDS_MOST = 16_384  # code made anew at every step must not pile up
+_KINDS_MOST = 16_384  # code objects created in every step must not pile up
 _files: dict[str, str] = {}
 
 
 def kind_of_file(file: str) -> int:
-    """USER, PACKAGE or LIBRARY for a code object's file name."""
+    """Return USER, PACKAGE or LIBRARY for a code object's file name."""
     if file.startswith("<"):  # <frozen …>, <string>, generated code
         return LIBRARY
     path = os.path.abspath(file)
@@ -56,7 +55,7 @@ def kind_of(code: CodeType) -> int:
 
 
 def absolute(file: str) -> str:
-    """Absolute path of a code object's file, remembered: the job may change its working directory later."""
+    """Return the absolute path of a code object's file, cached: the job may change its working directory later."""
     path = _files.get(file)
     if path is None:
         path = _files[file] = os.path.abspath(file)
@@ -64,7 +63,7 @@ def absolute(file: str) -> str:
 
 
 def user_frame(start: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's own at or above `start`, else of an installed package."""
+    """Return the innermost user frame at or above `start`, else the innermost frame of an installed package."""
     f = start
     package: FrameType | None = None
     kinds = _kinds
@@ -80,7 +79,7 @@ def user_frame(start: FrameType | None) -> FrameType | None:
 
 
 def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
-    """Up to `depth` frames of the user's, innermost first; packages' frames only where there is no other."""
+    """Return up to `depth` user frames, innermost first; frames of packages only if there are no others."""
     out: list[FrameType] = []
     packages: list[FrameType] = []
     f = start
@@ -98,11 +97,11 @@ def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
 
 
 def raw_name(frame: FrameType) -> str:
-    """`queue.get` for a frame in queue.py: module stem and function of the innermost Python frame."""
+    """Return module stem and function of the innermost Python frame: `queue.get` for a frame in queue.py."""
     stem = os.path.splitext(os.path.basename(frame.f_code.co_filename))[0]
     return f"{stem}.{frame.f_code.co_name}"
 
 
 def caller() -> FrameType | None:
-    """The user's innermost frame above the caller of this function."""
+    """Return the innermost user frame above the caller of this function."""
     return user_frame(sys._getframe(2))

@@ -1,9 +1,8 @@
-"""The pulse: four times a second, what the rank cannot say while it waits.
+"""The pulse: a thread that records four times a second what the main thread cannot while it waits.
 
-A daemon thread writes the heartbeat, the groups' counters, and the user's frames of the main thread into the page. It takes
-the GIL for a tenth of a millisecond a beat; where the GIL is held by others it misses beats, and that is what a reader sees.
-While the main thread is seen to go from phase to phase, its frames are read twice a second and the counters once;
-`counted_ns` says when.
+It writes the heartbeat, the groups' counters and the main thread's user frames into the page, and holds the GIL for 0.1 ms
+a beat. If another thread holds the GIL it misses beats, which readers see. While the main thread goes from phase to phase,
+frames are read twice a second and counters once; `counted_ns` is the time of the last count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
-WATCH_BEATS = 8  # between two checks whether the monitor runs
+WATCH_BEATS = 8  # between two checks that the monitor runs
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
@@ -36,7 +35,7 @@ class Pulse(threading.Thread):
         self.collectives: Any = None
         self.checks: Any = None
         self.watch: Any = None  # of the monitor
-        self._going_on = threading.Lock()  # held until the end: to wait for it is one call, for an Event it is many
+        self._going_on = threading.Lock()  # held until the end: waiting for a lock is one call, for an Event many
         self._going_on.acquire()
         self._gpu: int | None = None  # NVML's index, once looked up
         self._raw: dict[int, tuple[int, CodeType]] = {}  # by id of the code, which is kept
@@ -51,14 +50,14 @@ class Pulse(threading.Thread):
 
     @guarded
     def beat(self) -> None:
-        """One beat: what `run` does every quarter of a second."""
+        """Write one beat; `run` does so every quarter of a second."""
         words = self.r.page.words
         beats, t = words[_BEATS], now_ns()
         waits = words[_BLOCKED] not in _GOES_ON or t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS
         if waits or beats % 2 == 0:
             self._sample()
         if (waits or beats % 4 == 0) and self.collectives is not None:
-            t = now_ns()  # after the frames were seen: what they wait in is counted
+            t = now_ns()  # after the frames were read, so that the operation they wait in is counted
             self.collectives.refresh_groups()
             words[_COUNTED] = t
         if beats % 4 == 0:

@@ -1,7 +1,7 @@
-"""Attaching: from a plain process to a recorded rank, and back.
+"""Turns a process into a recorded rank, and back.
 
-The order matters and is the same everywhere: page first (so that a crash in the next line is seen), monitor next, then
-the hooks as soon as torch is there. Nothing here may delay, print into, or end the user's job.
+The order is always the same: the page first (so that a crash in the next line is seen), then the monitor, then the hooks
+as soon as torch is imported. Nothing here may delay, print into, or end the user's job.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
 class Session:
-    """Everything of ours that lives in this process."""
+    """All that the recorder keeps in this process."""
 
     def __init__(self, recorder: Recorder, run_dir: Path, pages: Path) -> None:
         self.recorder = recorder
@@ -55,7 +55,7 @@ class Session:
 
     @guarded
     def install(self) -> None:
-        """Hook torch, which has been imported."""
+        """Install the hooks; torch has been imported."""
         if self.phases is not None:
             return
         import torch
@@ -102,16 +102,16 @@ class Session:
         return self.pages / f"r{self.recorder.h.rank}.sock"
 
     def note(self, **facts: Any) -> None:
-        """Facts about the job: kept as one JSON text, replaced whole."""
+        """Add facts about the job to the page; they are one JSON text, which is replaced as a whole."""
         r = self.recorder
         r.facts.update(facts)
         r.h.facts = r.page.text(json.dumps(r.facts, default=str))
 
     @guarded
     def last_words(self) -> None:
-        """Stacks without the GIL: by a signal that nobody else uses, and at a fatal one; into files beside the page.
+        """Let faulthandler write stacks without the GIL, on a free signal and on fatal signals, into files next to the page.
 
-        Python's faulthandler writes them in C, in the signal handler. Where the job has its own, it is left alone.
+        It writes them in C, in the signal handler. If the job uses faulthandler itself, its settings stay.
         """
         rank, h = self.recorder.h.rank, self.recorder.h
         number = signal.SIGRTMIN + 13
@@ -144,7 +144,7 @@ class Session:
 
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
-        """The exception that ends the script: its text, and the user's frames, innermost first."""
+        """Return the text of the exception that ends the script, and the user's frames, innermost first."""
         self.recorder.h.trace_signal = 0
         r, h = self.recorder, self.recorder.h
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -162,7 +162,7 @@ class Session:
         h.exit_code = 1
 
     def _left_from(self, tb: TracebackType | None, inner: list[int]) -> None:
-        """The user's frames that an exception went through, innermost first, after those of `inner`."""
+        """Return the user's frames that an exception went through, innermost first, after those of `inner`."""
         r, h = self.recorder, self.recorder.h
         frames = []
         while tb is not None:
@@ -181,11 +181,11 @@ class Session:
 
     @guarded
     def exiting(self, code: int | None = None, tb: TracebackType | None = None) -> None:
-        """The interpreter begins to shut down: whatever aborts from here on is not the script's end.
+        """Record that the interpreter shuts down: an abort from here on is not how the script ended.
 
         Args:
             code: Exit code, where it is known.
-            tb: Of the SystemExit, where there was one: the place that ended the script.
+            tb: Traceback of the SystemExit, if there was one: the site that ended the script.
         """
         h = self.recorder.h
         if code is not None:
@@ -211,18 +211,18 @@ class Session:
                 self.recorder.failed(e)
 
     def detach(self) -> None:
-        """Stop watching a script that goes on. While its process group stands, nobody can say what it does there."""
+        """Stop recording a script that goes on. Its state is unknown from here on, as long as its process group exists."""
         h, group_left = self.recorder.h, self.recorder.h.life == LifeWord.LEFT_GROUP
         self.close()
         if self.phases is not None:
-            self.phases.ledger.main_thread = 0  # what the hooks see from now on is no thread of theirs
+            self.phases.ledger.main_thread = 0  # from now on the hooks take every thread for a foreign one
         dist = sys.modules.get("torch.distributed")
         if not group_left and dist is not None and dist.is_available() and dist.is_initialized():
             h.life = LifeWord.DETACHED
 
 
 def _open(path: Path) -> int:
-    """A file descriptor for as long as the process lives."""
+    """Return a file descriptor that stays open for the life of the process."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
 
@@ -233,7 +233,7 @@ _lock = threading.Lock()
 def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
     """Make this process a recorded rank: page, monitor, pulse; hooks if torch is imported already.
 
-    Returns None, after one line on stderr, where no page can be had (disk full, read-only directory): the job goes on.
+    Returns None, after a line on stderr, if no page can be created (disk full, read-only directory). The job goes on.
     """
     global current
     with _lock:
@@ -253,7 +253,7 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
 
 
 def report_not_recorded(error: Exception) -> None:
-    """Print why nothing is recorded, and what to do: two lines on stderr."""
+    """Print on stderr why nothing is recorded and what to do, one line each."""
     reason = error.strerror or error if isinstance(error, OSError) else error
     print(f"distdiag: this job is not recorded: {reason}", file=sys.stderr)
     print("hint: choose a writable directory with --run-dir; the job itself goes on", file=sys.stderr)
@@ -321,7 +321,7 @@ def _command() -> str:
 
 
 def _in_child(session: Session) -> None:
-    """After a fork the child (a DataLoader worker, mostly) must not write into its parent's page.
+    """Detach a forked child (mostly a DataLoader worker) from its parent's page.
 
     Every view we hold points into the mapping, so the mapping itself is replaced, at the same address, by private memory.
     """
@@ -353,7 +353,7 @@ def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
 
 
 def _from_environment() -> tuple[int, int, int]:
-    """(rank, world_size, local_rank) by torchrun, srun or mpirun, or of an initialised process group; 0, 1, 0 else."""
+    """Return (rank, world_size, local_rank) as torchrun, srun, mpirun or the initialised process group has it; else 0, 1, 0."""
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -1,6 +1,6 @@
-"""The witness: torch's own C++ worker server on a unix socket, which answers even while Python is stuck holding the GIL.
+"""The witness: torch's C++ worker server on a unix socket, which answers even while a thread is stuck holding the GIL.
 
-It serves the flight recorder and all stacks to the monitor. The socket lies in a directory of mode 0700.
+It serves the flight recorder and all stacks to the monitor. The socket is in a directory of mode 0700.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def start(path: Path) -> Any:
     server_class = getattr(c10d, "_WorkerServer", None)
     if server_class is None or len(os.fsencode(path)) > MAX_SOCKET_PATH:
         return None
-    # registering the handlers is an import with side effects; it starts nothing
+    # importing it registers the handlers and starts nothing
     import torch.distributed.debug  # noqa: F401
 
     level = _log_level()
@@ -47,7 +47,7 @@ def start(path: Path) -> Any:
 def stop(server: Any, path: Path) -> None:
     """Shut the server down; leave it to the end of the process if it does not answer.
 
-    A shutdown that comes before the server's thread has begun to serve waits for that thread for ever.
+    A shutdown before the server's thread has begun to serve never returns.
     """
     level = _log_level()
     if level is not None and _answers(path):
@@ -69,11 +69,13 @@ def _answers(path: Path) -> bool:
 
 
 def _log_level() -> ctypes.c_int | None:
-    """The variable in libc10 that holds the lowest severity which torch's C++ code logs; None if this torch has none."""
+    """Return the variable in libc10 that holds torch's minimum C++ log level; None if this torch has none."""
     import torch
 
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))  # loaded already: the same one
+        library = ctypes.CDLL(
+            str(Path(torch.__file__).parent / "lib" / "libc10.so")
+        )  # already loaded: this is the same library
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
         return None
@@ -81,7 +83,7 @@ def _log_level() -> ctypes.c_int | None:
 
 @contextmanager
 def _only_fatal(level: ctypes.c_int) -> Iterator[None]:
-    """Keep torch's C++ warnings of the server's start and end off the terminal; stderr itself is not touched."""
+    """Suppress torch's C++ warnings while the server starts and ends; stderr itself is not touched."""
     before = level.value
     level.value = FATAL
     try:

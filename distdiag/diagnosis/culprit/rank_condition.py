@@ -1,4 +1,4 @@
-"""Conditions in the user's source: on the rank (`if rank == 0:` around a call, or `if rank: return` before it), or on data."""
+"""Finds conditions in the user's source: on the rank (`if rank == 0:` around a call, or `if rank: return` before it), or on data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Condition(NamedTuple):
 
 
 def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Condition | None:
-    """Return the condition on the rank that leads to one place of a program and not to another; None if there is none.
+    """Return the condition on the rank that leads to one site of a program and not to another; None if there is none.
 
     Args:
         stack, other: The user's frames of two ranks, innermost first.
@@ -81,7 +81,7 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def _condition(text: str, line: int, beside: int | None) -> int | None:
-    """Line of the condition that holds at `line` and not at `beside`, another line of the same function."""
+    """Return the line of the condition that holds at `line` and not at `beside`, another line of the same function."""
     tree = parsed(text)
     if tree is None:
         return None
@@ -90,7 +90,7 @@ def _condition(text: str, line: int, beside: int | None) -> int | None:
     for block, at in path(tree, line):
         statement = block[at]
         if isinstance(statement, _Function):
-            found = None  # what holds where a function is defined says nothing of its calls
+            found = None  # a condition around a function's definition does not apply to its calls
             continue
         guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test, ranks))
         for guard in guards:
@@ -104,7 +104,7 @@ def _condition(text: str, line: int, beside: int | None) -> int | None:
 
 
 def path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
-    """From the module to the line: each block of statements on the way, and the index of the one that holds the line."""
+    """Return the path from the module to a line: each block of statements, and the index of the statement with the line."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         block = getattr(node, field, None)
         if not isinstance(block, list):
@@ -119,7 +119,7 @@ def path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
 
 
 def asks_for_rank(condition: str, text: str) -> bool:
-    """True if the source line of an `if` asks for the rank. `text`: the whole source, for its names of the rank."""
+    """True if the source line of an `if` tests the rank. `text`: the whole source, for its variables of the rank."""
     tree = parsed(condition.removesuffix(":") + ": pass")
     test = tree.body[0] if tree is not None and tree.body else None
     return isinstance(test, ast.If) and _asks_for_rank(test.test, _names_of_the_rank(text))
@@ -136,7 +136,7 @@ def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
 
 @lru_cache(16)
 def _names_of_the_rank(text: str) -> frozenset[str]:
-    """Names that some line of a source gives the rank, or a comparison with it: `r = dist.get_rank()`, `first = rank == 0`."""
+    """Return variables that hold the rank or a comparison with it: `r = dist.get_rank()`, `first = rank == 0`."""
     found: set[str] = set()
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:

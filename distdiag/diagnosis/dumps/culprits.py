@@ -1,9 +1,9 @@
-"""Whom the ranks of a dumped job waited for: nodes of the wait-for graph that others wait for and that wait for nobody.
+"""Finds the ranks that a dumped job waited for: others wait for them, and they wait for nobody.
 
-A dump does not tell whether the host thread waits. What it tells: operations in flight, and who has not issued them.
-Two kinds of edges follow. A rank waits for members that have not issued what it has in flight; where all have, it
-depends on those for whom it is in flight, too (their devices may be held up elsewhere). Where all such paths end,
-outside of a conflict or a cycle, is the rank at fault: its host stopped issuing, or its device stopped running.
+A dump does not tell whether the host thread waits. It has the operations in flight, and who has not issued them, which
+gives two kinds of edges. A rank waits for members that have not issued its operation in flight. If all have issued it, the
+rank depends on members that have it in flight, too (their devices may be blocked elsewhere). The culprit is where such
+paths end outside a conflict or a cycle: its host stopped issuing, or its device stopped running.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from distdiag.diagnosis.waits.incidents import components
 
 @dataclass
 class Blame:
-    """Who is at fault, as far as dumps can tell.
+    """The culprits and their victims, as far as dumps show.
 
     Attributes:
         culprits: Ranks with a dump that others wait for, and that wait for nobody else.
-        extra: Ranks that alone stand in a collective which the many others have never entered.
-        victims: Ranks with operations in flight, culprits left out.
+        extra: The few ranks in a collective that the many others have never entered.
+        victims: Ranks with operations in flight, without culprits.
         silent: Ranks without a dump that some rank's oldest operation in flight may be waiting for.
-        main: What most victims have been waiting in longest.
-        silent_in: What most of those that may wait for a silent rank have been waiting in.
+        main: The operation that most victims have been waiting in longest.
+        silent_in: The operation that most of those have been waiting in that may wait for a silent rank.
         idle: Culprits with nothing in flight: the host stopped.
         device: Culprits whose operations in flight are complete on their peers: the device stopped.
-        waited_for_since_s: Of each culprit, when the first of those who wait for it directly had begun to.
-        behind: Culprits that have issued what the others wait in, but whose device has not begun it.
-        in_flight: Operations that everybody has issued and nobody completed, where nothing else explains them.
-        crossed: Operations of two groups and the ranks that came to each first, which the others of them would come to
-            second; the culprits are those that are alone with their order.
-        circle: What ranks have begun that all wait for each other: each comes to another's after its own.
+        waited_for_since_s: When the first rank began to wait for the culprit directly.
+        behind: Culprits that have issued the operation that others wait in, but whose device has not begun it.
+        in_flight: Operations that all have issued and nobody has completed, if nothing else explains them.
+        crossed: Operations of two groups that ranks issued in opposite order, with the ranks that issued each first; the
+            culprits are those that are alone with their order.
+        circle: The running operations of a cycle: each rank's running op is queued behind another's.
     """
 
     culprits: tuple[int, ...] = ()
@@ -54,19 +54,19 @@ class Blame:
 
 
 def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> Blame:
-    """Follow the waiting to where it ends.
+    """Return the culprits: the ends of all chains of waits.
 
     Args:
-        stale: Ranks whose dump is older than the others': that they are missing from a collective says nothing.
+        stale: Ranks whose dump is older than the others': they may have entered a collective since.
     """
     states = snapshot.ranks
     absent = {r for r, st in states.items() if st.life == Life.MISSING}
     waiting = [r for r in graph.of_rank if r not in graph.stuck]
     if not waiting:
         return Blame()
-    lacking: dict[int, frozenset[int]] = {}  # by id of wait: members known not to have come
-    unclear: dict[int, frozenset[int]] = {}  # members of whom nothing is known
-    also: dict[int, frozenset[int]] = {}  # members in it, too
+    lacking: dict[int, frozenset[int]] = {}  # by id of wait: members known not to have issued it
+    unclear: dict[int, frozenset[int]] = {}  # members without data
+    also: dict[int, frozenset[int]] = {}  # members that have it in flight, too
     waits = [w for w in graph.waits if any(r in states for r in w.ranks)]
     for w in waits:
         lacking[id(w)] = w.missing - absent - set(stale)
@@ -101,9 +101,11 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
             silent |= unknown
         elif ends & absentees:
             culprits |= ends & absentees
-        elif len(ends) > 1 and ends <= awaited:  # each has begun what another comes to after what it has begun itself
+        elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle
             circle |= ends
-        elif ends & awaited:  # all have issued it: what a device has not begun may lie behind what it waits for itself
+        elif (
+            ends & awaited
+        ):  # all have issued it: an op that a device has not begun may be queued behind another that waits
             culprits |= ends & awaited
         else:
             in_flight += here
@@ -147,7 +149,7 @@ def _edges(
     for r, st in states.items():
         if st.life != Life.MISSING:
             mine = [w for w in graph.of_rank.get(r, ()) if id(w) in number]
-            # what its device has not begun lies behind what it has
+            # ops that its device has not begun are queued behind those it has
             begun = [w for w in mine if r in w.calls and w.calls[r].started]
             onward[r] = [number[id(w)] for w in begun or mine]
     for w in waits:
@@ -156,7 +158,7 @@ def _edges(
 
 
 def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
-    """Members for whom this operation is in flight, too."""
+    """Return the members that have this operation in flight, too."""
     if w.p2p:
         rank, peer = w.key[3], w.key[4]
         return frozenset((rank, peer)) if _other_end(snapshot, w) is not None else frozenset((rank,))
@@ -169,7 +171,7 @@ def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
 
 
 def _other_end(snapshot: Snapshot, w: Wait) -> Call | None:
-    """The call in flight that meets a message, if it has been issued."""
+    """Return the matching call of a message, if it is in flight."""
     group, nth, direction, rank, peer, tag = w.key
     st = snapshot.ranks.get(peer) if peer is not None else None
     other = "recv" if direction == "send" else "send"
@@ -181,14 +183,14 @@ def _other_end(snapshot: Snapshot, w: Wait) -> Call | None:
 
 
 def _not_met(snapshot: Snapshot, w: Wait) -> frozenset[int]:
-    """The other end of a message, where this end's device has begun it and the other's has not: it comes to it later."""
+    """Return the peer of a message if this rank's device has begun it and the peer's has not."""
     mine, theirs = w.calls.get(w.key[3]), _other_end(snapshot, w)
     waits = mine is not None and mine.started and theirs is not None and theirs.started is False
     return frozenset((w.key[4],)) if waits else frozenset()
 
 
 def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
-    """Members whose device has not begun what the devices of the others have: those wait for them."""
+    """Return the members whose device has not begun the operation that other members' devices have begun."""
     begun = {q: c.started for q, c in w.calls.items() if q in in_it and c.started is not None}
     if len(begun) < len(in_it) or not any(begun.values()):
         return frozenset()
@@ -196,10 +198,10 @@ def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
 
 
 def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[tuple[Wait, frozenset[int]], ...]:
-    """Two groups' operations that ranks of both came to in different order, with the ranks that came to each first, the fewer
-    first; empty where nothing is crossed.
+    """Return two groups' operations that common ranks run in opposite order, with the ranks that are in each first; the fewer
+    ranks come first. Empty if no groups are crossed.
 
-    By what their devices have begun, where that is known; else by what they issued first.
+    The order is that in which devices began them, if known, else that of issue.
     """
     whole = [w for w in waits if not w.p2p and not w.missing]
     for i, v in enumerate(whole):
@@ -216,7 +218,7 @@ def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[tuple[
 
 
 def _came_first(v: Wait, w: Wait, rank: int) -> bool:
-    """Whether this rank's device has begun `v` and not `w`; or issued it before, where that is not known."""
+    """True if this rank's device has begun `v` and not `w`; if that is unknown, True if it issued `v` first."""
     a, b = v.calls.get(rank), w.calls.get(rank)
     if a is None or b is None:
         return False
@@ -226,7 +228,7 @@ def _came_first(v: Wait, w: Wait, rank: int) -> bool:
 
 
 def _crossed_since(crossed: tuple[tuple[Wait, frozenset[int]], ...]) -> dict[int, float | None]:
-    """Of the ranks that came in different order, when they had issued both."""
+    """Return when the ranks with opposite orders had issued both operations."""
     out: dict[int, float | None] = {}
     for q in frozenset().union(*(ranks for _, ranks in crossed)):
         out[q] = max((t for w, _ in crossed if q in w.calls and (t := w.calls[q].entered_s) is not None), default=None)
@@ -234,7 +236,7 @@ def _crossed_since(crossed: tuple[tuple[Wait, frozenset[int]], ...]) -> dict[int
 
 
 def _done_somewhere(snapshot: Snapshot, w: Wait) -> bool:
-    """True where a member has completed it, which it could not before everybody had issued it."""
+    """True if a member has completed it, which proves that all had issued it."""
     call = next((w.calls[r] for r in w.ranks if r in w.calls), None)
     if call is None or not compatible.needs_everybody(call.op):
         return False
@@ -259,7 +261,7 @@ def _since(waits: list[Wait], lacking: dict[int, frozenset[int]], culprits: set[
 
 
 def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]) -> set[int]:
-    """Ranks for which a collective is in flight that all other members with a dump have completed."""
+    """Return the ranks with a collective in flight that all other members with a dump have completed."""
     out: set[int] = set()
     states = snapshot.ranks
     for w in graph.waits:
@@ -275,10 +277,10 @@ def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]
 def _lagging(
     snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tuple[int, ...]
 ) -> dict[int, float | None]:
-    """Ranks that stopped issuing earlier than their like, for no reason of their own, and since when they have.
+    """Return ranks that stopped issuing earlier than their peers without a visible reason, and since when.
 
-    Members of a group that wait for the same culprit in the same operation run on alike, until the host has to wait.
-    One that has issued less than all the others, with nothing else in flight that they have not, stopped by itself.
+    Members of a group that wait for the same culprit in the same operation run ahead equally far, until the host waits.
+    One that has issued less than all others, and has nothing in flight that they have not, stopped by itself.
     """
     out: dict[int, float | None] = {}
     states = snapshot.ranks
@@ -308,7 +310,7 @@ def _lagging(
 
 
 def _kinds(snapshot: Snapshot, graph: WaitGraph, rank: int) -> set[tuple[str, str]]:
-    """What a rank has in flight, by kind of group and direction."""
+    """Return what a rank has in flight, by kind of group and direction."""
     return {(snapshot.groups[w.group].description, w.key[2] if w.p2p else "") for w in graph.of_rank[rank]}
 
 
@@ -319,7 +321,7 @@ def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> 
 
 
 def _main(oldest: dict[int, Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> Wait | None:
-    """What most ranks have been in longest, among what waits for a culprit directly."""
+    """Return the wait that most ranks have been in longest, of those that wait for a culprit directly."""
     votes: dict[int, tuple[int, Wait]] = {}
     for direct in (True, False):
         for w in oldest.values():
@@ -331,7 +333,7 @@ def _main(oldest: dict[int, Wait], lacking: dict[int, frozenset[int]], culprits:
 
 
 def _extra(snapshot: Snapshot, main: Wait | None, culprits: set[int], victims: set[int]) -> list[int]:
-    """The few that stand in a collective none of the many has entered; all of those level and with nothing open."""
+    """Return the few ranks in a collective that none of the many others has entered, if those are equal and have nothing open."""
     if main is None or main.p2p or not culprits <= main.missing or len(culprits) <= len(victims) or len(culprits) < 2:
         return []
     if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):

@@ -1,7 +1,7 @@
-"""Collectives that nobody completed although everybody issued them: one rank came after the others had given up.
+"""Finds collectives that all ranks issued and nobody completed because one rank issued them after the others' timeout.
 
-Dumps hold when each rank issued what is in flight. Where that lies further apart than the collective's timeout, the ranks
-that came first were gone, or about to go, when the last one came. Clocks of hosts differ by less, and by as much before.
+Dumps record when each rank issued what is in flight. If these times differ by more than the collective's timeout, the first
+ranks had given up when the last one came. Host clocks differ by less, and equally for earlier collectives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis.dumps.entries import Scan, ns, timeout_ms
 
-BEFORE = 16  # collectives before the oldest in flight, by which clocks are compared
+BEFORE = 16  # collectives before the oldest in flight, used to compare the hosts' clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class LateRanks:
     seq: int
     since_s: float  # when the first rank had issued it
     timeout_s: float
-    late_s: dict[int, float]  # of each late rank: how long after the first
+    late_s: dict[int, float]  # of each late rank: seconds after the first
     others: tuple[int, ...]
 
 
@@ -34,14 +34,14 @@ def find(
     positions: Mapping[int, Mapping[str, tuple[int, int]]],
     t0_ns: int,
 ) -> LateRanks | None:
-    """The collective in flight that was waited for first of those that a rank issued after their timeout; None without any.
+    """Return the first collective in flight that a rank issued after its timeout; None if there is none.
 
     Args:
         scans: Of each rank.
         keys: Of (rank, backend, name) the key of the group.
         floor: Of each group, by key, the oldest collective in flight anywhere.
         positions: Of each rank and group: newest issued, newest completed.
-        t0_ns: When the run's clock stood at zero.
+        t0_ns: Unix time of the run's time zero.
     """
     issued: dict[tuple[str, int], dict[int, int]] = {}
     timeouts_s: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Flight-recorder dumps as a snapshot, and their verdict.
+"""Makes a snapshot of flight-recorder dumps.
 
 Ranks are compared by (group, collective_seq_id) only: record ids are per process, and rings wrap. Messages are compared
-by p2p_seq_id where both ends number them alike, else by what is in flight on either side.
+by p2p_seq_id if both ends count equally, else by what is in flight on either side.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
 from distdiag.terms.untrusted import short_text
 
-GAPS_SEEN = 3  # as often a rank has paused for so long: it may do it again
+GAPS_SEEN = 3  # a rank that has paused for this long so often may do so again
 GAP_ENTRIES = 200  # of the newest
-SITES_UP_TO = 60_000  # entries that are all looked at, to break ties; beyond that, only those of operations in flight
-ANALYSIS, ENTRY_BYTES = "", 1000  # the step after all files are read; an entry's share of its limits
+SITES_UP_TO = (
+    60_000  # up to this many entries, all are read, to break ties; beyond, only those from the oldest in flight on
+)
+ANALYSIS, ENTRY_BYTES = "", 1000  # of making the snapshot, after all files are read: its limits grow with the entries
 CALLS_BEFORE = 128  # in one group
 
 
 @dataclass
 class LoadReport:
-    """What was read, and what was not.
+    """Which files were read, and which were not.
 
     Attributes:
-        files: Of each rank, the files its state comes from.
+        files: By rank, the files that its state comes from.
         bad: (path, reason) of files that should have been dumps.
         missing: Ranks of the job that left no file at all.
         unreadable: Ranks whose only file is in `bad`.
-        others: Files beside the dumps that were not looked at.
-        notes: What else a reader should know, one line each.
+        others: Other files, which were not read.
+        notes: Further remarks, one line each.
     """
 
     files: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -56,18 +58,20 @@ class LoadReport:
     unreadable: tuple[int, ...] = ()
     others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    stale: tuple[int, ...] = ()  # ranks whose dump was taken earlier than others: they went on after it
+    stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they went on after it
     modified_s: dict[int, float] = field(default_factory=dict)  # when each rank's file was written, on the run's clock
     newest_s: dict[int, float] = field(default_factory=dict)  # its newest entry
     oldest_s: dict[int, float] = field(default_factory=dict)
-    # by group: members whose own list of groups, which they have, does not name it: they never made it
+    # by group: members whose own list of groups lacks it: they never created it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    unmet: dict[int, list[Call]] = field(default_factory=dict)  # messages in flight that their other end has passed by
-    usual_gap_s: dict[int, float] = field(default_factory=dict)  # how long a rank has paused before, time and again
-    timeout_s: float | None = None  # of the collectives; None where groups differ
-    # of ranks with operations that their watchdog had not yet put away, as it does ten times a second, when the dump was taken
+    unmet: dict[int, list[Call]] = field(
+        default_factory=dict
+    )  # messages in flight whose peer has already issued later ones
+    usual_gap_s: dict[int, float] = field(default_factory=dict)  # how long a rank has paused repeatedly
+    timeout_s: float | None = None  # of the collectives; None if groups differ
+    # of ranks whose dump has completed operations that the watchdog, which runs ten times a second, had not retired yet
     moved_s: dict[int, float] = field(default_factory=dict)
-    # when a rank's dump found operations begun that are not over: not later than it was taken
+    # when a rank's dump found operations begun and not completed: a lower bound of when it was taken
     asked_s: dict[int, float] = field(default_factory=dict)
     late: LateRanks | None = None
 
@@ -87,7 +91,7 @@ def load(
     """
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     collecting = gc.isenabled()
-    gc.disable()  # millions of small containers that live until the snapshot is made: nothing to collect meanwhile
+    gc.disable()  # millions of small containers live until the snapshot is made: garbage collection would find nothing
     try:
         return _load([Path(p) for p in given], announce, refused)
     finally:
@@ -105,7 +109,7 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
             report.bad.append((str(f.path), "of which rank it is cannot be told: no number in its name or content"))
         else:
             by_rank.setdefault(f.rank, []).append(f)
-    age: dict[Path, int] = {}  # a dump without entries is as new as its neighbours
+    age: dict[Path, int] = {}  # a dump without entries counts as new as the others
     for f in read:
         age[f.path.parent] = max(age.get(f.path.parent, 0), newest_ns(f))
     drop_earlier_runs(by_rank, age, report.notes)
@@ -124,7 +128,7 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
 
 
 def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
-    """The rank a damaged file would have been of, by the names of its neighbours."""
+    """Return the rank of a damaged file, by the names of the other files."""
     probe = DumpFile(path, None, "", {}, {}, [])
     beside = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
     name_ranks([probe, *beside])
@@ -132,16 +136,16 @@ def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
 
 
 def _gaps_s(f: DumpFile) -> list[float]:
-    """Times between one operation and the next of a file's newest."""
+    """Return the times between consecutive operations, of a file's newest."""
     times = [t for e in f.entries[-GAP_ENTRIES:] if (t := ns(e)) is not None]
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
 
 def _moved_ns(f: DumpFile) -> int:
-    """When a dump found operations complete that the watchdog, which asks ten times a second, had not yet seen; 0 if none.
+    """Return when a dump found operations complete that the watchdog (ten times a second) had not seen; 0 if none.
 
-    So it is when the dump was taken, and the rank had just gone on. Not told by gloo's recorder, nor by one that does not
-    retire entries.
+    That is when the dump was taken, and the rank had just made progress. Unknown with gloo's recorder, and with one that does
+    not retire entries.
     """
     if backend_of(f) == "gloo" or not any(e["retired"] for e in f.entries):
         return 0
@@ -154,7 +158,7 @@ def _moved_ns(f: DumpFile) -> int:
 
 
 def _asked_ns(f: DumpFile) -> int:
-    """When a dump found operations in flight that the device had begun: the recorder looks when it is asked; 0 if none."""
+    """Return when a dump found operations in flight that the device had begun; 0 if none. The recorder checks at the dump."""
     begun = (ns(e, "time_discovered_started_ns") for e in f.entries[-GAP_ENTRIES:] if e["state"] == "started")
     return max((t for t in begun if t is not None), default=0)
 
@@ -167,7 +171,7 @@ class _Builder:
         self.scans = {rank: [scan_file(f) for f in files] for rank, files in chosen.items()}
         known = Counter(scan.backend for scans in self.scans.values() for scan in scans if scan.backend)
         for scans in self.scans.values():
-            for scan in scans:  # a dump without entries does not tell whose it is
+            for scan in scans:  # a dump without entries does not name its rank
                 scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
         self.in_order: dict[str, tuple[int, ...]] = {}  # their members as the group numbers them
@@ -236,7 +240,7 @@ class _Builder:
     # -- groups --------------------------------------------------------------------------------------------------
 
     def _find_groups(self) -> None:
-        """Names to groups. One name may stand for several: by backend, or (after a split) by members."""
+        """Map names to groups. One name may be several groups: by backend or, after a split, by members."""
         members: dict[tuple[str, str], dict[int, tuple[int, ...] | None]] = {}
         text: dict[tuple[str, str], str] = {}
         backends: dict[str, set[str]] = {}
@@ -267,7 +271,7 @@ class _Builder:
                         self.report.without_group[key] = without
 
     def _without(self, ranks: tuple[int, ...], backend: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
-        """Members of a group whose own list of groups has neither its name nor another with the same members."""
+        """Return the members of a group whose own list has neither its name nor a group with the same members."""
         found = []
         for r in ranks:
             lists = [x.file.groups for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)]
@@ -277,7 +281,7 @@ class _Builder:
 
     @staticmethod
     def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-        """Name, description and members of the groups of one file, as far as it tells."""
+        """Return name, description and members of the groups of one file, as far as it has them."""
         f = scan.file
         out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
         for name, t in scan.tails.items():
@@ -293,7 +297,7 @@ class _Builder:
         return out
 
     def _assumed(self, name: str, desc: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
-        """Members that were not recorded (gloo): everybody for the default group, else who has used it."""
+        """Return members that were not recorded (gloo): all ranks for the default group, else the ranks that used it."""
         if desc == "default_pg" or name == "0":
             return tuple(range(self.world_size))
         note = f"members of group {desc if desc not in ('', 'undefined') else name} were not recorded: taken to be the ranks that used it"
@@ -304,12 +308,12 @@ class _Builder:
     # -- one rank ------------------------------------------------------------------------------------------------
 
     def _status(self, rank: int, scan: Scan) -> dict[str, tuple[int, int]]:
-        """Counters of groups without entries, by name: by the numbers in entries, else by order of creation."""
+        """Return the counters of groups without entries by name, matched by the numbers in entries, else by order of creation."""
         f, backend = scan.file, scan.backend
         if not f.status or len(scan.tails) == len(f.status):
-            return {}  # every group has entries, and those tell more
+            return {}  # every group has entries, which have more detail
         if backend == "gloo":
-            return {}  # it counts messages along, which leave no entries: ranks need not have as many
+            return {}  # it also counts messages, which leave no entries and need not be as many on all ranks
         names = {short_text(e["pg_id"]): e["process_group"][0] for e in f.entries if "pg_id" in e}
         listed = [n for n in f.groups if n]
         if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
@@ -351,7 +355,7 @@ class _Builder:
             self.report.modified_s[rank] = (max(f.modified_ns for f in self.chosen[rank]) - self.t0_ns) / 1e9
 
     def _find_stale(self) -> None:
-        """Ranks whose dump is older than others': a collective that needs everybody completed there without it."""
+        """Return ranks whose dump is older: another rank completed a collective that such a rank has not issued."""
         stale: set[int] = set()
         for key, group in self.groups.items():
             here = {q: self.positions[q][key] for q in group.ranks if q in self.positions and key in self.positions[q]}
@@ -375,7 +379,7 @@ class _Builder:
         self.report.stale = tuple(sorted(stale))
 
     def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
-        """Calls from the oldest collective in flight anywhere in its group on, and some before it where that is cheap."""
+        """Return calls from the oldest collective in flight in the group on, and some earlier ones if that is cheap."""
         out: dict[tuple[str, int], Call] = {}
         for scan in self.scans[rank]:
             backend = scan.backend
@@ -395,7 +399,7 @@ class _Builder:
         return list(out.values())
 
     def _from_the_start(self, rank: int) -> bool:
-        """Whether a rank's ring still holds all of its entries, and its dump left none of them out."""
+        """True if a rank's ring still holds all entries, and its dump left none out."""
         return all(
             (f.entries[0].get("record_id"), f.entries[-1].get("record_id")) == (0, len(f.entries) - 1)
             for f in self.chosen[rank]
@@ -407,7 +411,7 @@ class _Builder:
         return user_site(max(last, key=lambda e: ns(e) or 0).get("frames")) if last else None
 
     def _sites(self) -> tuple[dict[int, dict[str, int]], dict[int, Visits]]:
-        """Call sites of every rank so far, and when each group came to them."""
+        """Return the call sites of each rank so far, and when each group first used them."""
         counts: dict[int, dict[str, int]] = {}
         visits: dict[int, Visits] = {}
         for rank, scans in self.scans.items() if self.looks_back else ():

@@ -1,4 +1,4 @@
-"""The verdict on flight-recorder dumps of any cluster, in findings: `diagnose_dumps(DIR)`."""
+"""Judges flight-recorder dumps of any cluster: `diagnose_dumps(DIR)` returns findings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from distdiag.terms.untrusted import all_encodable
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
-# A rank that others had waited for less than this (and far from the timeout) when its dump was written was merely on its way,
-# or for not much longer than it has paused before, time and again.
+# A rank was only on its way if others had waited for it less than this (and far less than the timeout) when its dump was
+# written, or not much longer than it has paused repeatedly.
 YOUNG_S, USUAL_FACTOR = 2.0, 2.0
 REAL_TIME_S = 0.005  # recordings that took less were not made by a job
-MOVING_S = 5.0  # waits that are no longer than this are no hang where a rank had just gone on
-DEATHS = 2  # of the reader, after which every file is tried alone first
+MOVING_S = 5.0  # waits up to this are no hang if a rank had just made progress
+DEATHS = 2  # crashes of the reading child, after which each file is tried alone first
 APART_S = 30.0  # files of one round of dumps are written closer together than this
-DUMPED_WITHIN_S = 300.0  # after the timeout; a copy made later tells nothing
+DUMPED_WITHIN_S = 300.0  # after the timeout; the time of a later copy proves nothing
 
 
 def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
-    """Return who is missing, who is stuck and what was left out, by flight-recorder dumps of any cluster.
+    """Return who is missing, who is stuck and what could not be read, from flight-recorder dumps of any cluster.
 
-    They are read and judged in a child process with limits. A file that ends it is listed with the reason, as one that
-    cannot be read, and the others are judged without it.
+    They are read and judged in a child process with limits. A file that crashes it is listed as unreadable, with the
+    reason, and the others are judged without it.
 
     Raises:
         NoDumps: none of the files is a dump.
@@ -76,7 +76,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
 
 
 class _Answer(msgspec.Struct):
-    """What the child sends: the verdict, or why there is none."""
+    """What the child sends: the verdict, or the reason why there is none."""
 
     report: Report | None = None
     bad: list[tuple[str, str]] = []
@@ -84,7 +84,7 @@ class _Answer(msgspec.Struct):
 
 
 def _encoded(given: list[str | Path], announce: guard.Announce, refused: dict[str, str]) -> bytes:
-    """Return the answer on the dumps, encoded for the parent."""
+    """Return the child's answer, encoded for the parent."""
     try:
         answer = _Answer(report=_judge(given, announce, refused))
     except NoDumps as e:
@@ -144,7 +144,7 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: dict[str,
 
 
 class NoDumps(Exception):
-    """Nothing could be read; `report` says of each file why."""
+    """No file could be read; `report.bad` has the reasons."""
 
     def __init__(self, report: LoadReport) -> None:
         super().__init__("no flight-recorder dump could be read")
@@ -174,11 +174,11 @@ def _notes(loaded: LoadReport) -> list[str]:
 
 
 def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
-    """How long a rank may have waited at most when its dump, or that of the rank it waits for, was taken; None where file
-    times tell nothing.
+    """Return an upper bound of how long a rank had waited when its dump, or that of the rank it waits for, was taken; None
+    if file times are not usable.
 
-    They do where a file was written after its own newest entry, of a recording that took some time: not if the clock
-    differs, and a copy's time is merely too late, which hides nothing.
+    They are if a file was written after its own newest entry, and the recording took some time. They are not if the clock
+    differs. A copy's time is only later, which hides no wait.
     """
     spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
     if max(spans, default=0.0) <= REAL_TIME_S:
@@ -197,14 +197,14 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
 
 
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
-    """Since when each rank may have waited; what its ring has lost was issued before the rest."""
+    """Return since when each rank may have waited. Entries that its ring lost were issued before the others."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
     begun = {r: known.get(r) or loaded.oldest_s.get(r) for r in {*blame.victims, *known}}
     return {r: t for r, t in begun.items() if t is not None}
 
 
 def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
-    """Nobody had waited for long, or for much longer than the ranks that are waited for have paused before."""
+    """True if nobody had waited for long, or for much longer than the ranks waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
     usual = max((loaded.usual_gap_s.get(r, 0.0) for r in blame.waited_for_since_s), default=0.0)
     young_s = YOUNG_S if loaded.timeout_s is None else min(YOUNG_S, loaded.timeout_s / 4)
@@ -212,7 +212,7 @@ def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
 
 
 def _was_running(loaded: LoadReport) -> bool:
-    """One dump is older than others by whole collectives: the job went on meanwhile, and who is last there is no news.
+    """True if one dump is older by whole collectives: the job went on, so the last rank in it was not stuck.
 
     Unless the files' times show that the older one was taken long before.
     """
@@ -222,9 +222,9 @@ def _was_running(loaded: LoadReport) -> bool:
 
 
 def _moved(loaded: LoadReport, blame: Blame) -> bool:
-    """A rank had just gone on when its dump was taken, and nobody had waited for long by then.
+    """True if a rank had just made progress when its dump was taken, and nobody had waited for long by then.
 
-    Files need not tell when a dump was taken; operations that it found complete before the watchdog did, do.
+    File times may not show when a dump was taken; operations that it found complete before the watchdog did.
     """
     since = _begun(loaded, blame).values()
     if not loaded.moved_s:
@@ -234,7 +234,7 @@ def _moved(loaded: LoadReport, blame: Blame) -> bool:
 
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
-    """Whether the late ranks are where the waiting began, and not others that dumps show to be missing."""
+    """True if the late ranks are the cause, and not other ranks that dumps show to be missing."""
     if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.extra and not blame.silent:
         return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]
@@ -242,7 +242,7 @@ def _late_first(late: LateRanks, blame: Blame) -> bool:
 
 
 def _late(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRanks) -> Finding:
-    """A collective that ran into its timeout, and the ranks that came to it after."""
+    """Return the finding on a collective that timed out, and the ranks that issued it after that."""
     culprits = tuple(sorted(late.late_s))
     calls = {q: call_at(st, late.group, late.seq) for q, st in snapshot.ranks.items()}
     call = next((calls[q] for q in culprits if calls.get(q) is not None), None)
@@ -293,7 +293,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
         culprits=culprits,
         victims=tuple(sorted({*blame.victims, *blame.culprits} - set(culprits))),
         collective=collective_ref(snapshot, main, call) if main is not None else None,
-        where=where_of(snapshot, culprits or blame.victims, blame),  # nobody to blame: where each of them stands
+        where=where_of(snapshot, culprits or blame.victims, blame),  # no culprit: list the site of each
         waiting=where_of(snapshot, blame.victims, blame),
         message=message,
         cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,
@@ -303,7 +303,7 @@ def _stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) ->
 
 
 def _kind_of(blame: Blame, culprits: tuple[int, ...], unmade: str) -> tuple[str, str]:
-    """(kind, cause) of a stall: a deadlock where it is seen how the ranks came to wait for each other."""
+    """Return (kind, cause): a deadlock if the dumps show how the ranks wait for each other, else a stall."""
     if blame.extra or unmade:
         return "deadlock", "missing_rank"
     if blame.crossed:
@@ -325,7 +325,7 @@ def _words_of_running(culprits: tuple[int, ...], what: str) -> str:
 def _words(
     snapshot: Snapshot, blame: Blame, culprits: tuple[int, ...], what: str, made_by: tuple[int, ...], unmade: str
 ) -> tuple[str, str]:
-    """(message, advice) of a stall."""
+    """Return (message, advice) of a stall."""
     who, is_, has = rank_list(culprits), verb(culprits, "is", "are"), verb(culprits, "has", "have")
     if blame.extra:
         return (
@@ -372,7 +372,7 @@ def _words(
 
 
 def _unmet(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
-    """Messages that nobody meets: the rank that is an end of more of them than any other went astray."""
+    """Return the finding on unmatched messages: the culprit is the rank at an end of more of them than any other."""
     calls = [(r, c) for r, cs in sorted(loaded.unmet.items()) for c in cs]
     ends = Counter(q for r, c in calls for q in (r, c.peer) if q is not None)
     most = ends.most_common(2)
@@ -406,9 +406,9 @@ def _unmet(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
 
 
 def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> tuple[tuple[int, ...], str]:
-    """Those who stopped may all wait for a group to be made that a member never made: (they, the group), or nothing.
+    """Return (ranks, group) if the stopped ranks may all wait for a group that a member never created; else nothing.
 
-    A communicator is set up before its first operation is recorded, and its members wait for each other in that.
+    A communicator is created before its first operation is recorded, and its members wait for each other in that.
     """
     for name, without in loaded.without_group.items():
         members = set(snapshot.groups[name].ranks) - set(without)
@@ -443,7 +443,7 @@ def _advice(blame: Blame, on_host: bool) -> str:
 
 
 def _timed_out(loaded: LoadReport, w: Wait) -> bool:
-    """The watchdog gave it up; the dump itself was taken after the group's timeout, or the file written just after it."""
+    """True if the watchdog timed it out, or the dump or its file was written after the group's timeout."""
     limit_s = loaded.timeout_s
     for r, call in w.calls.items():
         if call.timed_out:

@@ -1,7 +1,7 @@
-"""Incidents: what, in a wait-for graph, all who are stuck wait for in the end. One incident is one finding.
+"""Incidents: what all stuck ranks of a wait-for graph ultimately wait for. One incident is one finding.
 
 The stuck ranks and their waits form a directed graph; its terminal strongly connected components are where every path
-of waiting ends: a rank that is gone, a collective whose calls do not fit, or a cycle (R. Tarjan, "Depth-first search
+of waits ends: a rank that is gone, a collective whose calls are incompatible, or a cycle (R. Tarjan, "Depth-first search
 and linear graph algorithms", 1972; iterative here, as a chain may be as long as the job is wide).
 """
 
@@ -15,11 +15,11 @@ from distdiag.diagnosis.waits.graph import Wait, WaitGraph
 
 
 class Root(StrEnum):
-    """How the waiting ends."""
+    """What a chain of waits ends at."""
 
-    GONE = "gone"  # at ranks that are dead or stopped
-    CONFLICT = "conflict"  # in a collective or message whose ends do not fit together
-    CYCLE = "cycle"  # among ranks that wait for each other
+    GONE = "gone"  # ranks that are dead or stopped
+    CONFLICT = "conflict"  # a collective or message whose calls are incompatible
+    CYCLE = "cycle"  # ranks that wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Incident:
     """One root.
 
     Attributes:
-        members: The ranks that are gone, that meet in the conflict, or that form the cycle.
+        members: The ranks that are gone, that are in the conflicting collective, or that form the cycle.
         waits: What the members wait in (of a conflict: that wait; of ranks gone: the waits for them).
-        victims: All that are stuck because of it, members included (or that died in it).
+        victims: All ranks that are stuck because of it or died in it, members included.
     """
 
     root: Root
@@ -39,7 +39,7 @@ class Incident:
 
 
 def components(vertices: Iterable[int], successors: Callable[[int], Iterable[int]]) -> list[list[int]]:
-    """Strongly connected components, every one after those it leads to."""
+    """Return the strongly connected components, each after those that it leads to."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     on_stack: set[int] = set()
@@ -77,8 +77,8 @@ def components(vertices: Iterable[int], successors: Callable[[int], Iterable[int
 
 
 def find(graph: WaitGraph) -> list[Incident]:
-    """All incidents of a graph, by first member; also conflicts that ranks died of, which leave nobody stuck."""
-    # Ranks that wait for the same have the same way on: the waits are the vertices, not the ranks.
+    """Return all incidents of a graph by first member, with conflicts that ranks died of and that leave nobody stuck."""
+    # Ranks in the same wait have the same successors: the vertices are the waits, not the ranks.
     waits = [
         w
         for w in graph.waits
@@ -111,19 +111,19 @@ def find(graph: WaitGraph) -> list[Incident]:
         victims = (graph.victims_of(members) | members) & graph.stuck
         out.append(Incident(Root.CYCLE, members, tuple(here), victims))
     out += [_conflict(graph, ws) for ws in conflicts.values()]
-    fell = {r for ws in conflicts.values() for w in ws for r in w.died}  # their end is the conflict's doing
+    fell = {r for ws in conflicts.values() for w in ws for r in w.died}  # they died of the conflict
     out += _gone(graph, sorted(gone - fell))
     return sorted(out, key=lambda i: min(i.members))
 
 
 def _ends_elsewhere(graph: WaitGraph, waits: list[Wait], number: dict[int, int]) -> bool:
-    """True where a rank of the cycle waits, in another of its waits, only for ranks that are gone."""
+    """True if a rank of the cycle also waits only for ranks that are gone."""
     ranks = {r for w in waits for r in w.missing if r in graph.stuck}
     return any(v.missing & graph.gone for r in ranks for v in graph.of_rank[r] if id(v) not in number)
 
 
 def _conflict(graph: WaitGraph, waits: list[Wait]) -> Incident:
-    """Several conflicts in one group are one: after the first, nothing pairs up any more."""
+    """Merge the conflicts of one group into the first: after it, no calls pair up any more."""
     first = min(waits, key=lambda w: w.seq)
     members = frozenset().union(*first.sides)
     waiting = frozenset().union(*(w.ranks for w in waits), first.died)
@@ -132,8 +132,8 @@ def _conflict(graph: WaitGraph, waits: list[Wait]) -> Incident:
 
 
 def _gone(graph: WaitGraph, ranks: list[int]) -> list[Incident]:
-    """One incident for all ranks gone that the same ranks wait for."""
-    alike: dict[frozenset[int], list[int]] = {}  # ranks that exactly the same waits are for: hundreds may be gone
+    """Merge the incidents of gone ranks that the same ranks wait for."""
+    alike: dict[frozenset[int], list[int]] = {}  # gone ranks by the waits for them: hundreds may be gone
     for q in ranks:
         alike.setdefault(frozenset(id(w) for w in graph.waits if q in w.missing), []).append(q)
     merged: list[tuple[set[int], set[int]]] = []

@@ -1,4 +1,4 @@
-"""Evidence of ranks that stand still: their flight recorder and their stacks, asked for only on suspicion."""
+"""Evidence of stuck ranks: flight records and stacks, requested only on suspicion."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from distdiag.page.layout import Blocked, Phase
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.store import stacks
 
-SUSPECT_S = 0.4  # a rank that has stood still in a wait for so long is asked for evidence
-SILENT_S = 1.5  # a pulse that missed six beats
+SUSPECT_S = 0.4  # a rank stuck in one wait for this long is asked for evidence
+SILENT_S = 1.5  # the pulse has missed six beats
 STACK_KEPT_S = 30.0
-LOADING_S = 3.0  # a rank that has waited for its data for so long, while others wait for it, has its workers asked
+LOADING_S = 3.0  # a rank that has waited for data this long while others wait for it: its workers are asked
 WORKERS_KEPT_S = 10.0
 MOST_WORKERS = 4  # each takes some 50 ms of the monitor
 
 
 class Gatherer:
-    """What was learned of standing ranks.
+    """What was learned about stuck ranks.
 
     Args:
         run_dir: Where evidence is kept.
@@ -42,12 +42,12 @@ class Gatherer:
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask ranks that stand still for their flight recorder, where somebody waits; never on a timer.
+        """Ask stuck ranks for their flight recorder if somebody waits; never on a timer.
 
         Args:
             now_s: Run time, seconds.
             views: All ranks.
-            stopped: Ranks that the kernel keeps from running: they cannot answer.
+            stopped: Ranks that are stopped by a signal and cannot answer.
         """
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
@@ -98,7 +98,7 @@ class Gatherer:
                 self.records[q] = (mark, record)
 
     def _gather_stacks(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Of ranks whose pulse is silent: they hold the GIL, and only their witness can say where."""
+        """Ask the witness of ranks whose pulse is silent for stacks: Python there cannot answer while the GIL is held."""
         for v in views.values():
             if v.ending is not None or v.page is None or v.rank in stopped:
                 continue
@@ -107,7 +107,7 @@ class Gatherer:
                 self._stack_of_silent(v, now_s)
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
-        """Where the workers stand that a rank's DataLoader waits for, when others have waited for it for a while."""
+        """Get the stacks of the DataLoader workers that a rank waits for, if others have waited for that rank for a while."""
         assert v.page is not None
         h = v.page.header
         still_s = now_s - (v.still_since_s or now_s)
@@ -129,7 +129,7 @@ class Gatherer:
         self.workers[v.rank] = (v._still_mark, now_s, tuple(found))
 
     def _stack_of_silent(self, v: RankView, now_s: float) -> None:
-        """The main thread's user frames by signal: the GIL is held, and Python itself cannot answer."""
+        """Get the main thread's user frames by signal: the GIL is held, so Python code cannot answer."""
         assert v.page is not None
         h = v.page.header
         if not h.trace_signal:
@@ -146,24 +146,24 @@ class Gatherer:
             self.stuck_stacks[v.rank] = (now_s, mine)
 
     def of_death(self, v: RankView, now_s: float) -> None:
-        """Where a rank was when a signal killed it, in its own handler's words."""
+        """Get the stack that a rank's own signal handler wrote when a signal killed it."""
         try:
             text = v.file("fatal").read_text(errors="replace")
         except OSError:
             return
         if v.ending is not None and v.ending.signal is None and v.ending.exit_code is None:
-            v.ending.signal = ask.fatal_signal(text)  # its parent was quicker than we to ask the kernel
+            v.ending.signal = ask.fatal_signal(text)  # its parent has reaped it already
         threads = ask.parse_stacks(text)
         current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
-        # a thread that Python does not know has no heading of its own
+        # a thread that Python does not know has no heading
         v.died_in_background = bool(threads) and not current
         self._keep_stack(v, now_s, current or ask.main_stack(threads))
 
     def keep(self, s: Snapshot) -> tuple[list[str], str | None]:
-        """Write down what stands behind a finding about waiting: flight records, and the stacks of all ranks.
+        """Write the evidence of a finding about waiting: flight records, and the stacks of all ranks.
 
         Returns:
-            (paths below the run, what went wrong).
+            (paths below the run directory, failures).
         """
         kept = [p for q, (_, record) in sorted(self.records.items()) if record.raw
                 and (p := ask.save(self.run_dir, q, record))]  # fmt: skip
@@ -180,7 +180,7 @@ class Gatherer:
         return [*kept, str(path.relative_to(self.run_dir))], None
 
     def with_stack(self, r: RankState, now_s: float) -> RankState:
-        """The rank with the stack that was seen from outside, where it could not say where it stands by itself."""
+        """Return the rank with its stack as seen from outside, if it could not record its own."""
         loading = self.workers.get(r.rank)
         if loading is not None and loading[2]:
             r = msgspec.structs.replace(r, workers=loading[2])
@@ -191,7 +191,7 @@ class Gatherer:
         return r
 
     def record(self, rank: int) -> ask.FlightRecord | None:
-        """The rank's flight record, taken since it last moved."""
+        """Return the rank's flight record if it was taken after the rank's last progress."""
         kept = self.records.get(rank)
         return kept[1] if kept else None
 

@@ -1,9 +1,9 @@
-"""What the hooks of every step share, and whether their usual case is done in C.
+"""The accounts of a step that the hooks share, and the choice between C and Python.
 
-Between two hooks a step's computation empties the caches, and then a Python function costs ten times what it costs in a loop.
-So each hook is a `usual` callable around a Python function that can do all of it: the code in `c/` does the usual case (nothing new,
-nothing on a device, nothing amiss) and calls that function for everything else. Where it was not compiled, for want of a C
-compiler at the install, the Python function is called for all, and the classes here stand in for those in C.
+Between two hooks the step's computation empties the caches, and a Python function then costs ten times what it costs in a loop.
+So each hook is a `usual` callable around a Python function, the slow path, which can do everything. The fast path in `c/` handles
+the common case (nothing new, nothing on a device, no error) and calls the slow path otherwise. Without the compiled module the
+slow path does everything, and the classes here replace those in C.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ FINGERPRINTS = 6  # batches of an epoch of which a fingerprint is taken
 
 
 class Ledger:
-    """The accounts of the step that runs, and what else the hooks share. Times in nanoseconds."""
+    """The accounts of the current step, and other state that hooks share. Times are in ns."""
 
     def __init__(self, page: PageWriter) -> None:
         self._page = page
         self.main_thread = 0
-        self.idle = int(Phase.OTHER)  # what the phase falls back to: OTHER, or what the job named
+        self.idle = int(Phase.OTHER)  # phase after a hook's own phase ends: OTHER, or the one that the job named
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
         self.wait_ns = 0  # of the main thread, for other ranks
-        self.forward_wait_ns = 0  # the part of it in forward, for DDP's buffers
+        self.forward_wait_ns = 0  # the part of it in forward: DDP's broadcast of buffers
         self.arrived_ns = 0  # when this step's first wait for other ranks began; 0: not yet
-        self.ready_ns = 0  # when the gradient that is usually the last was there
-        self.last_ready_ns = 0  # when a wait for a collective began last
+        self.ready_ns = 0  # when the gradient that mostly comes last was ready
+        self.last_ready_ns = 0  # when the last wait for a collective began
         self.step_start_ns = now_ns()
         self.optimizer_start_ns = 0
         self.samples = self.batch = 0
@@ -53,14 +53,14 @@ class Ledger:
         self.next_look, self.always = (
             0,
             True,
-        )  # the first step with something to look at before the optimizer, unless always
+        )  # the next step with a check before the optimizer, unless every step has one
         self.bad_losses = 0  # one after the other
-        # the iterator whose batch came last, by its id, and where its batches and its last time lie; 0: to be looked up
+        # id of the iterator whose batch came last, and the indices of its batch count and last time; 0: unknown
         self.loader = self.batches_at = self.active_at = 0
         self.trained = False  # a backward pass has followed a batch of the loader that gave the last one
-        # where the last backward that averaged gradients was called, and where that is counted; -1: nowhere
+        # call site of the last backward that averaged gradients, and the index of its count; -1: not counted
         self.counted_site, self.count_at = 0, -1
-        self.cuda = False  # every forward may be the first that lies on a device
+        self.cuda = False  # each forward may be the first on a device
         self.on_device = False  # phases are timed on a device
         self.newest: Callable[[], torch.Tensor | None] | None = (
             None  # the first tensor of the last batch, while it lives
@@ -69,11 +69,11 @@ class Ledger:
         self.lead_misses = 0
         self.averaged_by: Any = None  # the model whose gradients were averaged last
         self.models: dict[int, Any] = {}  # by id of the DDP module
-        self.pending: list[Any] = []  # forward has run with gradients wanted, and no backward that averages them
-        self.later: list[Any] = []  # values on their way from a device
+        self.pending: list[Any] = []  # forward has run with gradients enabled, and no backward has averaged them yet
+        self.later: list[Any] = []  # values being copied from a device
 
     def close_step(self, t: int) -> None:
-        """Write the record of the step that ends at `t`, and begin the next."""
+        """Write the record of the step that ends at `t`; begin the next."""
         words = self._page.words
         ready = self.ready_ns or self.last_ready_ns
         step = words[_STEP] + 1
@@ -86,7 +86,7 @@ class Ledger:
         self.begin_step(t)
 
     def begin_step(self, t: int) -> None:
-        """Begin a step at `t`, with nothing in its accounts."""
+        """Begin a step at `t` with empty accounts."""
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = self.wait_ns = self.ready_ns = 0
         self.forward_wait_ns = self.arrived_ns = 0
@@ -98,7 +98,7 @@ class Ledger:
 
 
 class Place:
-    """A frame of the user's, so many above the hook that looks for it."""
+    """A user frame and its distance from the hook that looks for it."""
 
     def __init__(self) -> None:
         self.code: CodeType | None = None
@@ -106,7 +106,7 @@ class Place:
 
 
 class ModelWords:
-    """What a hook needs of a DDP module: weak reference, place of its forward, and where its counts lie in the page."""
+    """What a hook needs of a DDP module: weak reference, site of its forward, index of its counts in the page."""
 
     def __init__(self) -> None:
         self.ref: Any = None
@@ -116,9 +116,9 @@ class ModelWords:
 
 
 class GradientWords:
-    """Elements of a gradient that are looked at: every `stride`-th of `n`.
+    """Elements of a gradient that are read: every `stride`-th of `n`.
 
-    `plain`: the parameter is a float32 tensor on the CPU without a gap in its memory.
+    `plain`: the parameter is a dense float32 tensor on the CPU.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ _IN_PYTHON = Ledger, ModelWords, GradientWords, Place
 
 
 def assumed() -> dict[str, Any]:
-    """What the C code has to assume about the page and about the classes here, as this version of both has it."""
+    """Return the constants of the page and of the classes here that the C code must have."""
     numbers = {field: word(field) - word("phase") for field in _WORDS}
     phases = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER, Phase.VALIDATE)
     for member in (*phases, Blocked.DDP, LifeWord.STARTING, LifeWord.RUNNING):
@@ -141,7 +141,7 @@ def assumed() -> dict[str, Any]:
 
 
 def misfit(module: Any) -> str:
-    """Where a compiled module differs from what this version of the package expects; "" if nowhere."""
+    """Return the first constant in which a compiled module differs from this package; "" if none."""
     for name, value in assumed().items():
         if getattr(module, name, None) != value:
             return f"compiled hooks of another version: {name}"
@@ -154,7 +154,7 @@ def misfit(module: Any) -> str:
 
 
 def _compiled() -> tuple[Any, str]:
-    """The module in C, and why it is not used although it is there; None if it is not used."""
+    """Return the compiled module (None if it is not used), and why it is not used although it exists."""
     if os.environ.get("DISTDIAG_PURE") == "1" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None, ""
     try:
@@ -172,7 +172,7 @@ if not TYPE_CHECKING and _c is not None:
 
 
 def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
-    """The ledger of a page; its hooks run in the main thread alone."""
+    """Return the ledger of a page. Its hooks run in the main thread only."""
     unseen.install()
     if _c is None:
         made = Ledger(page)
@@ -195,9 +195,9 @@ def usual(shared: Ledger, name: str, general: Callable[..., Any], of: Any = None
 
 
 class LastPlace(Place):
-    """Where the user's code last called for one thing of torch's: mostly it calls again from there, through as many frames.
+    """Call site from which the user last called one function of torch. Mostly the next call comes from there, at equal depth.
 
-    With cold caches the walk up the stack, with a look-up for each frame, takes longer than the rest of a hook.
+    With cold caches, walking up the stack with a lookup per frame takes longer than the rest of a hook.
     """
 
     def __init__(self, r: state.Recorder) -> None:

@@ -1,9 +1,9 @@
-"""What each DataLoader (or watched iterator) promised and gave: lengths, batches, exhaustion, fingerprints.
+"""Records each DataLoader (or watched iterator): length, batches handed out, end of the epoch, fingerprints of batches.
 
 A fingerprint is 64 bits of the first batches of an epoch: the upper half from the first integer tensor (labels survive
 random augmentation), the lower half from the first floating tensor that is not the same nearly everywhere. 64 elements of
-each are looked at, scattered over it (evenly spread ones would be the same black corner of every image), of the first six
-batches only.
+each are read, scattered over it (evenly spread ones would hit the same black corner of every image), and only in the first
+six batches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.recorder.unseen import has_memory, unseen
 
-_SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]  # by the golden ratio: no rhythm of a batch's own
-# Elements are read from memory; one operator of torch takes longer than this for all of them. Halves are told by their bits.
+_SCATTERED = [
+    i * 2654435761 % 2**31 for i in range(1, 65)
+]  # spread by the golden ratio, so that no period of the data matches
+# Elements are read from memory: one torch operator takes longer than reading all of them.
 _C_TYPES: dict[torch.dtype, Any] = {
     torch.float32: ctypes.c_float, torch.float64: ctypes.c_double, torch.float16: ctypes.c_uint16,
     torch.bfloat16: ctypes.c_uint16, torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32,
@@ -33,17 +35,17 @@ _C_TYPES: dict[torch.dtype, Any] = {
 
 
 class Loaders:
-    """The loader slots of the page, one per place in the code that iterates one."""
+    """The loader slots of the page, one per line of code that iterates a loader."""
 
     def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
         self.ledger = ledger
         self.r, self.h, self.page = r, r.h, r.page
         self._slots: dict[int, LoaderSlot] = {}
-        # by id of the iterator: its slot, and where its batches and its last time lie among the page's words
+        # by id of the iterator: its slot, and the indices of its batch count and last time among the page's words
         self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
         self._words = r.page.words
-        self._last: LoaderSlot | None = None  # the one whose batch came last
-        self._trained: LoaderSlot | None = None  # the one marked as training last
+        self._last: LoaderSlot | None = None  # the loader whose batch came last
+        self._trained: LoaderSlot | None = None  # the loader last marked as training
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -62,7 +64,7 @@ class Loaders:
 
     @guarded
     def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
-        """A DataLoader begins an epoch."""
+        """Record that a DataLoader begins an epoch."""
         slot = self._begin(iterator, self.r.user_site(frame))
         if slot is None:
             return
@@ -106,15 +108,17 @@ class Loaders:
         slot.exhausted = 0
         slot.iterations += 1
         slot.active_ns = now_ns()
-        self.ledger.loader = 0  # an iterator's id may come again
+        self.ledger.loader = 0  # ids of iterators are reused
         if len(self._by_iterator) > 64:
             self._by_iterator.clear()
         self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), self.page.word_of(slot, "active_ns")
         return slot
 
     def gives(self, iterator: Any, batch: Any, t: int) -> int:
-        """A batch was handed out at `t`; the samples in it: the first dimension of its first tensor, the ledger's
-        `newest` from now on; 0 where there is none."""
+        """Record a batch handed out at `t`; return its samples: the first dimension of its first tensor, 0 without one.
+
+        That tensor becomes the ledger's `newest`.
+        """
         known = self._by_iterator.get(id(iterator))
         if known is not None:
             slot, batches_at, active_at = known
@@ -139,8 +143,7 @@ class Loaders:
         return int(shape[0])
 
     def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> int:
-        """A DDP module was given, in a step without a batch from a loader, what the job's own code has made or read; the
-        samples in it."""
+        """Record the input of a DDP module in a step without a batch from a loader; return its samples."""
         if id(ddp) not in self._by_iterator:
             with unseen():
                 fed = first_tensor(inputs, _has_samples) is not None
@@ -158,7 +161,7 @@ class Loaders:
             known[0].exhausted_ns = now_ns()
 
     def trains(self) -> None:
-        """A backward pass followed the last batch."""
+        """Record that a backward pass followed the last batch: its loader is for training."""
         self._trained, self.ledger.trained = self._last, True
         if self._last is not None:
             self._last.in_training = 1
@@ -176,20 +179,20 @@ def _length(x: Any) -> int:
 
 
 def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None:
-    """The first tensor in a (nested) batch that `wanted` accepts."""
+    """Return the first tensor in a (nested) batch that `wanted` accepts."""
     if isinstance(batch, torch.Tensor):
         return batch if wanted(batch) else None
     if depth > 3:
         return None
     values: Any = ()
-    # of the built-in types alone: what a class of the job's overrides is its own code, and `__getattr__` may do anything
+    # built-in types only: methods of the job's classes are its own code, and `__getattr__` may do anything
     if isinstance(batch, dict):
         values = dict.values(batch)
     elif isinstance(batch, list):
         values = list.__iter__(batch)
     elif isinstance(batch, tuple):
         values = tuple.__iter__(batch)
-    elif isinstance(data := _attributes(batch).get("data"), dict):  # a UserDict, as tokenizers give
+    elif isinstance(data := _attributes(batch).get("data"), dict):  # a UserDict, as tokenizers return
         values = dict.values(data)
     for v in values:
         t = first_tensor(v, wanted, depth + 1)
@@ -206,7 +209,7 @@ def _attributes(x: object) -> dict[str, Any]:
 
 
 def fingerprint(batch: Any) -> int:
-    """64 bits of a batch; a half that could not be taken is 0."""
+    """Return the 64-bit fingerprint of a batch; a half without a usable tensor is 0."""
     labels = values = looks = 0
 
     def look(t: torch.Tensor) -> bool:
@@ -224,7 +227,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def _in_turn(values: list[Any]) -> bool:
-    """Whether they repeat themselves: 0, 1, … 9, 0, 1, …"""
+    """True if the values repeat: 0, 1, … 9, 0, 1, …"""
     return any(values[period:] == values[:-period] for period in range(1, len(values) - 2))
 
 
@@ -238,7 +241,7 @@ def _crc(t: torch.Tensor, distinct: int) -> int:
         return 0
     memory = (_C_TYPES[t.dtype] * n).from_address(at)
     part = memory[:] if n <= len(_SCATTERED) else [memory[i % n] for i in _SCATTERED]
-    # a constant, a few classes, or any number of them in turn, say nothing about which data it is
+    # a constant, or a few classes in turn, does not identify the data
     if len(set(part)) < distinct or (t.dim() == 1 and _in_turn(memory[: len(_SCATTERED)])):
         return 0
     return zlib.crc32(repr((n, part)).encode())

@@ -1,7 +1,7 @@
 """Sampled checks inside the rank: unused parameters, non-finite values, replica checksums.
 
-Each costs microseconds when it runs and runs rarely; none adds communication. On a GPU nothing is waited for: values are
-copied to pinned memory and read when the copy has been seen to be done.
+Each check costs microseconds, runs rarely and adds no communication. The GPU is never waited for: values are copied to
+pinned memory and read once the copy is done.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ NONFINITE_REPORTS = 4
 NAMES_KEPT = 200
 UNUSED_TEXTS = 16
 BAD_LOSSES = 8  # one after the other, none of them followed by a step: more than a scaler needs to settle
-# Parameters per step that are asked whether they have a gradient, while a model is new and later: of more, more rarely.
+# Parameters checked per step for a gradient, while the model is new and later; if there are more, they take turns.
 LOOKED_AT, LOOKED_AT_LATER, NEW_LOOKS = 64, 2, 128
-LATER_STEPS = 8  # at least, between two looks later
+LATER_STEPS = 8  # at least, between two later checks
 _FLOAT32, _PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
 
 def checksum_due(step: int) -> bool:
-    """The same steps on every rank: 2, 4, 8, … 64, then every 64th."""
+    """True for steps 2, 4, 8, … 64, then every 64th: the same on all ranks."""
     return step % 64 == 0 or (step < 64 and step >= 2 and step & (step - 1) == 0)
 
 
 def _capturing() -> bool:
-    """True while a CUDA graph is captured: an operation of ours would become part of it, or end it with an error."""
+    """True during a CUDA graph capture: an operation of ours would become part of the graph, or break the capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def sampled(t: torch.Tensor, most: int) -> list[float] | None:
-    """Up to `most` elements of `t`, evenly spread in memory; None where it is no plain, dense float32 tensor on the CPU.
+    """Return up to `most` elements of `t`, evenly spread in memory; None unless it is a plain, dense float32 tensor on the CPU.
 
-    Read straight from memory: one operator of torch takes longer than this for all of them.
+    Read straight from memory: one torch operator takes longer than reading all of them.
     """
     if not t.is_cpu or t.dtype is not _FLOAT32 or type(t) not in _PLAIN:
         return None
@@ -63,10 +63,10 @@ def sampled(t: torch.Tensor, most: int) -> list[float] | None:
 
 
 class Gradients(GradientWords):
-    """Reads a few elements of a parameter's gradients, one after the other, in as few calls as can be.
+    """Reads a few elements of a parameter's gradients in as few calls as possible.
 
-    Gradients lie in memory as their parameter does, autograd keeps it so, and mostly the next one takes the place of the
-    last. To ask all that of torch each time takes longer than everything else of ours in a step: caches are cold here.
+    A gradient has the memory layout of its parameter (autograd keeps it so), and the next one mostly reuses the address of the
+    last. Asking torch for this each time takes longer than all else that we do in a step: caches are cold here.
     """
 
     def __init__(self, p: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class Gradients(GradientWords):
         self._memory: tuple[int, Any] = (0, ())  # address, and what lies there
 
     def sum(self, g: torch.Tensor) -> float:
-        """Sum of some elements, not finite where one of them is not; 0 where they cannot be looked at."""
+        """Return the sum of some elements: not finite if one of them is not; 0 if they cannot be read."""
         if not g.is_cpu or g.layout is not torch.strided:
             return 0.0
         if self._type is None or g.dtype is not _FLOAT32:
@@ -99,7 +99,7 @@ class Gradients(GradientWords):
 class Checks:
     def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
         self.r, self.h, self.page, self.ledger = r, r.h, r.page, ledger
-        self.later, self._models = ledger.later, ledger.models  # (event, copy on the host, what is to be done with it)
+        self.later, self._models = ledger.later, ledger.models  # (event, copy on the host, callback that gets the copy)
         self._nonfinite = 0
         self._suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
         self._reduced = 0
@@ -108,7 +108,7 @@ class Checks:
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
             weakref.WeakKeyDictionary()
         )
-        self.local_gradients = False  # a model's gradients are looked at before they are averaged
+        self.local_gradients = False  # gradients are checked before they are averaged
 
     def sample(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
         self.page.write_sample(int(kind), step, value, key, name, site, now_ns())
@@ -116,7 +116,7 @@ class Checks:
     # -- loss and gradients ----------------------------------------------------------------------------
 
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
-        """The scalar that backward is called on; None where it is no scalar or lies on a device."""
+        """Return the scalar that backward is called on; None if it is no scalar or on a device."""
         t = tensors[0] if type(tensors) in (tuple, list) and len(tensors) == 1 else tensors
         if type(t) is torch.Tensor:
             return self._loss(t, site, micro_step)
@@ -130,7 +130,7 @@ class Checks:
             return None
         if t.is_cpu:
             value = t.item()
-            if self.ledger.bad_losses or value - value:  # NaN where it is not finite
+            if self.ledger.bad_losses or value - value:  # NaN if it is not finite
                 self._loss_value(value, site, BAD_LOSSES)
             return value
         if micro_step % 8 == 0 and not _capturing():
@@ -139,8 +139,10 @@ class Checks:
         return None
 
     def _loss_value(self, value: float, site: int, at_most: int) -> None:
-        """A loss that is not finite ruins nothing where the step is dropped: it is said when the step is made, or when
-        `at_most` of them have followed each other."""
+        """Note a loss; report it if it is not finite and the optimizer makes its step, or after `at_most` such losses.
+
+        A scaler drops the step of such a loss, and then it does no harm.
+        """
         if isfinite(value):
             self.ledger.bad_losses = 0
             return
@@ -152,11 +154,11 @@ class Checks:
             self._convict()
 
     def _look_at_input(self, site: int) -> None:
-        """Whether the batch itself holds NaN: whatever the loss went through, others' values included, it began there."""
+        """True if the batch itself holds NaN: then the NaN began there, whatever else the loss depends on."""
         if _capturing():
             return
         t, step = self.ledger.newest and self.ledger.newest(), self.h.step + 1
-        # plain ones only: to look at a tensor that is spread over ranks is a collective
+        # plain tensors only: reading a tensor that is sharded over ranks is a collective
         if t is None or type(t) not in _PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
             return
         found = torch.isnan(t.detach()).any()
@@ -178,13 +180,13 @@ class Checks:
         self._suspects.clear()
 
     def _judge(self, optimizer: Any) -> None:
-        """A step is about to be made: with gradients that are not finite, or with those after a step that was dropped."""
-        skipped = getattr(optimizer, "found_inf", None)  # how GradScaler tells a fused optimizer to drop the step
+        """Check the gradients that the optimizer is about to use, or those after a step that was dropped."""
+        skipped = getattr(optimizer, "found_inf", None)  # GradScaler sets it to make a fused optimizer drop the step
         looked = [p for _, _, _, p, _ in self._suspects if p is not None] or (self._grad_probe or (None, []))[1]
         gradients = [g for g in (p.grad for p in looked) if g is not None and g.is_cpu and g.layout is torch.strided]
         if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
             self._convict()
-        # a loss that stays so is said all the same, though its gradients are in order
+        # a loss that stays NaN is reported even if the gradients are finite
         self._suspects = [x for x in self._suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
 
     def _when_copied(self, t: torch.Tensor, then: Any) -> None:
@@ -198,7 +200,7 @@ class Checks:
         self.later.append((event, host, then))
 
     def poll(self) -> None:
-        """Read what has arrived from the device meanwhile; never waits."""
+        """Read the copies that have arrived from the device; never waits."""
         while self.later and not _capturing() and self.later[0][0].query():
             _, host, then = self.later.pop(0)
             then(host)
@@ -206,7 +208,7 @@ class Checks:
     def before_optimizer(self, optimizer: Any, step: int) -> None:
         models = self._models
         self._reduced, self.ledger.reduced_elements = self.ledger.reduced_elements, 0
-        if not self.local_gradients:  # else this rank's own gradient was looked at already
+        if not self.local_gradients:  # else this rank's own gradient was checked already
             self._gradients(optimizer, step)
         if self._suspects:
             self._judge(optimizer)
@@ -244,7 +246,7 @@ class Checks:
                 return
 
     def local_gradient(self, p: Any, total: float, site: int) -> None:
-        """The last gradient, still this rank's own, is not finite: that began on this rank.
+        """Report the last gradient before it is averaged if it is not finite: that began on this rank.
 
         Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
         """
@@ -259,7 +261,7 @@ class Checks:
         return ""
 
     def _named(self, m: Model) -> list[tuple[str, Any]]:
-        """DDP's own parameter order: what it ignores is not in it."""
+        """Return the parameters in DDP's order, without those that it ignores."""
         ddp = m.ref()
         if ddp is None:
             return []
@@ -278,11 +280,11 @@ class Checks:
         slot.unused_checks = looks = slot.unused_checks + 1
         each = 1 if looks < 4 else len(named) // (LOOKED_AT if looks < NEW_LOOKS else LOOKED_AT_LATER)
         m.next_check = step + max(1 if looks < NEW_LOOKS else LATER_STEPS, each)
-        for _, p in named:  # mostly there is nothing to find
+        for _, p in named:  # mostly all have a gradient
             if p.grad is None:
                 if slot.find_unused == 0 and not slot.static_graph:
-                    # A script may drop a gradient itself before the step. If backward left it out, DDP refuses the next
-                    # forward and says which: that is the proof. Until then it is not known that all have gradients.
+                    # A script may drop a gradient itself before the step. If backward left one out, DDP refuses the next
+                    # forward and names it: that is the proof. Until then it is unknown whether all have gradients.
                     slot.unused_checks = looks - 1
                     return
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]
@@ -299,11 +301,11 @@ class Checks:
         names = json.dumps(missing[:NAMES_KEPT])
         if names not in m.unused_texts:
             if len(m.unused_texts) >= UNUSED_TEXTS:
-                return  # layers dropped at random: ever new sets of names would fill the heap
+                return  # layers dropped at random: new sets of names in every step would fill the heap
             m.unused_texts.add(names)
         m.slot.unused = self.page.text(names)
         ddp = m.ref()
-        if step <= 1 and m.first_forward is not None and ddp is not None:  # later the model may take another way
+        if step <= 1 and m.first_forward is not None and ddp is not None:  # the model may take another branch later
             never = m.first_forward.never_called(ddp.module, [name for name, _ in missing])
             m.slot.never_called = self.page.text(json.dumps(never[:NAMES_KEPT]))
 
@@ -316,7 +318,7 @@ class Checks:
 
     @guarded
     def crashed_unused(self, m: Model, error: BaseException, site: int) -> None:
-        """DDP refused the next forward: its message has the indices, the module has the names."""
+        """Record the parameters that DDP names in its error: the message has the indices, the module the names."""
         found = _INDICES.search(str(error))
         named = self._named(m)
         missing: list[tuple[str, int]] = []
@@ -324,37 +326,37 @@ class Checks:
             indices = [int(i) for i in found.group(1).split()]
             missing = [(named[i][0], named[i][1].numel()) for i in indices if i < len(named)]
         m.slot.unused_site = site
-        m.unused_texts.clear()  # this one is said
+        m.unused_texts.clear()  # reported
         if missing:
             self._write_unused(m, missing, self.h.step)
 
     # -- replicas ----------------------------------------------------------------------------------------
 
     def after_optimizer(self, optimizer: Any, step: int) -> None:
-        """At the end of a step, on the same steps of every rank: checksums of a few elements of a few parameters."""
+        """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
         if not checksum_due(step):
             return
         params, elements = self._parameters(optimizer)
         if not params:
             return
-        # of those that are trained now: what is frozen stays with the optimizer of many a job
+        # only parameters that are trained now: many jobs leave frozen ones in the optimizer
         trained = sum(p.numel() for p in params if p.grad is not None) if self._reduced else 0
         self.sample(SampleKind.REDUCED, step, self._reduced / trained if trained else 0.0)
         if self.averaged_elements:
             self.sample(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step)
         rates = [g.get("lr") for g in optimizer.param_groups]
-        if all(type(rate) in (int, float) for rate in rates):  # a tensor may lie on a device
+        if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
             self.sample(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
         buffers = [b for m in self._models.values() for b in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
     def _parameters(self, optimizer: Any) -> tuple[list[Any], int]:
-        """(parameters, elements) of an optimizer that are to be alike on all ranks, kept while it and DDP have as many.
+        """Return (parameters, elements) of an optimizer that must be equal on all ranks; cached while their number stays.
 
-        With DDP those that DDP wraps (a layer that it ignores is a rank's own, as experts are); none where some are
-        sharded (DTensor) and differ by design.
+        With DDP: those that DDP wraps (layers that it ignores, such as experts, differ by design). None if some are sharded
+        (DTensor), as shards differ by design.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
         mark = (n, len(self._models))
@@ -371,7 +373,7 @@ class Checks:
         return kept[1], kept[2]
 
     def _buffers(self, m: Model) -> list[torch.Tensor]:
-        """Floating-point buffers of a model; where they lie is kept, for modules are many and buffers may be replaced."""
+        """Return the floating-point buffers of a model. Their owners are cached: there are many modules, and buffers get replaced."""
         ddp = m.ref()
         if ddp is None:
             return []
