@@ -156,7 +156,7 @@ class LoaderSlot(Structure):
         ("dataset_length", c_int64),
         ("batch_size", c_int64),
         ("drop_last", c_int32),
-        ("distributed_sampler", c_int32),
+        ("distributed_sampler", c_int32),  # 1: its rank and num_replicas are those of the process; 2: they are others
         ("sampler_epoch", c_int64),
         ("shuffle", c_int32),
         ("workers", c_int32),
@@ -265,6 +265,7 @@ class SampleKind(IntEnum):
     REDUCED = 5  # elements all-reduced during the step, against those of the parameters that have gradients
     AVERAGED = 7  # the most of them between two steps so far
     NOT_A_MEMBER = 10  # a collective called by a rank outside its group: it returned at once; its name is the operation
+    UNFROZEN = 11  # parameters that get gradients and were frozen when DDP was built; its name is the first of them
     NAN_INPUT = 8  # the batch of a loss that is not finite holds NaN itself
     LEARNING_RATE = (
         9  # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups

@@ -212,3 +212,11 @@ def test_of_equally_many_batches_the_rank_that_ran_out_is_named() -> None:
         f.message.startswith("rank 0 ran out of batches after 45")
         and "rank 1 hangs: rank 0 has no batch left" in f.cost
     )
+
+
+@pytest.mark.parametrize(("fits", "advice"), [(True, "seed NumPy"), (False, "the right rank and num_replicas")])
+def test_equal_batches_from_a_right_sampler_are_due_to_the_data_set(fits: bool, advice: str) -> None:
+    prints = tuple(n << 32 | n for n in range(1, 7))
+    same = loader(distributed_sampler=True, sampler_fits=fits, first_fingerprints=prints)
+    f = only(findings(job(rank(0, loaders=(same,)), rank(1, loaders=(same,))), duplicate_data))
+    assert f.cause == "same_batches_on_ranks" and advice in f.advice

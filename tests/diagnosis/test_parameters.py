@@ -340,3 +340,14 @@ def test_a_call_in_a_group_of_others_is_reported_with_its_line() -> None:
     assert "all_reduce" in f.message and f.where[0].line == LOOP.line
     harmless = msgspec.structs.replace(outside, name="barrier")
     assert findings(job(rank(0), rank(1, samples=(harmless,))), group_misuse) == []
+
+
+def test_unfrozen_parameters_whose_gradients_may_be_reduced_by_hand_are_no_drift() -> None:
+    sample = Sample(kind="unfrozen", step=9, value=2.0, name="body.weight")
+    reduced = Sample(kind="reduced", step=9, value=0.5)
+
+    def of(*samples: Sample) -> list[Finding]:
+        return findings(job(rank(0, samples=samples), rank(1, samples=samples)), replica_drift)
+
+    assert only(of(sample)).names == ("body.weight",)
+    assert of(sample, reduced) == []

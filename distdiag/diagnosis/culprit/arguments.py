@@ -52,7 +52,7 @@ def _earlier(state: RankState, call: Call, argument: str) -> list[object]:
         and c.group == call.group
         and c.site is not None
         and c.site.key == call.site.key
-        and (c.seq, c.nth, c.peer, c.entered_s) != (call.seq, call.nth, call.peer, call.entered_s)
+        and (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer)  # not this call itself
     ]
 
 

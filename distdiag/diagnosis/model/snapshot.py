@@ -81,6 +81,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     dataset_length: int | None = None
     drop_last: bool | None = None
     distributed_sampler: bool = False
+    sampler_fits: bool | None = None  # its rank and num_replicas are those of the process
     sampler_epoch: int | None = None  # DistributedSampler.epoch: did set_epoch move?
     shuffle: bool | None = None
     iterations_started: int = 0  # how often iter() was called

@@ -1,6 +1,6 @@
 """duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are compared by fingerprints.
 
-Faulty jobs: same_shuffle, frozen_order, char_windows, no_group. Healthy look-alikes: param_server, groups_apart, no_dist.
+Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group. Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
 """
 
 from __future__ import annotations
@@ -195,11 +195,16 @@ def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
         for pattern, severity, advice in _SAME_BATCHES
         if all(p is None or p == c for p, c in zip(pattern, case, strict=True))
     )
-    sampler = (
-        "give the DistributedSampler the right rank and num_replicas"
-        if x.distributed_sampler
-        else "give the DataLoader a DistributedSampler(dataset)"
-    )
+    fits = [found.loaders[q].sampler_fits for q in found.ranks]
+    if not x.distributed_sampler:
+        sampler = "give the DataLoader a DistributedSampler(dataset)"
+    elif all(fits):
+        sampler = (
+            "the DistributedSampler is right: the data set makes the same samples from different indices; seed NumPy and random "
+            "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index"
+        )
+    else:
+        sampler = "give the DistributedSampler the right rank and num_replicas"
     return Finding(
         kind=kind.name,
         cause="same_batches_on_ranks",

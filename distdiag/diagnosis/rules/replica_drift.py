@@ -1,7 +1,7 @@
 """replica_drift: replicas of one model that differ, by checksums of the same elements at the same steps.
 
-Faulty jobs: module_forward, hand_average, local_stats, thawed_layers, token_schedule, no_wrap.
-Healthy look-alikes: local_sgd, fsdp_shared, layer_drop, joined_uneven.
+Faulty jobs: thaw_late, module_forward, hand_average, local_stats, thawed_layers, token_schedule, no_wrap.
+Healthy look-alikes: thaw_staged, local_sgd, fsdp_shared, layer_drop, joined_uneven.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.phrases import where
+from distdiag.diagnosis.text.phrases import at, count, where
 from distdiag.diagnosis.training_data import synchronous, training_loaders
 
 kind = kinds.REPLICA_DRIFT
@@ -90,6 +90,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _evaluate(s: Snapshot) -> Iterator[Finding | Abstained]:
+    if (unfrozen := _unfrozen(s)) is not None:
+        yield unfrozen
+        return
     for kind_of in ("parameters", "buffers"):
         found = _drift(s, kind_of)
         if isinstance(found, _Drift):
@@ -257,6 +260,34 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
         f"(checksums differ by {spread:.3g} at step {drift.steps[-1]})",
         cost="each rank trains a different model; only one of them is saved",
         advice=_ADVICE[words + in_ddp],
+    )
+
+
+def _unfrozen(s: Snapshot) -> Finding | None:
+    """Return the finding of parameters that were frozen when DDP was built and get gradients now.
+
+    Nothing if some gradients are reduced by hand: theirs may be among them.
+    """
+    samples = {q: x for q, r in s.ranks.items() for x in r.samples if x.kind == "unfrozen"}
+    if not samples or any(
+        x.kind == "reduced" and x.value > limits.metrics for r in s.ranks.values() for x in r.samples
+    ):
+        return None
+    first = min(samples.values(), key=lambda x: x.step)
+    return Finding(
+        kind=kind.name,
+        cause="gradients_not_synced",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        victims=tuple(sorted(samples)),
+        where=tuple(where(s.ranks[q], None, x.site) for q, x in sorted(samples.items())),
+        names=(first.name,),
+        step=first.step,
+        message=f"{count(int(first.value), 'parameter')} ({first.name}{', …' if first.value > 1 else ''}) had requires_grad False "
+        f"when DDP was built{at(first.site)} and {'gets' if first.value == 1 else 'get'} gradients since step {first.step} or "
+        "earlier: DDP does not average them",
+        cost="each rank trains these parameters on its own; only one of the replicas is saved",
+        advice="unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)",
     )
 
 

@@ -150,6 +150,7 @@ class Slots:
                     dataset_length=known(s.dataset_length),
                     drop_last=None if s.drop_last < 0 else bool(s.drop_last),
                     distributed_sampler=bool(s.distributed_sampler),
+                    sampler_fits=s.distributed_sampler == 1 if s.distributed_sampler else None,
                     sampler_epoch=known(s.sampler_epoch),
                     shuffle=None if s.shuffle < 0 else bool(s.shuffle),
                     iterations_started=s.iterations,

@@ -34,6 +34,8 @@ class Model(ModelWords):
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and where its buffers lie, once asked for; not kept beyond its life
         self.named: list[tuple[str, Any]] | None = None
+        self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
+        self.frozen_next = self.frozen_forwards = 0
         self.buffer_places: list[tuple[Any, str]] | None = None
         self.slot = slot
         self.pg = ddp.process_group
@@ -55,6 +57,7 @@ class Model(ModelWords):
 
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None
+        self.frozen = []
 
 
 @guarded
@@ -97,7 +100,9 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
     ph.ledger.models[id(ddp)] = m
+    ignored = getattr(ddp, "parameters_to_ignore", None) or ()
     with unseen():
+        m.frozen = [(n, p) for n, p in ddp.module.named_parameters() if not p.requires_grad and n not in ignored]
         if ph.r.device is None:
             ph.r.device = cuda_index(ddp.module.parameters())
         first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)

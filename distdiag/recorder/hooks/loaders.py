@@ -78,7 +78,10 @@ class Loaders:
         drop = getattr(batch_sampler, "drop_last", loader.drop_last)
         slot.drop_last = int(bool(drop))
         sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
-        slot.distributed_sampler = int(isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"))
+        if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
+            slot.distributed_sampler = 1 if _fits(sampler) else 2
+        else:
+            slot.distributed_sampler = 0
         epoch = getattr(sampler, "epoch", None)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
         if isinstance(sampler, RandomSampler):
@@ -169,6 +172,15 @@ class Loaders:
 
 def _has_samples(t: torch.Tensor) -> bool:
     return t.dim() > 0
+
+
+def _fits(sampler: Any) -> bool:
+    """False if a sampler's rank or number of replicas is not that of the process."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return True
+    rank, replicas = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
+    world = torch.distributed.get_world_size()
+    return (rank is None or rank == torch.distributed.get_rank()) and (replicas is None or replicas == world)
 
 
 def _length(x: Any) -> int:

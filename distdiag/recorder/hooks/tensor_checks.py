@@ -275,6 +275,8 @@ class Checks:
     # -- unused parameters ------------------------------------------------------------------------------
 
     def _unused(self, m: Model, step: int) -> None:
+        if m.frozen:
+            self._unfrozen(m, step)
         named = self._named(m)
         slot = m.slot
         slot.unused_checks = looks = slot.unused_checks + 1
@@ -294,6 +296,19 @@ class Checks:
                 return
         if m.never is None or m.never:
             self._write_never(m, [])
+
+    def _unfrozen(self, m: Model, step: int) -> None:
+        """Report parameters that were frozen when DDP was built and have a gradient now: DDP averages none of them."""
+        forwards = m.slot.forwards
+        if forwards == m.frozen_forwards:
+            return  # not in use any more: the module may have been wrapped again
+        m.frozen_forwards = forwards
+        frozen, at = m.frozen, m.frozen_next
+        m.frozen_next = at + LOOKED_AT if at + LOOKED_AT < len(frozen) else 0
+        if any(p.requires_grad and p.grad is not None for _, p in frozen[at : at + LOOKED_AT]):
+            names = [n for n, p in frozen if p.requires_grad and p.grad is not None]
+            m.frozen = []
+            self.sample(SampleKind.UNFROZEN, step, float(len(names)), name=names[0], site=m.slot.site)
 
     def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
         m.slot.unused_hits += 1
