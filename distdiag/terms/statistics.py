@@ -27,9 +27,6 @@ class Interval:
     low: float
     high: float
 
-    def overlaps(self, other: Interval) -> bool:
-        return self.low <= other.high and other.low <= self.high
-
 
 @dataclass(frozen=True, slots=True)
 class Mode:

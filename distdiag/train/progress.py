@@ -25,7 +25,6 @@ class Progress:
         self._config, self._ranks, self._recorder = config, ranks, recorder
         self._window = torch.zeros(3, device=device)  # loss x samples, correct, samples
         self._begun = self._since = time.monotonic()
-        self._samples = 0
         self._total_steps = 0
         self._loss: float | None = None
         self._accuracy: float | None = None
@@ -76,7 +75,6 @@ class Progress:
         rate = count / max(now - self._since, 1e-9)
         self._window.zero_()
         self._since = now
-        self._samples += int(count)
         mean_loss = self._loss = loss / max(count, 1)
         accuracy = correct / max(count, 1)
         if own_loss is not None:  # a rank with a stage that is not the last computes none

@@ -15,6 +15,7 @@ from distdiag.diagnosis.dumps.culprits import Blame
 from distdiag.diagnosis.dumps.files import find, likely
 from distdiag.diagnosis.dumps.late_ranks import LateRanks
 from distdiag.diagnosis.dumps.missing import any_call, unreadable, where_of, without_dump
+from distdiag.diagnosis.dumps.running import was_running
 from distdiag.diagnosis.dumps.snapshot import ANALYSIS, LoadReport, load
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
@@ -30,13 +31,7 @@ from distdiag.terms.untrusted import all_encodable
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
-# A rank was only on its way if others had waited for it less than this (and far less than the timeout) when its dump was
-# written, or not much longer than it has paused repeatedly.
-YOUNG_S, USUAL_FACTOR = 2.0, 2.0
-REAL_TIME_S = 0.005  # recordings that took less were not made by a job
-MOVING_S = 5.0  # waits up to this are no hang if a rank had just made progress
 DEATHS = 2  # crashes of the reading child, after which each file is tried alone first
-APART_S = 30.0  # files of one round of dumps are written closer together than this
 DUMPED_WITHIN_S = 300.0  # after the timeout; the time of a later copy proves nothing
 
 
@@ -119,7 +114,7 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: dict[str,
     conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     found: list[Finding] = list(conflicts)
-    running = _was_running(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame)
+    running = was_running(loaded, blame)
     if not conflicts and not running and (unmet := _unmet(snapshot, loaded)) is not None:
         found.append(unmet)
     elif not conflicts:
@@ -171,66 +166,6 @@ def _notes(loaded: LoadReport) -> list[str]:
         names = ", ".join(Path(p).name for p in loaded.others[:5]) + (" …" if len(loaded.others) > 5 else "")
         notes.append(f"not looked at: {names}")
     return notes
-
-
-def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
-    """Return an upper bound of how long a rank had waited when its dump, or that of the rank it waits for, was taken; None
-    if file times are not usable.
-
-    They are if a file was written after its own newest entry, and the recording took some time. They are not if the clock
-    differs. A copy's time is only later, which hides no wait.
-    """
-    spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
-    if max(spans, default=0.0) <= REAL_TIME_S:
-        return None
-    waits: list[float] = []
-    begun = _begun(loaded, blame)
-    for r in {*blame.victims, *blame.culprits, *blame.extra, *blame.waited_for_since_s}:
-        since = [t for t in (blame.waited_for_since_s.get(r), begun.get(r)) if t is not None]
-        written, newest = loaded.modified_s.get(r), loaded.newest_s.get(r)
-        if not since and (r not in blame.waited_for_since_s or r in blame.idle):
-            continue
-        if not since or written is None or newest is None or written < newest:
-            return None
-        waits.append(written - min(since))
-    return max(waits, default=None)
-
-
-def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
-    """Return since when each rank may have waited. Entries that its ring lost were issued before the others."""
-    known = {r: c.entered_s for r, c in blame.oldest.items()}
-    begun = {r: known.get(r) or loaded.oldest_s.get(r) for r in {*blame.victims, *known}}
-    return {r: t for r, t in begun.items() if t is not None}
-
-
-def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
-    """True if nobody had waited for long, or for much longer than the ranks waited for have paused before."""
-    longest = _longest_wait_s(loaded, blame)
-    usual = max((loaded.usual_gap_s.get(r, 0.0) for r in blame.waited_for_since_s), default=0.0)
-    young_s = YOUNG_S if loaded.timeout_s is None else min(YOUNG_S, loaded.timeout_s / 4)
-    return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
-
-
-def _was_running(loaded: LoadReport) -> bool:
-    """True if one dump is older by whole collectives: the job went on, so the last rank in it was not stuck.
-
-    Unless the files' times show that the older one was taken long before.
-    """
-    late = [t for r, t in loaded.modified_s.items() if r not in loaded.stale]
-    early = [t for r, t in loaded.modified_s.items() if r in loaded.stale]
-    return bool(loaded.stale) and not (late and early and min(late) - max(early) > APART_S)
-
-
-def _moved(loaded: LoadReport, blame: Blame) -> bool:
-    """True if a rank had just made progress when its dump was taken, and nobody had waited for long by then.
-
-    File times may not show when a dump was taken; operations that it found complete before the watchdog did.
-    """
-    since = _begun(loaded, blame).values()
-    if not loaded.moved_s:
-        return False
-    usual = max(loaded.usual_gap_s.values(), default=0.0)
-    return not since or max(loaded.moved_s.values()) - min(since) < max(MOVING_S, USUAL_FACTOR * usual)
 
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:

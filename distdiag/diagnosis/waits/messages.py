@@ -10,11 +10,6 @@ _ANY = ("any", "-1", "-2", "None")
 OPPOSITE = {"send": "recv", "recv": "send"}
 
 
-def p2p_key(direction: str, peer: int | None, tag: int, group: str) -> str:
-    """Key of `RankState.p2p_issued`; `peer` None is any source."""
-    return f"{direction}:{'any' if peer is None else peer}:{tag}:{group}"
-
-
 def direction_of(call: Call) -> str:
     """`send` or `recv`."""
     return "send" if call.op.endswith("send") else "recv"
