@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from distdiag.page.layout import ModelSlot
+from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.store.reader import Run, open_run
 from tests.jobs import launch, rows
 
@@ -71,3 +73,14 @@ def test_buckets_are_those_of_the_gradients(run: Run) -> None:
 
 def test_the_recorder_had_no_errors(run: Run) -> None:
     assert rows(run.path, "SELECT recorder_errors FROM rank") == [(0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "synced", "expected"),
+    [(8, 8, 1), (8, 4, 1), (8, 0, 1), (8, 32, 4), (8, 12, 0)],
+    ids=["each", "every second", "none since", "four a step", "not always as many"],
+)
+def test_backward_passes_a_step(steps: int, synced: int, expected: int) -> None:
+    times = DdpTimes(None, 0, ModelSlot(), 0)  # a torch without the interface: nothing is read
+    times._per_step(2, 2)
+    assert times._per_step(2 + steps, 2 + synced) == expected
