@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.culprit.paths import parting, with_callers
+from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
 from distdiag.diagnosis.rules import mismatch
+from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
 from tests.diagnosis.test_conditions import FILE, places
 from tests.diagnosis.test_graph import call, key, only, rank, snapshot
@@ -159,6 +161,8 @@ def test_a_forward_without_backward_decides_a_tie_and_its_condition_is_named() -
     )
     f = only(s, source={FILE: text}.get)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
+    assert "in broadcast #90 at train.py:2 in train_step (DDP's buffers, before the forward) where" in f.message
+    assert "all_reduce #90 at train.py:5 in train_step (DDP's gradients, in backward)" in f.message
     assert "rank 0 ran 1 forward without backward (72 forwards, 70 backwards)" in f.message
     assert "`if loss.item() < 0.2` (train.py:3)" in f.message
     assert "backward of every forward on rank 0" in f.advice
@@ -243,3 +247,8 @@ def test_of_a_circle_the_smallest_edit_is_named() -> None:
     assert (
         "it is enough that rank 0 calls all_reduce at train.py:2 in f before all_reduce at train.py:1 in f" in f.advice
     )
+
+
+def test_a_rank_that_has_ended_is_shown_where_it_was_seen_last() -> None:
+    f = Finding(kind="deadlock", message="m", where=(Where(1, "/job/train.py", 8, "train", "finished"),))
+    assert any("last seen at /job/train.py:8 in train (rank 1)" in line for line in finding_lines(f))

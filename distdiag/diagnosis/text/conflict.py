@@ -11,7 +11,7 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Site, Snapshot
-from distdiag.diagnosis.text.incident import group_label, verb
+from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, place_text
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
@@ -24,7 +24,7 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
     wait, culprits = verdict.wait, verdict.culprits
     what = wait.conflict or "op"
     sides = _sides(verdict)[:3]
-    texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(wait, s, what)}" for s in sides]
+    texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(snapshot, wait, s, what)}" for s in sides]
     number = "" if wait.p2p or what == "op" else f" #{wait.seq:,}"
     if culprits:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
@@ -150,7 +150,7 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
 
 
-def _side_text(wait: Wait, side: Collection[int], cause: str) -> str:
+def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str) -> str:
     """Return `all_reduce` / `1,048,576 elements of float32` / `root rank 1`, with the site of the side's first rank."""
     call = wait.calls[min(side)]
     op = compatible.op_name(call.op)
@@ -161,4 +161,5 @@ def _side_text(wait: Wait, side: Collection[int], cause: str) -> str:
         "dtype": f"{op} of {dtype}",
         "shape": f"{op} of {n:,} elements" if n is not None else op,
     }[cause]
-    return f"{what}{at(call.site)}"
+    implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
+    return f"{what}{at(call.site)}{implicit}"

@@ -29,6 +29,10 @@ def _places(places: tuple[Where, ...]) -> str:
     seen: dict[str, list[int]] = {}
     for w in places:
         text = place(w)
+        if (
+            text and w.state == "finished"
+        ):  # where it was when it was sampled last: the line that it left by is not known
+            text = f"last seen at {text}"
         if text:
             ranks = seen.setdefault(text, [])
             if w.rank not in ranks:

@@ -59,6 +59,17 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
     return f"{op} {'to' if direction == 'send' else 'from'} {whom} ({label}{tag}{size})"
 
 
+def implicit_text(state: RankState | None, call: Call) -> str:
+    """Return what DDP does in a collective that the user's line does not call; empty if a call of Python's was recorded."""
+    if state is None or not state.models or any((c.group, c.seq) == (call.group, call.seq) for c in state.calls):
+        return ""
+    return {
+        ("forward", "broadcast"): " (DDP's buffers, before the forward)",
+        ("validate", "broadcast"): " (DDP's buffers, before the forward)",
+        ("backward", "all_reduce"): " (DDP's gradients, in backward)",
+    }.get((state.phase, compatible.op_name(call.op)), "")
+
+
 def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
     """Return the call of each rank in `waits` (the first of several)."""
     out: dict[int, tuple[Wait, Call]] = {}
