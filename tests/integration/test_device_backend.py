@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,15 @@ pytestmark = [
 
 # The host leaves every call at once; it waits for the device where it reads a result.
 SCRIPT = """
-    import sys, time
+    import json, os, sys, threading, time
+    from datetime import timedelta
     import torch
     import torch.distributed as dist
+    from stream_backend import device, graph
+    from torch._C import _distributed_c10d as c10d
 
-    dist.init_process_group("gloo")
+    timeout = 10 if sys.argv[1] == "mismatch" else 600
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     rank, world, what = dist.get_rank(), dist.get_world_size(), sys.argv[1]
     a, b = dist.new_group(list(range(world))), dist.new_group(list(range(world)))
     x = torch.ones(8)
@@ -35,6 +41,12 @@ SCRIPT = """
 
     for group in (None, a, b) * 8:
         average(group)
+    with graph.capture() as captured:  # takes a number, and is never enqueued
+        dist.all_reduce(x)
+    for _ in range(40):  # no counter moves
+        captured.replay()
+        x.fill_(1.0)
+        time.sleep(0.02)
     if what == "missing" and rank == 0:
         dist.broadcast(x, 0)  # extra
     if what == "groups":
@@ -42,7 +54,41 @@ SCRIPT = """
         dist.all_reduce(x, group=first)  # first
         dist.all_reduce(x, group=second)
         x.sum().item()
+    if what == "split" and rank == 0:
+        dist.new_group([0])  # split
+    def freeze_until(file):
+        # the watchdogs have noticed all so far, and notice the timeout once the file is there
+        def thaw():
+            while not os.path.exists(file):
+                time.sleep(0.05)
+            device.freeze_watchdogs(False)
+        def groups():
+            return json.loads(c10d._dump_nccl_trace_json(False, False))["pg_status"].values()
+        while any(g["last_completed_collective"] != g["last_enqueued_collective"] for g in groups()):
+            time.sleep(0.01)
+        device.freeze_watchdogs(True)
+        threading.Thread(target=thaw, daemon=True).start()
+
+    if what == "mismatch":
+        freeze_until("thaw")
+        if rank == 0:
+            dist.all_reduce(x)  # all of it
+        else:
+            dist.all_reduce(x[:4].clone())  # a part
+        x.sum().item()
+    if what == "messages":
+        big = torch.ones(2_000_000)  # more than a send can leave in a buffer
+        dist.send(big, 1 - rank)  # sends
+        dist.recv(big, 1 - rank)
+        big.sum().item()
+    if what == "busy" and rank == 1:
+        device.busy(x, 600)
+        x.sum().item()  # its own work
     if what == "healthy":
+        device.freeze_watchdogs(rank == 0)  # its counters stand, its host does not
+        for _ in range(60):
+            average()
+            time.sleep(0.02)
         if rank == 1:  # computes on its CPU while the other's device waits for it
             end = time.monotonic() + 4
             y = torch.rand(64, 64)
@@ -52,17 +98,20 @@ SCRIPT = """
         time.sleep(2)
         for work in works:
             work.wait()
+        device.freeze_watchdogs(False)
     for _ in range(20):
         average()
     dist.destroy_process_group()
 """
 
 
-def start(tmp_path: Path, what: str) -> Any:
+def start(tmp_path: Path, what: str, **env: str) -> Any:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    env = {"PYTHONPATH": str(REPOSITORY / "tests" / "standins" / "stream")}
-    return launch(["-m", "distdiag.run", "--run-dir", tmp_path / "R", script, what], nproc=2, cwd=tmp_path, env=env)
+    env["PYTHONPATH"] = str(REPOSITORY / "tests" / "standins" / "stream")
+    return launch(
+        ["-m", "distdiag.run", "--run-dir", tmp_path / "R", script, what], nproc=2, cwd=tmp_path, env=env, timeout=200
+    )
 
 
 def findings(tmp_path: Path, where: str = "1") -> list[dict[str, Any]]:
@@ -73,8 +122,8 @@ def line_of(text: str) -> int:
     return next(i for i, line in enumerate(textwrap.dedent(SCRIPT).splitlines(), 1) if f"# {text}" in line)
 
 
-def proved(tmp_path: Path, what: str) -> dict[str, Any]:
-    with start(tmp_path, what) as job:
+def proved(tmp_path: Path, what: str, **env: str) -> dict[str, Any]:
+    with start(tmp_path, what, **env) as job:
         certain = "severity = 'error' AND certainty = 'proved'"
         return wait_for(lambda: findings(tmp_path, certain), 90, "a proof", job)[0]
 
@@ -94,6 +143,54 @@ def test_two_groups_in_opposite_order_that_both_hosts_have_issued(tmp_path: Path
     found = proved(tmp_path, "groups")
     assert (found["kind"], found["cause"]) in (("deadlock", "group_cycle"), ("mismatch", "group"))
     assert {(0, line_of("first"), "waiting"), (1, line_of("first"), "waiting")} <= places(found)
+
+
+def test_two_ranks_that_send_before_they_receive(tmp_path: Path) -> None:
+    found = proved(tmp_path, "messages")
+    assert (found["kind"], found["cause"], found["culprits"]) == ("deadlock", "p2p_cycle", [])
+    assert {(0, line_of("sends"), "waiting"), (1, line_of("sends"), "waiting")} <= places(found)
+
+
+def test_a_group_split_off_the_default_one_to_which_a_rank_that_is_no_member_does_not_come(tmp_path: Path) -> None:
+    found = proved(tmp_path, "split", STANDIN_EAGER="1")
+    assert found["kind"] == "deadlock"
+    assert {(0, line_of("split"), "waiting"), (1, line_of("average"), "waiting")} <= places(found)
+
+
+def test_a_mismatch_is_proved_before_the_watchdog_ends_the_job_and_what_is_left_explains_it(tmp_path: Path) -> None:
+    with start(tmp_path, "mismatch", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "dump_")) as job:
+        wait_for(lambda: findings(tmp_path, "severity = 'error'"), 90, "a proof", job)
+        (tmp_path / "thaw").touch()
+        assert job.wait() != 0
+        assert "Watchdog caught collective operation timeout" in job.stderr()
+        wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
+    (found,) = findings(tmp_path, "severity = 'error'")
+    assert (found["kind"], found["cause"], found["certainty"]) == ("mismatch", "shape", "proved")
+    assert {(0, line_of("all of it"), "waiting"), (1, line_of("a part"), "waiting")} <= places(found)
+    (first,) = diagnosed(tmp_path / "R")  # all ranks are gone
+    assert (first["kind"], first["cause"], set(first["culprits"]) | set(first["victims"])) == (
+        "mismatch",
+        "shape",
+        {0, 1},
+    )
+    dumps = sorted(tmp_path.glob("dump_*"))  # of the rank whose watchdog was the first, at least
+    shown = {w["file"] for f in diagnosed(*dumps) for w in (*f["where"], *f["waiting"]) if w["file"]}
+    assert dumps and shown <= {str(tmp_path / "train.py")}
+
+
+def diagnosed(*left: Path) -> list[dict[str, Any]]:
+    """Return what a later `diagnose` finds in a run directory or in dumps, info aside."""
+    command = [sys.executable, "-m", "distdiag", "diagnose", "--json", *map(str, left)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return [f for f in json.loads(done.stdout)["findings"] if f["severity"] != "info"]
+
+
+def test_a_device_that_is_busy_with_its_own_work_is_a_stall_of_that_device(tmp_path: Path) -> None:
+    with start(tmp_path, "busy") as job:
+        found = wait_for(lambda: findings(tmp_path, "severity != 'info'"), 180, "a finding", job)[0]
+    assert (found["kind"], found["culprits"], found["victims"]) == ("stall", [1], [0])
+    assert "rank 1" in found["message"] and "waits for its own device" in found["message"]
+    assert (1, line_of("its own work"), "device") in places(found)
 
 
 def test_a_host_that_computes_and_one_that_runs_ahead_are_no_finding(tmp_path: Path) -> None:

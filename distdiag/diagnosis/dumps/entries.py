@@ -169,9 +169,12 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
 
 
 _LIBRARY = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
+    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|(^|/)distdiag/recorder/"
+    r"|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
 )
-_TORCH = re.compile(r"(^|/)torch/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$")
+_TORCH = re.compile(
+    r"(^|/)torch/|(^|/)distdiag/recorder/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$"
+)
 
 
 def user_site(frames: Any) -> Site | None:

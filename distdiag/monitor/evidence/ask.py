@@ -148,15 +148,14 @@ def _add_sites(
         return
     try:
         raw = ask(socket_path, "dump_nccl_trace_pickle?includestacktraces=true&onlyactive=true", timeout_s)
-        found = load_pickle(raw).get("entries", ())
-    except (OSError, http.client.HTTPException, BadDump, AttributeError):
-        return
-    for e in found:
-        key = str(e["process_group"][0]), int(e["collective_seq_id"])
-        if key in wanted and not e.get("is_p2p"):
-            frames = ((str(f["filename"]), int(f["line"]), str(f["name"])) for f in e.get("frames") or ())
-            site = next((Site(*f) for f in frames if kind_of_file(f[0]) == USER), None)
-            record.entries[key].site = record.entries[key].site or site
+        for e in load_pickle(raw)["entries"]:
+            key = str(e["process_group"][0]), int(e["collective_seq_id"])
+            if key in wanted and not e.get("is_p2p"):
+                frames = ((str(f["filename"]), int(f["line"]), str(f["name"])) for f in e.get("frames") or ())
+                site = next((Site(*f) for f in frames if kind_of_file(f[0]) == USER), None)
+                record.entries[key].site = record.entries[key].site or site
+    except (OSError, http.client.HTTPException, BadDump, LookupError, TypeError, ValueError, AttributeError):
+        return  # it lacks the handler, or answers something else: the line is not known
 
 
 def parse(data: dict[str, Any], record: FlightRecord) -> None:

@@ -90,6 +90,7 @@ def install(dist: Any) -> None:
         if named in _REPLACED - {"gloo"} or "nccl" in named or (named == "gloo" and not global_ranks_in_group):
             backend = dist.Backend(NAME)
             eager = eager or kwargs.get("device_id") is not None  # of a GPU that is not here
+        if backend == NAME:
             kwargs["device_id"] = None
         out = original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
         if backend == NAME and out[0] is not dist.GroupMember.NON_GROUP_MEMBER:
