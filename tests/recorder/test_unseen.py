@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, free_port, start
+from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
@@ -95,3 +95,33 @@ def test_modes_and_subclasses_of_the_script_see_what_they_see_without_us(tmp_pat
     assert len(alone) == 2 + 3 * 12 and sum(len(line.split()) for line in alone) > 500
     assert compiled == alone
     assert python == alone
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(12):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).pow(2).mean()
+    (loss * float("nan") if step == 9 else loss).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_of_sharded_parameters_this_ranks_part_is_read(tmp_path: Path) -> None:
+    """Reading a DTensor whose dispatch is off reads no memory of its own: the process would crash."""
+    (tmp_path / "script.py").write_text(SHARDED)
+    env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}
+    with start([sys.executable, *RECORDED, "script.py"], cwd=tmp_path, env=env, timeout=120) as job:
+        assert job.wait() == 0, job.tail()
+        wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
+    found = rows(tmp_path / "R", "SELECT kind, cause FROM finding")
+    assert ("nonfinite", "gradient") in found or ("nonfinite", "loss") in found, found
+    assert ("recorder", "failed") not in found

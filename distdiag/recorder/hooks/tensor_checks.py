@@ -47,6 +47,12 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def _own_part(g: Any) -> Any:
+    """Return this rank's part of a sharded gradient (DTensor), any other gradient itself; None if there is no memory to read."""
+    part = getattr(g, "_local_tensor", g)
+    return part if has_memory(type(part)) else None
+
+
 def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     """Return up to `most` elements of `t`, evenly spread in memory; None unless it is a plain, dense float32 tensor on the CPU.
 
@@ -183,7 +189,8 @@ class Checks:
         """Check the gradients that the optimizer is about to use, or those after a step that was dropped."""
         skipped = getattr(optimizer, "found_inf", None)  # GradScaler sets it to make a fused optimizer drop the step
         looked = [p for _, _, _, p, _ in self._suspects if p is not None] or (self._grad_probe or (None, []))[1]
-        gradients = [g for g in (p.grad for p in looked) if g is not None and g.is_cpu and g.layout is torch.strided]
+        found = (_own_part(p.grad) for p in looked)
+        gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
         if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
             self._convict()
         # a loss that stays NaN is reported even if the gradients are finite
@@ -235,7 +242,7 @@ class Checks:
         if self._nonfinite >= NONFINITE_REPORTS:
             return
         for p in probe[1]:
-            g = p.grad
+            g = _own_part(p.grad)
             if g is None or g.is_sparse or g.device.type != "cpu":
                 continue
             # one pass over a small gradient: a sum is finite only if no element is NaN (or inf, but for +inf -inf)
@@ -398,6 +405,7 @@ class Checks:
         return [b for b in found if b is not None and b.is_floating_point()]
 
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
+        tensors = [t for t in tensors if has_memory(type(t))]
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self._models.values())
         m = self.ledger.averaged_by
