@@ -15,7 +15,7 @@ from distdiag.errors import DistdiagError, ExitCode, need
 if TYPE_CHECKING:
     from distdiag.tui.ui import Ui
 
-SCREENS = ("ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "rank", "help")
+SCREENS = ("ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "rank", "help")
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
@@ -129,7 +129,7 @@ def command(
     distdiag tui --rank 5            start with rank 5
     distdiag tui --web               print an address for a browser
 
-    Keys: 1-8 screens, Enter opens a rank, / filters, s sorts, [ ] replay, ? help, q quits.
+    Keys: 1-9 screens, Enter opens a rank, / filters, s sorts, [ ] replay, ? help, q quits.
     """
     from distdiag.store import rundir
 

@@ -25,18 +25,26 @@ COLOURS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "optimizer": "#009E73",
-    "other": "#BBBBBB",
-    "wait": "#D55E00",
+    "other": "#9A9A9A",
+    "wait": "#BCC1C8",
 }
-LABELS = {"data": "data", "h2d": "host to device", "wait": "of it: waiting in collectives"}
+LABELS = {"h2d": "host to device", "wait": "waiting for other ranks"}
+# stand-ins for what follows the theme of the page
+_INK, _LINE = "#010203", "#040506"
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: small, searchable
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e4e4e4",
+    "grid.color": _LINE,
     "axes.axisbelow": True,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "savefig.transparent": True,
 }
 
 
@@ -61,25 +69,27 @@ def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -
                 rows[0].axvline(f.step, color="#D55E00", linewidth=0.9, linestyle="--")
         if has_loss:
             known = [p for p in points if p.loss is not None]
-            rows[1].plot([p.step for p in known], [p.loss for p in known], color="#444444", linewidth=1.0)
+            rows[1].plot([p.step for p in known], [p.loss for p in known], color=_INK, linewidth=1.0)
             rows[1].set_ylabel("loss")
         rows[-1].set_xlabel("step")
         return _svg(figure)
 
 
 def phases(ranks: Sequence[RankSummary]) -> str:
-    """A bar per rank: its step by phases, and beneath it the part that was waiting in collectives."""
+    """A bar per rank: its step by phases, the waiting for other ranks taken out of backward and drawn last."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "phases"}):
-        figure = Figure(figsize=(9, 0.9 + 0.34 * len(ranks)), layout="constrained")
+        figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
         axes = figure.subplots()
         y = np.arange(len(ranks))
+        parts = {p: np.array([getattr(r, f"{p}_ms") or 0.0 for r in ranks]) for p in PHASES}
+        steps, waits = (np.array([getattr(r, name) or 0.0 for r in ranks]) for name in ("step_ms", "wait_ms"))
+        apart = np.maximum(0.0, steps - sum(parts.values()))
+        parts["backward"] = np.maximum(0.0, parts["backward"] - np.maximum(0.0, waits - apart))
         left = np.zeros(len(ranks))
-        for phase in PHASES:
-            width = np.array([getattr(r, f"{phase}_ms") or 0.0 for r in ranks])
-            axes.barh(y - 0.1, width, 0.5, left=left, color=COLOURS[phase], label=LABELS.get(phase, phase))
+        for phase, width in (parts | {"wait": waits}).items():
+            if width.any():  # a phase that was not recorded has no place in the legend
+                axes.barh(y, width, 0.62, left=left, color=COLOURS[phase], label=LABELS.get(phase, phase))
             left += width
-        waits = np.array([r.wait_ms or 0.0 for r in ranks])
-        axes.barh(y + 0.28, waits, 0.16, color=COLOURS["wait"], label=LABELS["wait"])
         axes.set_yticks(y, [f"rank {r.rank}" for r in ranks])
         axes.invert_yaxis()
         axes.set_xlabel("ms per step (medians)")
@@ -91,5 +101,5 @@ def phases(ranks: Sequence[RankSummary]) -> str:
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
+    text = buffer.getvalue().replace(_INK, "currentColor").replace(_LINE, "var(--line)")
     return text[text.index("<svg") :]

@@ -21,7 +21,7 @@ from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.order import ORDERS
-from distdiag.tui.screens import pages
+from distdiag.tui.screens import Pannable, pages
 from distdiag.tui.snapshot import Request, Snapshot
 from distdiag.tui.source import Source
 from distdiag.tui.text import clean, clip, clock
@@ -165,11 +165,12 @@ class DistdiagApp(Files):
         have = self.snap.request
         if self.snap.problem is not None or self.snap.frame is None:
             return True
-        return (have.page, have.rank, have.at_s, have.metric) == (
+        return (have.page, have.rank, have.at_s, have.metric, have.place) == (
             request.page,
             request.rank,
             request.at_s,
             request.metric,
+            request.place,
         )
 
     def _draw_late(self) -> None:
@@ -248,7 +249,7 @@ class DistdiagApp(Files):
             return self._open_node(item)
         if isinstance(item, tuple) and isinstance(item[0], int):
             item = item[0]
-        if isinstance(item, int) and ui.page in ("ranks", "heat", "memory", "data"):
+        if isinstance(item, int) and ui.page in ("ranks", "heat", "memory", "data", "timeline"):
             self.open_rank(item)
 
     def _open_node(self, node: object) -> None:
@@ -281,7 +282,22 @@ class DistdiagApp(Files):
         self.action_move(way * len(self.page.items(self.snap, self.ui)))
 
     def on_canvas_wheel(self, message: Canvas.Wheel) -> None:
-        self.action_move(message.by)
+        if message.how == "zoom":
+            self.action_zoom(-1 if message.by > 0 else 1)
+        elif message.how == "pan":
+            self.action_pan(message.by)
+        else:
+            self.action_move(message.by)
+
+    def action_pan(self, by: int) -> None:
+        if isinstance(self.page, Pannable):
+            self.page.pan(self.snap, self.ui, by)
+            self.redraw()
+
+    def action_zoom(self, by: int) -> None:
+        if isinstance(self.page, Pannable):
+            self.page.zoom(self.snap, self.ui, by)
+            self.redraw()
 
     def action_sort(self) -> None:
         keys = [o.key for o in ORDERS]
@@ -397,6 +413,9 @@ class DistdiagApp(Files):
             self.sort_by(value)
         elif kind == "row" and value.isdigit():
             self._click_rank(int(value), message.chain)
+        elif kind == "cell" and value.isdigit() and isinstance(self.page, Pannable):
+            self.page.click(self.snap, ui, int(value), message.x)
+            self.redraw()
         elif kind == "node":
             self._open_node(value)
         elif kind == "finding":

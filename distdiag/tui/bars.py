@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distdiag.store.frames import RankRow
+from distdiag.store.rows import StepRow
 from distdiag.tui.lines import Part
 from distdiag.tui.palette import LETTERS, PHASES, SHORT, WORDS
 from distdiag.tui.text import cells
@@ -13,7 +14,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 _COLUMNS = {"data": "data_ms", "forward": "forward_ms", "backward": "backward_ms", "optimizer": "optimizer_ms"}
 
 
-def phases_of(row: RankRow) -> list[tuple[str, float]]:
+def phases_of(row: RankRow | StepRow) -> list[tuple[str, float]]:
     """Phases of a rank's median step, ms, the waiting apart and last; they add up to the step.
 
     Waiting happens inside phases, mostly in backward: it is taken out of backward as far as no time outside of all

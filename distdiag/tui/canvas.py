@@ -52,20 +52,22 @@ class Canvas(Widget, can_focus=True):
     class Clicked(Message):
         """A click on a part that means something; `chain` is 2 for a double click."""
 
-        def __init__(self, hit: str, chain: int) -> None:
+        def __init__(self, hit: str, chain: int, x: int) -> None:
             super().__init__()
             self.hit = hit
             self.chain = chain
+            self.x = x
 
     class Resized(Message):
         """The canvas has a new size."""
 
     class Wheel(Message):
-        """The mouse wheel was turned."""
+        """The mouse wheel was turned: up and down, sideways (or with shift), or with ctrl."""
 
-        def __init__(self, by: int) -> None:
+        def __init__(self, by: int, how: str) -> None:
             super().__init__()
             self.by = by
+            self.how = how
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,15 +129,26 @@ class Canvas(Widget, can_focus=True):
         if event.y < len(self._lines):
             hit = hit_at(self._lines[event.y], event.x)
             if hit:
-                self.post_message(self.Clicked(hit, event.chain))
+                self.post_message(self.Clicked(hit, event.chain, event.x))
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()
-        self.post_message(self.Wheel(3))
+        self._wheel(event, 3)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         event.stop()
-        self.post_message(self.Wheel(-3))
+        self._wheel(event, -3)
+
+    def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
+        event.stop()
+        self.post_message(self.Wheel(-3, "pan"))
+
+    def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
+        event.stop()
+        self.post_message(self.Wheel(3, "pan"))
+
+    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        self.post_message(self.Wheel(by, "zoom" if event.ctrl else "pan" if event.shift else "move"))
 
     def on_resize(self) -> None:
         self.post_message(self.Resized())

@@ -40,7 +40,7 @@ class Key:
         return re.sub(r"\W+", "-", self.action).strip("-")
 
 
-_RANKED = ("ranks", "heat", "memory", "data")
+_RANKED = ("ranks", "heat", "memory", "data", "timeline")
 KEYS: tuple[Key, ...] = (
     Key("1", "show('ranks')", "Ranks", "who is slow, and what does it cost", "1"),
     Key("2", "show('comm')", "Comm", "is the network the cause, or a rank", "2"),
@@ -50,12 +50,19 @@ KEYS: tuple[Key, ...] = (
     Key("6", "show('data')", "Data", "does every rank get its own, equally many batches", "6"),
     Key("7", "show('stacks')", "Stacks", "where is every rank in the code", "7"),
     Key("8", "show('probes')", "Probes", "what can this machine do", "8"),
+    Key("9", "show('timeline')", "Timeline", "who stopped first, and who waits since", "9"),
     Key("escape", "back", "Back", "back to the screen before", "Esc", ("rank", "help")),
     Key("enter", "open", "", "open the rank (or the finding's rank) under the cursor", "Enter"),
     Key("n", "neighbour(1)", "Next rank", "next rank, in the order of the table", "n", ("rank",)),
     Key("p", "neighbour(-1)", "Previous", "previous rank", "p", ("rank",)),
     Key("r", "refresh_stacks", "Take stacks", "take new stacks of all ranks now (distdiag dump)", "r", ("stacks", "rank"), "live"),
     Key("t", "travel", "To that moment", "show the run at the moment this finding was raised", "t", ("findings",)),
+    Key("left", "pan(-1)", "", "cursor one cell to the left; earlier", "←", ("heat", "timeline")),
+    Key("right", "pan(1)", "", "cursor one cell to the right; later", "→", ("heat", "timeline")),
+    Key("shift+left", "pan(-10)", "", "ten cells to the left", "shift+←", ("heat", "timeline")),
+    Key("shift+right", "pan(10)", "", "ten cells to the right", "shift+→", ("heat", "timeline")),
+    Key("plus,equals_sign", "zoom(1)", "Zoom", "fewer steps, or less time, in one cell", "+", ("heat", "timeline")),
+    Key("minus", "zoom(-1)", "", "more steps, or more time, in one cell", "-", ("heat", "timeline")),
     Key("m", "metric", "Metric", "next metric of the heat map", "m", ("heat",)),
     Key("space", "pause", "Pause", "hold this moment; the job goes on", "space", (), "running"),
     Key("space", "pause", "Resume", "follow the job again", "space", (), "paused"),
@@ -83,7 +90,7 @@ KEYS: tuple[Key, ...] = (
 
 # At most so many in the key bar; in this order they give way where it is narrow.
 _BAR_LIMIT = 12
-_GIVE_WAY = ("Probes", "Stacks", "Data", "Previous", "Filter", "Sort", "Mem", "Heat", "Comm")
+_GIVE_WAY = ("Zoom", "Probes", "Stacks", "Data", "Previous", "Filter", "Sort", "Mem", "Heat", "Comm")
 
 
 def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:

@@ -33,6 +33,7 @@ COLOURS: dict[str, tuple[str, str]] = {
 } | {f"heat{i}": (c, c) for i, c in enumerate(_VIRIDIS)}
 _INK, _PAPER = "#101214", "#ffffff"
 _WRITTEN_ON = {"backward": (_PAPER, _PAPER), "wait": ("#a8b0b8", "#4d545c"), "optimizer": (_INK, _INK)}
+_WRITTEN_ON |= {f"heat{i}": (_PAPER, _PAPER) for i in range(9)}
 _KINDS = ("area", "on", "in")
 
 

@@ -26,6 +26,12 @@ class Request:
         window: Steps that fit on the screen.
         metric: Column of a heat map.
         extra: Whether the page has room for its optional panels.
+        place: File and line whose source is shown.
+        per: Steps of one cell of a heat map.
+        end: Its last step; None follows the newest.
+        step: The step under its cursor; None is the newest.
+        span: How many seconds the timeline shows.
+        until: Moment at its right edge; None follows the job.
     """
 
     page: str = "ranks"
@@ -35,6 +41,12 @@ class Request:
     window: int = 50
     metric: str = "delta"
     extra: bool = False
+    place: tuple[str, int] | None = None
+    per: int = 1
+    end: int | None = None
+    step: int | None = None
+    span: float = 0.0
+    until: float | None = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ class Ui:
     group: bool = False
     follow: bool = False
     metric: str = "delta"
+    per: int = 1  # steps of one cell of the heat map
+    step: int | None = None  # under the cursor of the heat map; None follows the newest
+    end_step: int | None = None  # the last one in the heat map
+    span_s: float | None = None  # seconds of the timeline; None as many as the job needs
+    until_s: float | None = None  # its right edge; None follows the job
     rank: int | None = None  # of the detail page
     paused_at_s: float | None = None
     ascii: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import re
 import secrets
 import shlex
 import socket
@@ -57,6 +58,29 @@ def listener(port: int) -> socket.socket:
     return s
 
 
+# what the page loads by itself; its own server's address is complete, too
+_LOADED = re.compile(r"<(?:link|script)\b[^>]*?(?:href|src)=\"((?:https?:)?//[^\"]*)\"[^>]*>(?:</script>)?", re.DOTALL)
+_HEAD = """
+<style>@font-face { font-family: "Roboto Mono"; src: url("/static/fonts/RobotoMono-VariableFont_wght.ttf"); }</style>
+<script>
+  // the terminal takes keys as soon as it is there, and again when the window is
+  function focusTerminal() {
+    const input = document.querySelector(".xterm-helper-textarea");
+    if (input) input.focus();
+    return Boolean(input);
+  }
+  const waiting = setInterval(() => { if (focusTerminal()) clearInterval(waiting); }, 50);
+  window.addEventListener("focus", focusTerminal);
+</script>
+</head>"""
+
+
+def own_page(html: str, here: str) -> str:
+    """Return the page of textual-serve without what it loads from other hosts, and with the terminal in focus."""
+    html = _LOADED.sub(lambda m: m[0] if m[1].startswith(f"{here}/") else "", html)
+    return html.replace("</head>", _HEAD, 1)
+
+
 def _token_guard(token: str, port: int) -> Any:
     """Return middleware that refuses requests without the token, and moves it from the address into a cookie.
 
@@ -67,7 +91,7 @@ def _token_guard(token: str, port: int) -> Any:
 
     cookie = COOKIE.format(port=port)
     here = f"http://{HOST}:{port}"
-    # the page of textual-serve asks for a web font: no other server may learn that it was opened
+    # no other server may learn that the page was opened, whatever a later textual-serve asks for
     policy = f"default-src {here} data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src {here} ws://{HOST}:{port}"
 
     @web.middleware
@@ -82,6 +106,8 @@ def _token_guard(token: str, port: int) -> Any:
             )
         response = await handler(request)
         if not response.prepared:  # a websocket has answered already
+            if request.path == "/" and isinstance(response, web.Response) and response.text:
+                response.text = own_page(response.text, here)
             response.headers["Content-Security-Policy"] = policy
             response.headers["Referrer-Policy"] = "no-referrer"
             if "token" in request.query:

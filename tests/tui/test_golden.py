@@ -32,6 +32,7 @@ PAGES = (
     "6 data",
     "7 stacks",
     "8 probes",
+    "9 timeline",
     "enter rank",
     "question_mark help",
 )
@@ -83,7 +84,7 @@ def test_every_state(runs: MakeRun, at: At, state: str) -> None:
                 for size in SIZES if ranks == 8 else SIZES[:1]:
                     screens[f"{ranks} ranks, {size[0]}x{size[1]}"] = await d.resize(*size)
                 if ranks == 8 and state in ("stalled", "deadlocked", "failed"):
-                    for page in ("2 comm", "5 findings", "7 stacks", "1 ranks", "enter rank"):
+                    for page in ("2 comm", "5 findings", "7 stacks", "9 timeline", "1 ranks", "enter rank"):
                         screens[page] = await d.press(page.split()[0])
 
     asyncio.run(work())
@@ -145,7 +146,13 @@ def test_what_goes_wrong_with_the_reading(runs: MakeRun, at: At, tmp_path: Path)
             async with showing(at(path)) as d:
                 if name == "deleted":
                     shutil.rmtree(path)
-                    await d.until(lambda d=d: d.app.snap.problem is not None, "deletion noticed")
+
+                    # the first reading finds the open file deleted, every later one no directory: the last word
+                    def gone(d: Driver = d) -> bool:
+                        problem = d.app.snap.problem
+                        return problem is not None and problem.message.startswith("no run directory")
+
+                    await d.until(gone, "deletion noticed")
                 screens[name] = await d.settled()
 
     try:

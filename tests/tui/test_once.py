@@ -100,7 +100,9 @@ def test_in_a_pipe_it_is_plain_text_with_every_rank(runs: MakeRun) -> None:
     assert "\x1b[" in forced.stdout
 
 
-@pytest.mark.parametrize("screen", ["comm", "heat", "memory", "findings", "data", "stacks", "probes", "rank", "help"])
+@pytest.mark.parametrize(
+    "screen", ["comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "rank", "help"]
+)
 def test_every_screen_can_be_printed(runs: MakeRun, screen: str) -> None:
     result = tui(always(runs, Scenario(state="deadlocked", ranks=8)), "--once", "--screen", screen, "--size", "100x30")
     assert result.returncode == 0 and f"> {'mem/gpu' if screen == 'memory' else screen}" in result.stdout

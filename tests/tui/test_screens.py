@@ -82,7 +82,7 @@ def test_with_two_ranks_the_faster_is_the_reference(runs: MakeRun) -> None:
     rows = [x for x in _check(run, "ranks", Ui(), 80, 24) if x.startswith((" █  ", " ·  "))]
     assert rows[0].split()[1] == "1" and "ERROR" in rows[0]  # rank 1 loads slowly
     assert "ok" in rows[1]
-    heat = [x for x in _check(run, "heat", Ui(page="heat"), 80, 24) if x.startswith((" █", " ·"))]
+    heat = [x for x in _check(run, "heat", Ui(page="heat", colour=False), 80, 24) if x.startswith((" █", " ·"))]
     assert "8" in heat[0].split()[2] and set(heat[1].split()[2]) == {"."}
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from distdiag.tui.web import COOKIE, app_command
+from distdiag.tui.web import COOKIE, app_command, own_page
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import Scenario
 
@@ -51,6 +51,29 @@ def server(runs: MakeRun) -> Iterator[str]:
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def test_the_page_asks_no_other_host_and_takes_keys_at_once() -> None:
+    page = """<html><head><link rel="stylesheet" href="http://127.0.0.1:8000/static/css/xterm.css" />
+    <link
+      rel="stylesheet"
+      href="https://fonts.googleapis.com/css?family=Roboto%20Mono"
+    />
+    <script src="//cdn.example/x.js"></script><script src="http://127.0.0.1:8000/static/js/textual.js"></script></head></html>"""
+    text = own_page(page, "http://127.0.0.1:8000")
+    assert set(re.findall(r"//([\w.:]+)/", text)) == {"127.0.0.1:8000"}
+    assert "css/xterm.css" in text and "js/textual.js" in text
+    assert text.count("</head>") == 1 and ".focus()" in text
+
+
+def test_the_page_served_names_no_other_host(server: str) -> None:
+    parts = urlsplit(server)
+    connection = http.client.HTTPConnection("127.0.0.1", parts.port or 0, timeout=30)
+    connection.request("GET", f"/?{parts.query}")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    hosts = set(re.findall(r"(?:href|src|url)=?[\"(]+(?:https?:|ws:)?//([\w.:]+)", text))
+    assert hosts == {f"127.0.0.1:{parts.port}"} and "focusTerminal()" in text
 
 
 def _get(address: str, path: str, **headers: str) -> http.client.HTTPResponse:

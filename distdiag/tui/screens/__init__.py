@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from distdiag.tui.lines import Screenful
 from distdiag.tui.snapshot import PageReader, Request, Snapshot
@@ -30,23 +30,40 @@ class Page(Protocol):
         ...
 
 
+@runtime_checkable
+class Pannable(Protocol):
+    """A screen with a time axis."""
+
+    def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
+        """Move by so many cells."""
+        ...
+
+    def zoom(self, snap: Snapshot, ui: Ui, by: int) -> None:
+        """Zoom in, or out if negative."""
+        ...
+
+    def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
+        """A click at cell `x` of the line of a rank."""
+        ...
+
+
 def pages() -> dict[str, Page]:
     """All screens by name, in the order of their keys."""
-    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks
+    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks, timeline
     from distdiag.tui.screens import help as help_screen
 
     every: list[Page] = [
         ranks.RanksPage(), comm.CommPage(), heat.HeatPage(), memory.MemoryPage(), findings.FindingsPage(), data.DataPage(),
-        stacks.StacksPage(), probes.ProbesPage(), rank.RankPage(), help_screen.HelpPage(),
+        stacks.StacksPage(), probes.ProbesPage(), timeline.TimelinePage(), rank.RankPage(), help_screen.HelpPage(),
     ]  # fmt: skip
     return {p.name: p for p in every}
 
 
 def readers() -> dict[str, PageReader]:
     """What each screen reads beyond the frame."""
-    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks
+    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks, timeline
 
     return {
         "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory.read, "findings": findings.read,
-        "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read,
+        "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read, "timeline": timeline.read,
     }  # fmt: skip

@@ -7,27 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
-from distdiag.store.reader import Event, Frame, Run
+from distdiag.store.reader import Event, Frame, Run, number
 from distdiag.terms.units import size_text
+from distdiag.tui import excerpt, severity
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
 from distdiag.tui.panels import finding_lines, where_text
 from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.text import clean, clock, wrap
+from distdiag.tui.text import cells, clean, clip, clock, wrap
 from distdiag.tui.ui import Ui
 
 _EVENTS = 5
+BESIDE = 100  # cells of a screen that shows list and story side by side
 
 
 @dataclass(frozen=True)
 class FindingsData:
-    """The monitor's own events."""
+    """The monitor's own events, and the source of the chosen finding."""
 
     events: tuple[Event, ...] = ()
+    source: excerpt.Excerpt | None = None
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> FindingsData:
-    return FindingsData(tuple(e for e in run.events(50) if request.at_s is None or (e.t_s or 0.0) <= request.at_s))
+    events = tuple(e for e in run.events(50) if request.at_s is None or (e.t_s or 0.0) <= request.at_s)
+    return FindingsData(events, excerpt.cached(request.place, number(run.meta.get("started_unix_s")), cache))
 
 
 class FindingsPage:
@@ -36,7 +40,11 @@ class FindingsPage:
     question = "what happened while I was away?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("findings", ui.paused_at_s)
+        chosen = self._chosen(snap, ui)
+        return Request("findings", ui.paused_at_s, place=None if chosen is None else site_of(chosen))
+
+    def _chosen(self, snap: Snapshot, ui: Ui) -> Finding | None:
+        return snap.findings[ui.index("findings", self.items(snap, ui))] if snap.findings else None
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return [f.key for f in snap.findings]
@@ -51,6 +59,8 @@ class FindingsPage:
             text = "   No findings so far." if snap.problem is None else "   The run cannot be read."
             hint = "   A healthy job has no finding of severity warning or above. Deadlocks show here within seconds."
             body, cursor = [line((text, "")), line((hint, "muted"))], None
+        elif width >= BESIDE and ui.interactive:
+            body, cursor = self._list_and_story(snap, ui, width, room)
         else:
             body, cursor = self._blocks(snap, ui, width, room)
         at = None if cursor is None else len(lines) + cursor
@@ -59,6 +69,33 @@ class FindingsPage:
         lines += [BLANK] * (height - len(lines) - len(tail))
         return Screenful([*lines, *tail][:height], 1, at)
 
+    def _list_and_story(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
+        """Findings at the left, what is known of the chosen one at the right."""
+        left = max(36, min(56, width // 3))
+        items = self.items(snap, ui)
+        per_page = max(1, room // 3)
+        top, chosen = ui.window("findings", items, per_page)
+        entries: list[Line] = []
+        cursor = None
+        for i in range(top, min(len(items), top + per_page)):
+            entry = list_entry(snap.findings[i], left)
+            if i == chosen:
+                cursor = len(entries)
+                entry = [marked(x, left) for x in entry]
+            entries += [*entry, BLANK]
+        f = snap.findings[chosen or 0]
+        source = snap.panel.source if isinstance(snap.panel, FindingsData) else None
+        story = story_lines(f, source if site_of(f) else None, width - left - 3)
+        if len(story) > room:
+            story = [*story[: room - 1], cut_line(len(story) - room + 1)]
+        out = []
+        for y in range(max(len(entries), len(story))):
+            a = fitted(entries[y], left) if y < len(entries) else BLANK
+            b = fitted(story[y], width - left - 3) if y < len(story) else BLANK
+            out.append((*a, (" " * (left - width_of(a)), "", ""), (" │ ", "muted", ""), *b))
+        out += [line(" " * left, (" │", "muted"))] * (room - len(out))
+        return out, cursor
+
     def _blocks(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
         """All findings: the one under the cursor in full, four lines of each other; scrolled so that it is visible."""
         items = self.items(snap, ui)
@@ -66,6 +103,8 @@ class FindingsPage:
         blocks: list[list[Line]] = []
         for i, f in enumerate(snap.findings):
             block = [*finding_lines(f, width), *(evidence_lines(f, width, i == chosen or not ui.interactive))]
+            if i == chosen and isinstance(snap.panel, FindingsData) and snap.panel.source is not None:
+                block += source_lines(snap.panel.source, width, 3)
             if i == chosen:
                 block[0] = marked(block[0], width)
             blocks.append([*block, BLANK])
@@ -99,8 +138,115 @@ class FindingsPage:
         return out, cursor
 
 
+def site_of(f: Finding) -> tuple[str, int] | None:
+    """File and line of the culprit, or of the first rank named; None if no line is known."""
+    found = sorted((w for w in f.where if w.file and w.line), key=lambda w: w.rank not in f.culprits)
+    return (found[0].file, int(found[0].line)) if found and found[0].file and found[0].line else None
+
+
+def list_entry(f: Finding, width: int) -> list[Line]:
+    """A finding in the list: severity, kind and moment; what and who."""
+    mark = severity.of_finding(f.severity)
+    closed = f.cleared_s is not None
+    when = "cleared" if closed else clock(f.detected_s if f.detected_s is not None else f.first_seen_s)
+    hit = f"finding:{f.key}"
+    style = "muted" if closed else mark.style
+    kind = clip(clean(f.kind), width - cells(mark.word) - cells(when) - 7)
+    head = line((f" {mark.glyph} {mark.word} ", f"{style} bold", hit), (kind, "muted" if closed else "bold", hit))
+    head = (*head, (" " * (width - width_of(head) - cells(when) - 1) + when, "muted", hit))
+    return [head, line((f"   {clip(clean(f.message), width - 4)}", "muted", hit))]
+
+
+def story_lines(f: Finding, source: excerpt.Excerpt | None, width: int) -> list[Line]:
+    """What, who, where with its source, cost, what to do, evidence."""
+    mark = severity.of_finding(f.severity)
+    closed = f.cleared_s is not None
+    style = "muted" if closed else mark.style
+    title = clean(f.kind) + (f" / {clean(f.cause)}" if f.cause else "")
+    out = [
+        line(
+            (f"{mark.glyph} {mark.word} ", f"{style} bold"),
+            (title, "bold"),
+            (f"   {f.certainty}" if f.certainty else "", "muted"),
+        )
+    ]
+    out += [line((x, "bold")) for x in wrap(clean(f.message), width)]
+
+    def section(word: str, texts: Sequence[str], style: str = "") -> None:
+        pieces = [x for t in texts for x in wrap(t, width - 10)]
+        for i, piece in enumerate(pieces):
+            out.append(line((f"{word if i == 0 else '':9} ", "key"), (piece, style)))
+
+    def gap() -> None:
+        if out[-1]:
+            out.append(BLANK)
+
+    gap()
+    names = rank_list(f.culprits) if f.culprits else "nobody can be blamed" if f.victims else ""
+    if names:
+        section("who", [names])
+    if f.victims:
+        section("waiting" if f.culprits else "members", [rank_list(f.victims)], "muted")
+    section(
+        "where",
+        [where_text(w) for w in f.where[:4]] + ([f"and {len(f.where) - 4} more ranks"] if len(f.where) > 4 else []),
+    )
+    if source is not None and (source.lines or source.why):
+        out.extend(source_lines(source, width, 10))
+    section(
+        "waits at",
+        [where_text(w) for w in f.waiting[:2]]
+        + ([f"and {len(f.waiting) - 2} more ranks"] if len(f.waiting) > 2 else []),
+        "muted",
+    )
+    if f.names:
+        section(
+            "names",
+            [", ".join(map(clean, f.names[:12])) + (f" and {len(f.names) - 12} more" if len(f.names) > 12 else "")],
+        )
+    gap()
+    if f.cost:
+        section("cost", [clean(f.cost)])
+    if f.advice:
+        section("do", [clean(f.advice)], "bold")
+    gap()
+    facts = {word: text for word, text in evidence_rows(f, full=True, with_cause=False) if word in ("when", "in")}
+    for word, text in facts.items():
+        section(word, [text], "muted")
+    if f.evidence:
+        section("evidence", [clean(e) for e in f.evidence[:4]], "muted")
+    return out
+
+
+def source_lines(source: excerpt.Excerpt, width: int, indent: int) -> list[Line]:
+    """The excerpt with line numbers, the line in question marked; or why there is none."""
+    pad = " " * indent
+    if not source.lines:
+        return [line((f"{pad}{clip(source.why, width - indent)}", "muted"))] if source.why else []
+    digits = len(str(source.lines[-1][0]))
+    shared = min((len(t) - len(t.lstrip()) for _, t in source.lines if t.strip()), default=0)
+    out = []
+    for n, text in source.lines:
+        here = n == source.line
+        shown = clip(text[shared:], width - indent - digits - 5)
+        out.append(line(pad, ("› " if here else "  ", "error bold"), (f"{n:>{digits}} ", "bold" if here else "muted"),
+                        ("│ ", "muted"), (shown, "bold" if here else "")))  # fmt: skip
+    if source.why:
+        out.append(line((f"{pad}  {clip(source.why, width - indent - 2)}", "muted")))
+    return out
+
+
 def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
     """When it was seen, on which collective, where every rank was, and the evidence files."""
+    out = []
+    for word, text in evidence_rows(f, full):
+        for i, piece in enumerate(wrap(text, width - 13)):
+            out.append(line((f"   {word if i == 0 else '':8} ", "muted"), (piece, "muted")))
+    return out
+
+
+def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple[str, str]]:
+    """The same as pairs of a word and its text."""
     parts = []
     if f.first_seen_s is not None:
         parts.append(f"first seen {clock(f.first_seen_s)}")
@@ -110,8 +256,9 @@ def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
         parts.append(f"cleared {clock(f.cleared_s)}")
     if f.step is not None:
         parts.append(f"step {f.step:,}")
-    parts += [f"cause {clean(f.cause)}"] if f.cause else []
-    parts += [f.certainty] if f.certainty else []
+    if with_cause:
+        parts += [f"cause {clean(f.cause)}"] if f.cause else []
+        parts += [f.certainty] if f.certainty else []
     rows = [("when", ", ".join(parts))]
     if full:
         if f.collective is not None:
@@ -135,11 +282,7 @@ def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
                 )
             )
         rows += [("evidence" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
-    out = []
-    for word, text in rows:
-        for i, piece in enumerate(wrap(text, width - 13)):
-            out.append(line((f"   {word if i == 0 else '':8} ", "muted"), (piece, "muted")))
-    return out
+    return rows
 
 
 def _event_lines(snap: Snapshot, width: int, height: int) -> list[Line]:

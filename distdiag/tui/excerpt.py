@@ -1,0 +1,67 @@
+"""The source around a line that a finding names: read-only, bounded, and never more than text."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+from distdiag.tui.text import clean
+
+AROUND = 2  # lines before and after
+MAX_BYTES = 1 << 20
+MAX_LINE = 400  # characters of a line
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Lines of a Python file around one of them.
+
+    Attributes:
+        line: Number of the line in question.
+        lines: `(number, text)`, cleaned; empty if the file cannot be shown.
+        why: Why it cannot be shown, or what to know about it.
+    """
+
+    file: str
+    line: int
+    lines: tuple[tuple[int, str], ...] = ()
+    why: str = ""
+
+
+def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
+    """Read the lines around `line`; only a regular Python file of at most `MAX_BYTES` is opened."""
+    if not (file.startswith("/") and file.endswith(".py")) or "\0" in file:
+        return Excerpt(file, line)
+    try:
+        # a path comes from the job: a pipe there must not block the reader, a device must not be read
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return Excerpt(file, line, why="its source is not readable on this machine")
+    try:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
+            return Excerpt(file, line, why="its source is no regular file of at most 1 MiB")
+        data = os.read(fd, MAX_BYTES)
+    except OSError:
+        return Excerpt(file, line, why="its source is not readable on this machine")
+    finally:
+        os.close(fd)
+    every = data.decode("utf-8", "replace").split("\n")
+    if not 1 <= line <= len(every):
+        return Excerpt(file, line, why="its source has fewer lines now")
+    first = max(1, line - AROUND)
+    shown = every[first - 1 : line + AROUND]
+    lines = tuple((first + i, clean(x[:MAX_LINE].rstrip("\r").expandtabs(4))) for i, x in enumerate(shown))
+    changed = started_unix_s is not None and about.st_mtime > started_unix_s
+    return Excerpt(file, line, lines, "changed since the run began: lines may have moved" if changed else "")
+
+
+def cached(place: tuple[str, int] | None, started_unix_s: float | None, cache: dict[Any, Any]) -> Excerpt | None:
+    """The excerpt for a place; read once as long as the place stays the same."""
+    if place is None:
+        return None
+    if cache.get("excerpt_place") != place:
+        cache["excerpt_place"], cache["excerpt"] = place, read(*place, started_unix_s)
+    return cache["excerpt"]
