@@ -253,18 +253,22 @@ def resume(
     """
     ranks, scaler = strategy.ranks, strategy.scaler
 
-    def load() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         state = load_checkpoint(find_checkpoint(config.resume), ranks.device)
         check_fits(state, config, ranks, pixels.address.fingerprint)
+        return state
+
+    state = ranks.together(read)  # before the load, which is a collective with fsdp
+
+    def load() -> None:
         try:
             strategy.load(state, optimizer)
         except RuntimeError:
             raise DistdiagError(
                 "the checkpoint's model is not this one", "use the same --model and --inject as then"
             ) from None
-        return state
 
-    state = ranks.together(load)
+    ranks.together(load)
     scheduler.load_state_dict(state["scheduler"])
     if scaler.is_enabled() and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
