@@ -10,7 +10,7 @@ import pytest
 from distdiag.diagnosis.culprit.paths import parting, with_callers
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
-from distdiag.diagnosis.rules import mismatch
+from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
 from tests.diagnosis.test_conditions import FILE, places
@@ -134,6 +134,15 @@ def test_a_dtype_that_is_new_at_its_site_is_the_wrong_one() -> None:
     assert "on rank 1 cast the tensor to float64" in f.advice
 
 
+def test_calls_after_the_conflict_are_no_history() -> None:
+    """gloo lets a rank pass a conflict: it is in its next call already, with the new dtype again."""
+    odd = came_with(0, "float32", "float32", "float64")
+    after = call(seq=4, site=SITE, dtype="float64")
+    odd = msgspec.structs.replace(odd, calls=(*odd.calls, after))
+    f = only(snapshot(odd, came_with(1, "float32", "float32", "float32")))
+    assert f.culprits == (0,) and "rank 0 came there with float32 (twice)" in f.message
+
+
 def test_two_dtypes_without_history_blame_nobody_and_both_edits_are_named() -> None:
     f = only(snapshot(came_with(0, "float64"), came_with(1, "float32")))
     assert (f.cause, f.culprits) == ("dtype", ())
@@ -252,3 +261,16 @@ def test_of_a_circle_the_smallest_edit_is_named() -> None:
 def test_a_rank_that_has_ended_is_shown_where_it_was_seen_last() -> None:
     f = Finding(kind="deadlock", message="m", where=(Where(1, "/job/train.py", 8, "train", "finished"),))
     assert any("last seen at /job/train.py:8 in train (rank 1)" in line for line in finding_lines(f))
+
+
+def test_a_rank_that_left_by_a_condition_while_the_others_failed_is_explained() -> None:
+    text, at = places(FIT)
+    inside, caller = Site(FILE, at["A"], "fit"), Site(FILE, at["B"], "main")
+    s = snapshot(
+        rank(0, life=Life.CRASHED, exception="RuntimeError: Connection closed by peer", ended_s=40.1,
+             place=inside, user_stack=(inside, caller)),
+        rank(1, life=Life.FINISHED, ended_s=40.0, step=58),
+    )  # fmt: skip
+    (f,) = findings(s, deadlock, source={FILE: text}.get)
+    assert (f.cause, f.culprits) == ("rank_finished", (1,))
+    assert "their paths part at `if self.should_stop` (train.py:8)" in f.message

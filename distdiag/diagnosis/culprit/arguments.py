@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -42,18 +43,16 @@ def _kept(state: RankState, call: Call, argument: str) -> bool:
 
 
 def _earlier(state: RankState, call: Call, argument: str) -> list[object]:
-    """Return the argument of all known earlier calls of this operation at this site."""
+    """Return the argument of all known calls of this operation at this site before this one."""
     if call.site is None:
         return []
-    return [
-        _ARGUMENT[argument](c)
+    same = (
+        c
         for c in state.calls
-        if c.op == call.op
-        and c.group == call.group
-        and c.site is not None
-        and c.site.key == call.site.key
-        and (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer)  # not this call itself
-    ]
+        if (c.op, c.group) == (call.op, call.group) and c.site is not None and c.site.key == call.site.key
+    )
+    before = itertools.takewhile(lambda c: (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer), same)
+    return [_ARGUMENT[argument](c) for c in before]
 
 
 def side_that_changed(states: Mapping[int, RankState], wait: Wait) -> Collection[int]:
