@@ -1,6 +1,6 @@
-"""Which directory this rank's run is written to, and where its node's pages are: all ranks of a job agree without talking.
+"""Chooses the run directory and the page directory of a rank. All ranks of a job choose the same without communication.
 
-A job is identified by what its launcher gave every rank and, on one node, by the launcher process. Decisions are files
+A job is identified by the environment that its launcher gave all ranks and, on one node, by the launcher process. Decisions are files
 that exactly one process can create (written under another name, then linked): the first decides, the others read.
 No lock is used: locks of network file systems are often local to a node.
 """
@@ -27,12 +27,12 @@ _launcher_job: str | None = (
     None  # the job of the launcher that spawned this process; not in the environment, see `belong_to`
 )
 READ_S = 5.0  # for the text of a decision on a file system without hard links
-# What a launcher gives to all ranks of one launch, and to no other.
+# Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (
     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
     "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "JOBSET_RESTART_ATTEMPT",
 )  # fmt: skip
-# What it gives to one rank: an ancestor with the same values is a wrapper script inside the rank.
+# Variables of one rank: an ancestor with the same values is a wrapper script inside the rank.
 _RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -47,7 +47,7 @@ class Claim:
 
 
 def _stat_fields(pid: int | str) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty if it cannot be read."""
+    """Return the fields of /proc/PID/stat from the state on; empty if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -55,7 +55,7 @@ def _stat_fields(pid: int | str) -> list[str]:
 
 
 def _launcher() -> tuple[int, int] | None:
-    """(pid, start time in ticks since boot) of the nearest ancestor that was not given our rank; None if not known."""
+    """Return (pid, start time in ticks since boot) of the nearest ancestor without our rank's variables; None if unknown."""
     given = {os.fsencode(f"{k}={os.environ[k]}") for k in _RANK if k in os.environ}
     pid = os.getppid()
     for _ in range(16 if given else 0):
@@ -72,7 +72,7 @@ def _launcher() -> tuple[int, int] | None:
 
 
 def launcher_id() -> str:
-    """The launcher of this rank on this node, unlike any other's."""
+    """Return an identifier of this rank's launcher that is unique on this node."""
     found = _launcher()
     return f"{socket.gethostname()}:" + (f"{found[0]}:{found[1]}" if found else "?")
 
@@ -88,7 +88,7 @@ def belong_to(job: str) -> None:
 
 
 def job_token() -> str:
-    """The same text on every rank of one attempt of a job, and in no other job."""
+    """Return a text that is equal on all ranks of one attempt of a job, and differs in other jobs."""
     env = os.environ.get
     restart = env("TORCHELASTIC_RESTART_COUNT", "0")
     given = _launcher_job or env(ENV_JOB)
@@ -99,12 +99,12 @@ def job_token() -> str:
         parts.append(launcher_id())
     if "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" not in os.environ:
         parts.append(str(os.getpid()))
-    # a restart may come with the same ids: the agent's count tells it apart
+    # a restart may have the same ids, but another restart count
     return hashlib.sha256("|".join([*parts, restart]).encode()).hexdigest()[:16]
 
 
 def node_number() -> int:
-    """Number of this node in the job; 0 if the launcher does not say."""
+    """Return the number of this node in the job; 0 if the launcher sets none."""
     env = os.environ.get
     if env("GROUP_RANK", "").isdigit():
         return int(env("GROUP_RANK", ""))
@@ -118,7 +118,7 @@ def node_number() -> int:
 
 
 def local_ranks(world_size: int) -> int:
-    """How many ranks this node will have, by the launcher; else all of them."""
+    """Return how many ranks this node will have by the launcher's variables; without them, the world size."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))
@@ -126,7 +126,7 @@ def local_ranks(world_size: int) -> int:
 
 
 def launch_time() -> float:
-    """When the launcher started (Unix seconds): the same for all local ranks."""
+    """Return when the launcher started (Unix seconds): equal for all local ranks."""
     found = _launcher()
     try:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -139,7 +139,7 @@ def launch_time() -> float:
 
 
 def decide(path: Path, text: str) -> str:
-    """Make `text` the content of `path` unless another process was first; return what it holds.
+    """Create `path` with `text` unless another process was first; return its content.
 
     Raises:
         OSError: the directory cannot be written, or another process began to write and never finished.
@@ -155,7 +155,7 @@ def decide(path: Path, text: str) -> str:
 
 
 def _create(path: Path, text: str) -> None:
-    """Create `path` with this content, whole; nothing happens if another process has created it."""
+    """Create `path` atomically with this content; do nothing if it exists."""
     part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     part.write_text(text)
     try:
@@ -177,7 +177,7 @@ def _create(path: Path, text: str) -> None:
 
 
 def claim(option: str | None, name: str) -> Path:
-    """The directory of this job (this attempt of it), created; the first rank to ask decides.
+    """Create and return the directory of this job and attempt; the first rank to ask decides.
 
     A directory that holds an earlier run, or an earlier attempt of an elastic restart, keeps it: this one goes into
     `attempt_<k>` in it. Nothing is overwritten.
@@ -189,10 +189,10 @@ def claim(option: str | None, name: str) -> Path:
 
 
 def claim_rank(option: str | None, name: str, rank: int, world_size: int) -> Claim:
-    """Directory and place of the pages for this rank.
+    """Return the run directory and the page directory of this rank.
 
-    A launch may come with the ids of an earlier one (the same rendezvous, a second `srun`, a node that was replaced). So a
-    directory in which this rank has had its turn, or which another launcher on this node uses, is passed over.
+    A launch may reuse the ids of an earlier one (the same rendezvous, a second `srun`, a replaced node). So a directory that
+    already has this rank, or that another launcher on this node uses, is skipped.
 
     Raises:
         OSError: no directory can be created or written.
@@ -205,7 +205,7 @@ def claim_rank(option: str | None, name: str, rank: int, world_size: int) -> Cla
 
 
 def _directories(option: str | None, name: str) -> Iterator[Path]:
-    """The directories that belong to this job's token, in order; the next one is created when it is asked for."""
+    """Yield the directories of this job's token in order; the next one is created on demand."""
     chosen = option or os.environ.get(ENV_DIR)
     if chosen:
         return _attempts(Path(chosen).absolute(), job_token())
@@ -247,7 +247,7 @@ def _fresh_ones(root: Path, name: str, token: str) -> Iterator[Path]:
 
 
 def _fresh(root: Path, name: str) -> Path:
-    """A new directory named after the launch time and the job."""
+    """Create a directory named after the launch time and the job."""
     clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)[:60].strip("-.") or "run"
     stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time())) + f"-{clean}"
     for n in itertools.count(1):
@@ -268,7 +268,7 @@ def _used(path: Path) -> bool:
 
 
 def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
-    """This rank's part in a run directory of its job; None if it must go to the next one."""
+    """Return this rank's part in a run directory of its job; None if it must try the next one."""
     node, launcher = node_number(), launcher_id()
     record = place.node_record(run_dir, node)
     overflow = run_dir / f"pages.{node}"
@@ -291,7 +291,7 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
 
 
 def _has_page(pages: Path, rank: int) -> bool:
-    """True if another process has published a page of this rank here."""
+    """True if another process has already published a page of this rank here."""
     from distdiag.page.writer import PageError, PageReader
 
     try:
@@ -301,7 +301,7 @@ def _has_page(pages: Path, rank: int) -> bool:
 
 
 def _choose_place(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
-    """Memory if it is ours to use and has room for the pages of all ranks of this node, else the run directory."""
+    """Return a directory in memory if it is usable and has room for the pages of this node's ranks, else the run directory."""
     key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}|{launcher_id()}".encode()).hexdigest()[:12]
     memory = place.memory_root() / key
     try:
@@ -314,7 +314,7 @@ def _choose_place(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
 
 
 def link_pages(run_dir: Path, pages: Path) -> None:
-    """`RUN/pages` -> the page directory, for people; a file system without symlinks costs only the shortcut."""
+    """Link `RUN/pages` to the page directory, for people; not possible on file systems without symlinks."""
     link = run_dir / "pages"
     try:
         if not link.is_symlink() and not link.exists():
@@ -324,7 +324,7 @@ def link_pages(run_dir: Path, pages: Path) -> None:
 
 
 def script_name() -> str:
-    """Name of a run after the script that is running."""
+    """Return the name of a run, from the running script."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "")
     return Path(file).stem if file else "run"

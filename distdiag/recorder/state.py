@@ -43,7 +43,7 @@ class Recorder:
         self.facts: dict[str, Any] = {}
 
     def site(self, frame: FrameType | None) -> int:
-        """Heap offset of the place where `frame` stands; 0 for None."""
+        """Return the heap offset of the site (file:line) of `frame`; 0 for None."""
         if frame is None:
             return 0
         code = frame.f_code
@@ -53,12 +53,12 @@ class Recorder:
             off = self.page.site(absolute(code.co_filename), frame.f_lineno or 0, code.co_name)
             if len(self._sites) >= 16_384:
                 self._sites.clear()
-            known = self._sites[key] = (off, code)  # the code is kept, so that no other can come by its id
+            known = self._sites[key] = (off, code)  # the code is kept, so that its id is not reused
         return known[0]
 
     def user_site(self, frame: FrameType | None) -> int:
-        """Heap offset of the innermost place of the user's own at or above `frame`."""
-        if frame is not None:  # mostly it is the user's, or called by it
+        """Return the heap offset of the innermost user site at or above `frame`."""
+        if frame is not None:  # mostly it is a user frame already
             known = self._sites.get((id(frame.f_code), frame.f_lasti))
             if known is not None and kind_of(frame.f_code) == USER:
                 return known[0]
