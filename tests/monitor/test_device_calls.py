@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
+from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.rows import Collectives
+from distdiag.page.layout import page_path
+from distdiag.page.writer import PageWriter
 
 
 def issued(seq: int, dtype: str = "float32", op: str = "all_reduce") -> tuple[Call, float]:
@@ -46,3 +51,19 @@ def test_nothing_is_judged_without_counters_or_without_a_member() -> None:
     collectives.compare_on_device(replace(job(1, 1), ranks={q: RankState(rank=q) for q in (0, 1)}))
     collectives.compare_on_device(job(1, 1))
     assert collectives.met == []
+
+
+def test_the_waits_of_a_job_on_a_device_are_not_measured_after_its_groups_are_destroyed(tmp_path: Path) -> None:
+    measured = {}
+    for rank, backend in enumerate(("gloo", "nccl", "cpu:gloo,cuda:nccl")):
+        page = PageWriter(page_path(tmp_path, rank))
+        slot = page.page.groups[0]
+        slot.name, slot.backend, slot.destroyed = page.text("0"), page.text(backend), 1
+        page.h.n_groups = 1
+        page.publish()
+        view = RankView.open(page.path, 0)
+        view.refresh(1.0)
+        measured[backend] = view.state(1.0, None, "S", None).wait_measured
+        view.page = None
+        view.reader.close()
+    assert measured == {"gloo": True, "nccl": False, "cpu:gloo,cuda:nccl": False}

@@ -152,7 +152,7 @@ class RankView(PageView):
             queued=queued,
             host_wait=kind,
             host_wait_in=function,
-            wait_measured=not self.device_groups,
+            wait_measured=not self.used_device_groups(),
             calls=calls,
             p2p_issued=self.p2p(page),
             sites=self.sites(page),
@@ -256,6 +256,14 @@ class RankView(PageView):
             for i in range(page.header.n_groups)
             if not page.groups[i].destroyed
             and (not blocks_host(self.text(page.groups[i].backend)) or self.group_key(page, i) in seen)
+        )
+
+    def used_device_groups(self) -> bool:
+        """True if this rank has, or had, a group in whose collectives the host does not wait: its steps hold no such waits."""
+        page = self.page
+        return page is not None and (
+            any(not blocks_host(self.text(page.groups[i].backend)) for i in range(page.header.n_groups))
+            or any(c.on_device for c in self.calls)
         )
 
     def _unknown_backends(self, page: Page) -> bool:
