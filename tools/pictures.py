@@ -1,6 +1,6 @@
-"""`make pictures`: the README's pictures, recorded from real jobs on this machine by the app itself.
+"""`make pictures`: draw the README's pictures from real jobs on this machine, by the app itself.
 
-Usage: python tools/pictures.py DIRECTORY [NAME…]
+Usage: python tools/pictures.py DIRECTORY [JOB…]
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ from tests.tui.drive import showing
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 240
-SIZE = (120, 30)
-# name: (job, ranks, the kinds of finding that the picture may show)
-PICTURES = {
-    "ranks": (["-m", "distdiag.run", "train_dialogs.py"], 3, ("straggler",)),
-    "deadlock": (["-m", "distdiag.run", "train_unet.py"], 3, ("deadlock", "mismatch")),
-}
+SIZE = (130, 34)
+# job: (its command, ranks, the kinds of finding to wait for, {picture: keys that lead to the screen})
+JOBS = {
+    "straggler": (
+        ["-m", "distdiag.run", "train_dialogs.py"], 3, ("straggler",), {"ranks": (), "heat": ("3",)},
+    ),
+    "deadlock": (
+        ["-m", "distdiag.run", "train_unet.py"], 3, ("deadlock", "mismatch"),
+        {"deadlock": ("9",), "findings": ("5",), "replay": ("left_curly_bracket",)},
+    ),
+}  # fmt: skip
 SCRIPTS = {
     "train_dialogs.py": ROOT / "tests/faults/jobs/long_dialogs.py",  # rank 2 has five times as many turns per dialogue
     "train_unet.py": ROOT / "tests/faults/jobs/unet_cells.py",  # rank 0 alone evaluates through the wrapper
@@ -66,32 +71,29 @@ def wait_for_finding(run: Path, kinds: tuple[str, ...], process: subprocess.Pope
     raise SystemExit(f"pictures: error: no {' or '.join(kinds)} within {DEADLINE_S} s\n{Path('job.log').read_text()}")
 
 
-async def draw(path: Path, run: Path) -> None:
-    async with showing(run, SIZE, Ui()) as screen:
-        await screen.settled()
-        path.write_text(screen.app.export_screenshot(title="distdiag tui"))
-        print(screen.text())
+async def draw(directory: Path, run: Path, pictures: dict[str, tuple[str, ...]]) -> None:
+    """Write the screens that the keys lead to."""
+    for name, keys in pictures.items():
+        async with showing(run, SIZE, Ui()) as screen:
+            await screen.press(*keys)
+            if name == "replay":
+                await screen.until(lambda screen=screen: screen.app.ui.paused_at_s is not None)
+            print(await screen.settled())
+            (directory / f"{name}.svg").write_text(screen.app.canvas.picture("distdiag tui"))
 
 
 def main() -> None:
     directory = Path(sys.argv[1]).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or PICTURES:
-        job, ranks, kinds = PICTURES[name]
+    for name in sys.argv[2:] or JOBS:
+        job, ranks, kinds, pictures = JOBS[name]
         with tempfile.TemporaryDirectory() as made, contextlib.chdir(made):  # the path is in the picture
             for script, source in SCRIPTS.items():
                 Path(script).write_text(source.read_text())
             run = Path("reports/train")
             with running(job, ranks, run) as process:
                 wait_for_finding(run, kinds, process)
-                asyncio.run(draw(directory / f"{name}.svg", run))
-                shown = subprocess.run(
-                    [sys.executable, "-m", "distdiag", "diagnose", str(run)],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                print(shown.stdout, Path("job.log").read_text()[-3000:], sep="\n--\n")
+                asyncio.run(draw(directory, run, pictures))
 
 
 if __name__ == "__main__":
