@@ -117,14 +117,14 @@ def _finish(body: object) -> NoReturn:
         _exiting(session.current, e.code if isinstance(e.code, int) else (0 if e.code is None else 1), e.__traceback__)
         raise
     except KeyboardInterrupt as e:
-        _show(e)
+        _show(e, session.current)
         try:
             _exit_handlers()
         finally:  # end by the signal, as Python does, so that the launcher sees an interruption
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
     except BaseException as e:
-        _show(e)
+        _show(e, session.current)
         sys.exit(1)
     _exiting(session.current, 0)
     sys.exit(0)
@@ -146,12 +146,16 @@ def _exiting(current: object, code: int, tb: TracebackType | None = None) -> Non
         current.exiting(code, tb)  # type: ignore[attr-defined]
 
 
-def _show(error: BaseException) -> None:
-    """Print a traceback as the script alone would: without frames of ours and of the module runner."""
+def _show(error: BaseException, current: object) -> None:
+    """Record what ended the script, and print its traceback without frames of ours and of the module runner."""
     tb = error.__traceback__
     while tb is not None and _is_ours(tb):
         tb = tb.tb_next
     error.__traceback__ = tb
+    if (
+        current is not None
+    ):  # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+        current.record_exception(error, tb)  # type: ignore[attr-defined]
     sys.excepthook(type(error), error, tb)
 
 

@@ -7,6 +7,7 @@ frames are read twice a second and counters once; `counted_ns` is the time of th
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 from types import CodeType
@@ -28,9 +29,10 @@ _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 _PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
 
 
-class Pulse(threading.Thread):
+class Pulse:
+    """The thread is started below `threading`: a script that joins all of `threading.enumerate()` would wait for it."""
+
     def __init__(self, r: state.Recorder) -> None:
-        super().__init__(name="distdiag-pulse", daemon=True)
         self.r, self.h = r, r.h
         self.collectives: Any = None
         self.checks: Any = None
@@ -40,7 +42,11 @@ class Pulse(threading.Thread):
         self._gpu: int | None = None  # NVML's index, once looked up
         self._raw: dict[int, tuple[int, CodeType]] = {}  # by id of the code, which is kept
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Begin to beat."""
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
         while not self._going_on.acquire(timeout=PERIOD_S):
             self.beat()
 
@@ -50,7 +56,7 @@ class Pulse(threading.Thread):
 
     @guarded
     def beat(self) -> None:
-        """Write one beat; `run` does so every quarter of a second."""
+        """Write one beat; the thread does so every quarter of a second."""
         words = self.r.page.words
         beats, t = words[_BEATS], now_ns()
         waits = words[_BLOCKED] not in _GOES_ON or t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS

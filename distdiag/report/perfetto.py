@@ -60,6 +60,11 @@ def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
     return first, (low[0][0] or 0.0) if low and first > 0 else 0.0
 
 
+def _rows(run: Run, query: str, values: tuple[Any, ...], needed: int) -> list[Any]:
+    """Rows of a query that have a value in each of the first `needed` columns; a value of another type reads as None."""
+    return [row for row in run.query(query, values) if None not in row[:needed]]
+
+
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
@@ -108,20 +113,17 @@ def _steps(run: Run, first: int) -> Iterator[Event]:
     columns = [
         "rank",
         "step",
-        "epoch",
         "t_end_s",
         "step_ms",
+        "epoch",
         "wait_ms",
         "loss",
         *MEASURED,
         *(f"{p}_ms" for p in PHASES),
     ]
-    rows = run.query(
-        f"SELECT {', '.join(run.named('step', columns))} FROM step WHERE step >= ? AND t_end_s IS NOT NULL AND step_ms IS NOT NULL"
-        " ORDER BY step, rank",
-        (first,),
-    )
-    for rank, step, epoch, t_end_s, step_ms, wait_ms, loss, comm_ms, exposed_ms, *phases in rows:
+    query = f"SELECT {', '.join(run.named('step', columns))} FROM step WHERE step >= ? ORDER BY step, rank"
+    rows = _rows(run, query, (first,), needed=4)
+    for rank, step, t_end_s, step_ms, epoch, wait_ms, loss, comm_ms, exposed_ms, *phases in rows:
         pid = FIRST_RANK + rank
         if rank not in seen:
             seen.add(rank)
@@ -172,16 +174,18 @@ def _steps(run: Run, first: int) -> Iterator[Event]:
 
 
 def _collectives(run: Run, low_s: float) -> Iterator[Event]:
-    rows = run.query(
-        "SELECT pgroup, seq, op, dtype, bytes, ranks, t_s, duration_us, skew_us, late_rank, step FROM collective"
+    rows = _rows(
+        run,
+        "SELECT pgroup, op, t_s, seq, dtype, bytes, ranks, duration_us, skew_us, late_rank, step FROM collective"
         " WHERE t_s >= ? ORDER BY t_s DESC LIMIT ?",
         (low_s, MAX_COLLECTIVES),
+        needed=3,
     )
     if not rows:
         return
     yield from _named(COLLECTIVES, "collectives: first to last arrival, then on the last rank", 1)
     tracks: dict[str, int] = {}
-    for pgroup, seq, op, dtype, size, ranks, t_s, duration_us, skew_us, late_rank, step in reversed(rows):
+    for pgroup, op, t_s, seq, dtype, size, ranks, duration_us, skew_us, late_rank, step in reversed(rows):
         if pgroup not in tracks:
             tracks[pgroup] = len(tracks) + 1
             yield _track(COLLECTIVES, tracks[pgroup], pgroup)
@@ -220,9 +224,8 @@ def _counters(run: Run, low_s: float) -> Iterator[Event]:
         (HOSTS, "host", "'node ' || node", "hosts", _HOST),
         (GPUS, "gpu", "'node ' || node || ' GPU ' || gpu", "GPUs", _GPU),
     ):
-        rows = run.query(
-            f"SELECT t_s, {key}, {', '.join(shown.values())} FROM {table} WHERE t_s >= ? ORDER BY t_s", (low_s,)
-        )
+        query = f"SELECT t_s, {key}, {', '.join(shown.values())} FROM {table} WHERE t_s >= ? ORDER BY t_s"
+        rows = _rows(run, query, (low_s,), needed=2)
         if rows:
             yield from _named(pid, title, pid)
         for t_s, who, *values in rows:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, clean_env
+from tests.jobs import ONE_RANK, REPOSITORY, clean_env, rows, wait_for
 
 SCRIPTS = {
     "plain": "import sys\nprint(__name__, __file__, sys.argv, sys.path[0])\nprint('err', file=sys.stderr)\n",
@@ -26,6 +26,8 @@ SCRIPTS = {
     "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(30)\n",
     "interrupted": "import os, signal\nsignal.raise_signal(signal.SIGINT)\n",
     "pickles": "import pickle\nclass A:\n    pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)\n",
+    "threads": "import sys, threading\nfor t in threading.enumerate():\n    print(t.name)\n    if t is not threading.main_thread():\n        t.join(20)\n"
+    "sys.excepthook = lambda kind, error, tb: print('hook', kind, error)\n1 / 0\n",
     "environment": "import os, threading\nprint(os.getcwd(), sorted(os.environ.items()))\n",
     "fork": "import os\np = os.fork()\nif p == 0:\n    os._exit(3)\nprint(os.waitpid(-1, 0)[1] >> 8)\n",
     "no_child_of_ours": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n    print('a child')\nexcept ChildProcessError:\n    print('none')\n",
@@ -59,6 +61,16 @@ def test_a_script_ends_and_prints_as_it_does_alone(name: str, as_rank: bool, tmp
     options = ["--run-dir", "R", "--quiet", "--keep", "500M"]  # of ours: none may reach the script, or what it starts
     watched = run([sys.executable, "-m", "distdiag.run", *options, "script.py", "a", "--b=1"], tmp_path, env)
     assert watched == alone
+
+
+def test_the_exception_is_recorded_although_the_script_has_its_own_hook(tmp_path: Path) -> None:
+    script = "import sys\nsys.excepthook = lambda *error: print('mine')\nraise ValueError('no such column')\n"
+    (tmp_path / "script.py").write_text(script)
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
+    command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "--quiet", "script.py"]
+    assert run(command, tmp_path, env) == (1, "mine\n", "")
+    query = "SELECT exception FROM rank WHERE exception IS NOT NULL"
+    assert "no such column" in wait_for(lambda: rows(tmp_path / "R", query), 60, "the exception")[0][0]
 
 
 def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:

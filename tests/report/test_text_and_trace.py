@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import sqlite3
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,15 @@ def test_only_the_last_steps(tmp_path: Path) -> None:
 
 def test_a_run_without_steps_is_still_a_valid_trace(tmp_path: Path) -> None:
     assert not [e for e in trace(make_run(tmp_path / "r", steps=0)) if e.get("cat") == "step"]
+
+
+def test_rows_with_a_time_or_name_of_another_type_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=2, steps=20, gpus=True)
+    con = sqlite3.connect(run / "run.db")
+    con.execute("UPDATE step SET t_end_s = 'late' WHERE step % 2 = 0")
+    con.execute("UPDATE collective SET op = x'ff' WHERE seq % 2 = 0")
+    con.execute("UPDATE host SET t_s = 'noon' WHERE t_s = (SELECT max(t_s) FROM host)")
+    con.commit()
+    con.close()
+    steps = {e["name"] for e in trace(run) if e.get("cat") == "step"}
+    assert steps == {f"step {k}" for k in range(1, 21, 2)}
