@@ -1,15 +1,17 @@
 """Faults that a recorded job survives: kills a rank, the monitor or a reader in each phase, and takes away disk, memory, files.
 
-    make survival                    # ten times each; writes docs/survival.md
-    python benchmarks/survival.py --times 1 --only monitor
+    make survival                    # kills ten times each, the others three times; writes docs/survival.md
+    python benchmarks/survival.py --times 10 --only monitor   # a part; the other rows are kept
 
 Each job is two recorded processes without torch. Reported for each fault: how the job ended, and what `diagnose` answered.
-Scenarios that change mounts run in a mount namespace of their own (`unshare -m`, root only), else they are skipped.
+Scenarios that change mounts run in a mount namespace (`unshare -m`, root only), else they are skipped. Exit status 1 if an
+outcome is not the expected one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pty
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
@@ -48,7 +51,10 @@ reach("end", lambda: None)
 """
 
 
-EXPLAINED = "Two recorded processes without torch. *Job*: exit codes of the two ranks (-9: killed by the test)."
+RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
+EXPLAINED = """Two recorded processes without torch. *Job*: exit codes of the two ranks (-9: killed by the test). *Phase*: where both ranks
+are when the process is killed; the job then goes on to its end. In each outcome the job ends as it would without distdiag.
+`diagnose` judges all that was written. If the disk never held a database, it answers "no data" (exit 4), never "no finding"."""
 
 
 class Job:
@@ -204,31 +210,62 @@ def many_readers(where: Path) -> tuple[str, str]:
     return out
 
 
-MOUNTS = {
-    "/dev/shm of 64 KiB": "mount -t tmpfs -o size=64k tmpfs /dev/shm",
-    "/dev/shm of 600 KiB": "mount -t tmpfs -o size=600k tmpfs /dev/shm",
-    "read-only /dev/shm": "mount -t tmpfs -o ro,size=1m tmpfs /dev/shm",
-    "full disk (run directory of 256 KiB)": "mkdir R && mount -t tmpfs -o size=256k tmpfs R",
-    "read-only run directory": "mkdir R && mount -t tmpfs -o ro,size=1m tmpfs R",
-}
-SCENARIOS: dict[str, Callable[[Path], tuple[str, str]]] = {
-    "no fault": plain,
-    **{f"kill -9 of {v}, phase {p}": kill(v, p) for v in ("rank", "monitor", "screen") for p in PHASES},
-    "kill -9 of both ranks and the monitor": all_killed,
-    "ulimit -n 64": lambda where: plain(where, files=64),
-    "two jobs in one directory": two_jobs,
-    "200 readers of run.db": many_readers,
-    **dict.fromkeys(MOUNTS, plain),
-}
+def disk_fills(where: Path) -> tuple[str, str]:
+    """Fill the run's file system to the last byte once both ranks are in the database."""
+    job = Job(where)
+    job.go("start")
+    wait_for(lambda: job.reached("training") and ranks_written(where / "R") == 2)
+    for size in (1 << 20, 1):
+        with open(where / "R" / f"filling{size}", "wb", buffering=0) as f, contextlib.suppress(OSError):
+            while f.write(bytes(size)):
+                pass
+    return finish(job)
+
+
+def ranks_written(run: Path) -> int:
+    try:
+        con = sqlite3.connect(f"file:{run}/run.db?mode=ro", uri=True, timeout=5)
+        with contextlib.closing(con):
+            return con.execute("SELECT count(*) FROM rank").fetchone()[0]
+    except sqlite3.Error:
+        return 0
+
+
+SOUND = "0, 0", "exit 0: ended, 2 of 2 ranks, no finding"
+LOST = "0, -9", "exit 1: failed, 2 of 2 ranks, rank_lost/killed"
+NO_DATA = "0, 0", "exit 4: "
+Scenario = tuple[Callable[[Path], tuple[str, str]], tuple[str, str], str]
+# by fault: what is done, the expected outcome (`diagnose`: its beginning), the mount that it needs
+SCENARIOS: dict[str, Scenario] = {
+    "no fault": (plain, SOUND, ""),
+    **{
+        f"kill -9 of {v}, phase {p}": (kill(v, p), LOST if v == "rank" else SOUND, "")
+        for v in ("rank", "monitor", "screen")
+        for p in PHASES
+    },
+    "kill -9 of both ranks and the monitor": (all_killed, ("-9, -9", LOST[1]), ""),
+    "ulimit -n 64": (lambda where: plain(where, files=64), SOUND, ""),
+    "two jobs in one directory": (two_jobs, (f"{SOUND[0]}; {SOUND[0]}", f"{SOUND[1]}; {SOUND[1]}"), ""),
+    "200 readers of run.db": (many_readers, SOUND, ""),
+    "/dev/shm of 64 KiB": (plain, SOUND, "mount -t tmpfs -o size=64k tmpfs /dev/shm"),
+    "/dev/shm of 600 KiB": (plain, SOUND, "mount -t tmpfs -o size=600k tmpfs /dev/shm"),
+    "read-only /dev/shm": (plain, SOUND, "mount -t tmpfs -o ro,size=1m tmpfs /dev/shm"),
+    "disk that fills while the job runs": (
+        disk_fills, ("0, 0", "exit 0: ended, 2 of 2 ranks, recorder/disk_full"), "mkdir R && mount -t tmpfs -o size=16m tmpfs R"
+    ),
+    "disk without room for a database (256 KiB)": (plain, NO_DATA, "mkdir R && mount -t tmpfs -o size=256k tmpfs R"),
+    "read-only run directory": (plain, NO_DATA, "mkdir R && mount -t tmpfs -o ro,size=1m tmpfs R"),
+}  # fmt: skip
 
 
 def once(name: str) -> tuple[str, str]:
-    """Run a scenario in a new directory; what the job did, what `diagnose` answered."""
+    """Run a scenario in a new directory; return what the job did and what `diagnose` answered."""
+    run, _, mount = SCENARIOS[name]
     with tempfile.TemporaryDirectory(prefix="survival-", ignore_cleanup_errors=True) as made:
         where = Path(made).resolve()
-        if name not in MOUNTS:
-            return SCENARIOS[name](where)
-        command = f"cd {where} && {MOUNTS[name]} && exec {sys.executable} {HERE} --inside '{name}' --where {where}"
+        if not mount:
+            return run(where)
+        command = f"cd {where} && {mount} && exec {sys.executable} {HERE} --inside '{name}' --where {where}"
         done = subprocess.run(
             ["unshare", "-m", "bash", "-c", command], capture_output=True, text=True, timeout=4 * LIMIT_S
         )
@@ -236,48 +273,69 @@ def once(name: str) -> tuple[str, str]:
         return (lines[-2], lines[-1]) if len(lines) > 1 else ("skipped", done.stderr.strip().splitlines()[-1][:100])
 
 
+def outcomes(name: str, times: int, parallel: int) -> Counter[tuple[str, str]]:
+    """Run a scenario so many times; return how often it ended how."""
+
+    def attempt(_: int) -> tuple[str, str]:
+        try:
+            return once(name)
+        except Exception as e:
+            return "the scenario itself failed", f"{type(e).__name__}: {e}"[:120]
+
+    with ThreadPoolExecutor(parallel) as pool:
+        return Counter(pool.map(attempt, range(times)))
+
+
+def as_expected(name: str, outcome: tuple[str, str]) -> bool:
+    job, answer = SCENARIOS[name][1]
+    return outcome[0] == "skipped" or (outcome[0] == job and outcome[1].startswith(answer))
+
+
+def document(results: dict[str, list[list[str | int]]], machine: str) -> str:
+    rows = []
+    for name in SCENARIOS:
+        found = results.get(name, [["not run", "", 0]])
+        total = sum(int(n) for _, _, n in found)
+        rows += [f"| {name} | {n} of {total} | {job} | {answer} |" for job, answer, n in found]
+    made = "Made by `make survival`: kills ten times each, the others three times."
+    return "\n".join([
+        "# Faults survived", "", made, machine, "", EXPLAINED, "", "| fault | n | job | `distdiag diagnose` |", "|---|---|---|---|", *rows, ""
+    ])  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the table of faults that a recorded job survives.")
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--only", default="", help="scenarios whose name contains this")
+    parser.add_argument("--times", type=int, default=10, help="of each kill")
+    parser.add_argument("--others", type=int, default=3, help="of every other scenario")
+    parser.add_argument("--parallel", type=int, default=2, help="jobs at a time")
+    parser.add_argument(
+        "--only", default="", help="scenarios whose name contains this; the rows of the others are kept"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "survival.md")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--where", type=Path, help=argparse.SUPPRESS)
     o = parser.parse_args()
     if o.inside:
-        print(*SCENARIOS[o.inside](o.where), sep="\n")
+        print(*SCENARIOS[o.inside][0](o.where), sep="\n")
         return 0
-    rows = []
-    for name in SCENARIOS:
-        if o.only not in name:
-            continue
-        outcomes: Counter[tuple[str, str]] = Counter()
-        for _ in range(o.times):
-            try:
-                outcomes[once(name)] += 1
-            except Exception as e:
-                outcomes["the scenario itself failed", f"{type(e).__name__}: {e}"[:120]] += 1
-        for (job, answer), n in outcomes.most_common():
-            rows.append(f"| {name} | {n} of {o.times} | {job} | {answer} |")
-            print(rows[-1], flush=True)
+    kept = json.loads(RESULTS.read_text())["scenarios"] if o.only and RESULTS.exists() else {}
+    wrong = 0
     cpu = next(
         (x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
     )
-    machine = f"{os.cpu_count()} cores, {cpu}, Linux {os.uname().release}, Python {sys.version.split()[0]}"
-    made = f"Made by `python benchmarks/survival.py --times {o.times}` on {time.strftime('%Y-%m-%d')}: {machine}."
-    text = [
-        "# Faults survived",
-        "",
-        made,
-        "",
-        EXPLAINED,
-        "",
-        "| fault | n | job | `distdiag diagnose` |",
-        "|---|---|---|---|",
-    ]
-    text += [*rows, ""]
-    o.output.write_text("\n".join(text))
-    return 0
+    machine = f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {cpu}, Linux {os.uname().release}, Python {sys.version.split()[0]}."
+    for name in SCENARIOS:
+        if o.only not in name:
+            continue
+        found = outcomes(name, o.times if name.startswith("kill -9 of") and "phase" in name else o.others, o.parallel)
+        kept[name] = [[job, answer, n] for (job, answer), n in found.most_common()]
+        for outcome, n in found.most_common():
+            bad = "" if as_expected(name, outcome) else "   <-- unexpected"
+            wrong += bool(bad)
+            print(f"{name}: {n} of {found.total()}: {' | '.join(outcome)}{bad}", flush=True)
+        RESULTS.write_text(json.dumps({"machine": machine, "scenarios": kept}, indent=1) + "\n")
+        o.output.write_text(document(kept, machine))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
