@@ -109,9 +109,10 @@ def main() -> None:
             for truth, claim in measure(given.steps, cap_mb):
                 ratios.append(claim / truth)
                 print(f"{name}: truth {truth:.2f} ms, exposed_ms {claim:.2f} ms, ratio {claim / truth:.3f}", flush=True)
-        print(
-            f"{name}: median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f}-{max(ratios):.3f}, n = {len(ratios)}"
-        )
+        if ratios:
+            print(
+                f"{name}: median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f}-{max(ratios):.3f}, n = {len(ratios)}"
+            )
 
 
 if __name__ == "__main__":

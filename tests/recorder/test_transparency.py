@@ -92,7 +92,7 @@ def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
         ([], "no script given"),
         (["missing.py"], "no script missing.py"),
         (["--frobnicate", "x.py"], "unknown option --frobnicate"),
-        (["--run-dir"], "--run-dir needs a value"),
+        (["--run-dir"], "'--run-dir' requires an argument"),
         (["."], ". is a directory"),
         (["-m"], "-m needs the name of a module"),
     ],
