@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -46,6 +47,11 @@ READERS_S = 0.9  # between two checks for a reader of run.db, while there was no
 LAST_RANK_S = 2.0  # after the last known rank has ended, before a run is closed in which some ranks never reported
 FIRST_PAGE_S = 60.0
 FAILED_POLLS = 20  # failed polls in a row with every page readable
+
+
+def _of_most(sizes: list[int], least: int = 0) -> int:
+    """Return the size that most pages have, the smallest if they disagree: a damaged page must not add 65,536 ranks."""
+    return max(least, min(statistics.multimode(sizes)))
 
 
 class Monitor:
@@ -228,8 +234,7 @@ class Monitor:
             return False
         if self._gone_since is None:
             self._gone_since = s.t_s
-        local = max(v.page.header.local_world_size for v in self.views.values() if v.page is not None)
-        expected = len(self.views) >= (local or s.world_size)
+        expected = len(self.views) >= (s.expected or s.world_size)
         return s.t_s - self._gone_since > (0.4 if expected else LAST_RANK_S)
 
     def _opened(self, view: RankView) -> None:
@@ -269,12 +274,12 @@ class Monitor:
     def _snapshot(self, now_s: float) -> Snapshot:
         ranks = {}
         groups: dict[str, Group] = {}
-        world = 1
+        headers = [v.page.header for v in self.views.values() if v.page is not None]
+        world = _of_most([h.world_size for h in headers], least=max(self.views) + 1)
         for q, v in sorted(self.views.items()):
             state = v.state(now_s, *self._idle[q], self.gatherer.record(q), self.gatherer.host_waits.of(q))
             ranks[q] = self.gatherer.with_stack(state, now_s)
             assert v.page is not None
-            world = max(world, v.page.header.world_size)
             for g in v.groups():
                 groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
             for name, members in v.group_members.items():
@@ -290,7 +295,7 @@ class Monitor:
         return Snapshot(
             t_s=now_s,
             world_size=world,
-            expected=max(v.page.header.local_world_size for v in self.views.values() if v.page is not None) or None,
+            expected=_of_most([h.local_world_size for h in headers]) or None,
             ranks=ranks,
             groups=groups,
             arrivals=tuple(self.collectives.arrivals),

@@ -11,7 +11,7 @@ from pathlib import Path
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import place
-from distdiag.page.layout import Header
+from distdiag.page.layout import Header, page_path
 from distdiag.page.writer import PageError
 
 DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of this node are known
@@ -49,6 +49,8 @@ class Pages:
             view = None
             try:
                 view = RankView.open(path, 0)
+                if path.name != page_path(path.parent, view.rank).name:
+                    raise PageError(f"{path.name} is damaged: rank is {view.rank}")
                 opened(view)
                 view.refresh(now_s)
             except OSError:

@@ -103,3 +103,29 @@ def test_a_page_that_is_cut_short_or_empty_is_reported(
         assert [f.cause for f in monitor.own.found if f.kind == "recorder"] == ["damaged_page"]
     finally:
         monitor.close()
+
+
+def test_a_damaged_page_does_not_make_the_job_larger(
+    tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter]
+) -> None:
+    second = pages[2]
+    second.h.world_size = second.h.local_world_size = 60_000
+    monitor = Monitor(tmp_path / "run", pages[0], node=0, quiet=True, keep_bytes=1 << 30)
+    try:
+        monitor.tick()
+        snapshot = monitor._snapshot(monitor.now_s)
+        assert (snapshot.world_size, snapshot.expected, set(snapshot.ranks)) == (2, 2, {0, 1})
+    finally:
+        monitor.close()
+
+
+def test_a_page_of_another_rank_than_its_name_says_is_damaged(
+    tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter]
+) -> None:
+    pages[2].h.rank = 60_000
+    monitor = Monitor(tmp_path / "run", pages[0], node=0, quiet=True, keep_bytes=1 << 30)
+    try:
+        monitor.tick()
+        assert set(monitor.views) == {0} and [f.cause for f in monitor.own.found] == ["damaged_page"]
+    finally:
+        monitor.close()
