@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distdiag.train import loop
+from distdiag.train import progress as progress_module
 
 
 def test_a_rate_is_of_training_alone_whatever_came_between(
@@ -16,11 +16,11 @@ def test_a_rate_is_of_training_alone_whatever_came_between(
 ) -> None:
     """18 steps, a validation of 30 s, 2 more steps: the rate of the 20 is theirs."""
     now = 100.0
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
     alone: Any = SimpleNamespace(rank=0, sum=lambda t: t)
     logged: dict[str, float] = {}
     recorder: Any = SimpleNamespace(log=lambda **values: logged.update(values))
-    progress = loop.Progress(SimpleNamespace(quiet=False), alone, recorder, torch.device("cpu"))  # type: ignore[arg-type]
+    progress = progress_module.Progress(SimpleNamespace(quiet=False), alone, recorder, torch.device("cpu"))  # type: ignore[arg-type]
 
     def trains(steps: int) -> None:
         nonlocal now

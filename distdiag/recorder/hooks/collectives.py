@@ -137,7 +137,7 @@ class Collectives(CallEntries):
                 self.ledger.reduced_elements += max(tensor[-2], 0)
         if g.on_device:
             flags |= ON_DEVICE
-            if method == "allgather" and len(args) > tensor_at and _equal_sizes(args[0]):
+            if method == "allgather" and tensor_at < len(args) and _equal_sizes(next(iter(args))):
                 flags |= EVEN
         op_text = self._op(op)
         batch = g.coalescing
@@ -311,8 +311,8 @@ class Collectives(CallEntries):
         """
         self.h.new_groups += 1
         ranks = args[0] if args else kwargs.get("ranks")
-        everybody = ranks is None or _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
-        members = list(range(dist.get_world_size())) if everybody else sorted(ranks)
+        splits = _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
+        members = list(range(dist.get_world_size())) if ranks is None or splits else sorted(ranks)
         if self.h.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
             self.group_call("new_group", dist._world.group_count, members, depth=5)
 
