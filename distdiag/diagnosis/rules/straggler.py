@@ -18,12 +18,20 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot, Step
-from distdiag.diagnosis.periodic import Periodic, periodic
+from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
+from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, Step
+from distdiag.diagnosis.periodic import periodic
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
-from distdiag.diagnosis.text.phrases import at, where, where_stack
+from distdiag.diagnosis.text.straggler import (
+    Slow,
+    arrival_finding,
+    device_finding,
+    periodic_finding,
+    rotating_finding,
+    slow_finding,
+    stage_finding,
+)
 from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
@@ -73,7 +81,6 @@ class Limits:
 
 
 limits = Limits()
-CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
 JUDGED_BY_ARRIVAL = (
     "all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"
 )  # fmt: skip
@@ -96,7 +103,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     rotating = None if _has_stages(facts.snapshot) else _rotating(facts.snapshot, facts.window)
     regular = periodic(facts.window)
-    yield rotating or (found if regular is None else _periodic_finding(facts.snapshot, facts.window, regular))
+    yield rotating or (found if regular is None else periodic_finding(facts.snapshot, facts.window, regular))
 
 
 def _has_stages(s: Snapshot) -> bool:
@@ -110,22 +117,6 @@ def _veto(reason: str) -> Abstained:
 
 
 # -- one rank, or those of one node ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Slow:
-    """Ranks that work longest in most steps.
-
-    Attributes:
-        count: Steps in which they are the slowest.
-        gain_ms: What the others would gain per step if they were not.
-        step_ms: A step.
-    """
-
-    ranks: list[int]
-    count: int
-    gain_ms: float
-    step_ms: float
 
 
 def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
@@ -143,11 +134,11 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if _lacks_cpu(s, slow.ranks, phase, rest):
         return _veto(f"the loader workers of {rank_list(slow.ranks)} wait for a CPU, as those of all ranks may")
     if phase != "data" and _has_stages(s):
-        return _stage_finding(s, window, slow, rank, phase, excess_ms)
-    return _finding(s, window, slow, rank, phase, excess_ms)
+        return stage_finding(s, window, slow, rank, phase, excess_ms)
+    return slow_finding(s, window, slow, rank, phase, excess_ms)
 
 
-def _slow(s: Snapshot, window: Window) -> _Slow | Abstained:
+def _slow(s: Snapshot, window: Window) -> Slow | Abstained:
     n = len(window.columns)
     ranks, count, gains = _slowest(window)
     if count < limits.recurrence * n and not any(r.p2p_issued for r in s.ranks.values()):  # stages differ by design
@@ -159,7 +150,7 @@ def _slow(s: Snapshot, window: Window) -> _Slow | Abstained:
     least_ms = max(limits.least_ms, min(share for _, share in limits.shares_quiet_host) * step_ms)
     if gain_ms < least_ms:
         return _veto(f"{rank_list(ranks)}: costs {gain_ms:.1f} ms per step, below {least_ms:.1f} ms")
-    return _Slow(ranks, count, gain_ms, step_ms)
+    return Slow(ranks, count, gain_ms, step_ms)
 
 
 def _slowest(window: Window) -> tuple[list[int], int, list[float]]:
@@ -209,7 +200,7 @@ def _arrives_last(window: Window, slow: list[int]) -> bool:
     return not timed
 
 
-def _phase_of(s: Snapshot, window: Window, slow: _Slow, rest: list[int]) -> tuple[int, str, float] | Abstained:
+def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple[int, str, float] | Abstained:
     """Return (the slowest rank, its phase, milliseconds above the others), if all slow ranks are slow in that phase."""
     steps, n = window.steps, len(window.columns)
     # per step, so that a slow step of all ranks is nobody's fault
@@ -231,7 +222,7 @@ def _phase_of(s: Snapshot, window: Window, slow: _Slow, rest: list[int]) -> tupl
 
 
 def _excess(
-    s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], slow: _Slow
+    s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], slow: Slow
 ) -> tuple[str, float] | Abstained:
     """Return (phase in which one rank takes longer than usual, by how many ms).
 
@@ -311,7 +302,7 @@ def _slow_device(s: Snapshot, window: Window) -> Finding | None:
     enough_ms = max(limits.least_ms, limits.device_share * step_ms, (limits.device_ratio - 1) * usual_ms)
     if count < limits.recurrence * len(columns) or excess_ms < enough_ms:
         return None
-    return _device_finding(s, window, slow, count, usual_ms, excess_ms, step_ms)
+    return device_finding(s, window, slow, count, usual_ms, excess_ms, step_ms)
 
 
 # -- the slowest rank changes ----------------------------------------------------------------------------------------
@@ -344,7 +335,7 @@ def _rotating(s: Snapshot, window: Window) -> Finding | None:
     ]
     if statistics.median(excess) < (3.0 if busy_host(s) else 1.5):
         return None
-    return _rotating_finding(s, window, phase, changes, skew_ms, step_ms)
+    return rotating_finding(s, window, phase, changes, skew_ms, step_ms)
 
 
 def _spread(window: Window, phase: str, i: int) -> float:
@@ -371,172 +362,5 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
         enough = skew_ms >= max(limits.least_ms, limits.arrivals_share * period_ms)
         if count >= limits.recurrence * len(recent) and enough and q in s.ranks:
-            return _arrival_finding(s, s.ranks[q], recent, count, skew_ms, period_ms)
+            return arrival_finding(s, s.ranks[q], recent, count, skew_ms, period_ms)
     return None
-
-
-# -- the words -------------------------------------------------------------------------------------------------------
-
-_ADVICE = {
-    "data": "check storage and CPU load for the loader of {who}; use more workers or prefetching",
-    "forward": "compare the input sizes of that rank with the others'; if they are equal, check its device clocks and "
-    "what else runs on its host",
-    "backward": "compare the input sizes of that rank with the others'; if they are equal, check its device clocks and "
-    "what else runs on its host",
-    "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
-    "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
-}
-
-
-def _finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, excess_ms: float) -> Finding:
-    r, n = s.ranks[rank], len(window.columns)
-    stack = _stack_of(r, phase)
-    place: Site | None = stack[0] if stack else None
-    rest = tuple(q for q in window.ranks if q not in slow.ranks)
-    alone = len(slow.ranks) == 1
-    whose, up_to = f"{'its' if alone else 'their'} own code between steps", "" if alone else "up to "
-    slower = "slowest" if alone else "slower than all of them"
-    others = (
-        where(s.ranks[k], "user_code", next(iter(_stack_of(s.ranks[k], phase)), None)) for k in slow.ranks if k != rank
-    )
-    return Finding(
-        kind=kind.name,
-        cause=CAUSES[phase],
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=tuple(slow.ranks),
-        victims=rest,
-        where=(*(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)), *others),
-        step=r.step,
-        message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
-        f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
-        f"{percent(slow.gain_ms / slow.step_ms)} of step time",
-        advice=_advice(s, slow.ranks, phase),
-    )
-
-
-def _stage_finding(s: Snapshot, window: Window, slow: _Slow, rank: int, phase: str, excess_ms: float) -> Finding:
-    rest = tuple(q for q in window.ranks if q not in slow.ranks)
-    return Finding(
-        kind=kind.name,
-        cause="stage",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.INFO,
-        culprits=tuple(slow.ranks),
-        victims=rest,
-        where=(where(s.ranks[rank], "user_code"),),
-        step=s.ranks[rank].step,
-        message=f"{rank_list(slow.ranks)}: the longest stage, {'its own code' if phase == 'other' else phase} +{excess_ms:.0f} ms "
-        f"per step against the others",
-        cost=f"{rank_list(rest)} {'is' if len(rest) == 1 else 'are'} idle for {slow.gain_ms:.0f} ms per step because of it: "
-        f"{percent(slow.gain_ms / slow.step_ms)} of step time",
-        advice=f"if this pipeline is too slow, move layers from {rank_list(slow.ranks)} to the others; more micro-batches "
-        "shorten the idle time at the start and end of a step",
-    )
-
-
-def _device_finding(
-    s: Snapshot, window: Window, slow: RankState, count: int, usual_ms: float, excess_ms: float, step_ms: float
-) -> Finding:
-    rest = tuple(q for q in window.ranks if q != slow.rank)
-    stack = _stack_of(slow, "forward")
-    return Finding(
-        kind=kind.name,
-        cause="forward",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=(slow.rank,),
-        victims=rest,
-        where=where_stack(slow, stack, "user_code") if stack else (where(slow, "user_code"),),
-        step=slow.step,
-        message=f"rank {slow.rank}: its device takes {usual_ms + excess_ms:.0f} ms for the forward, the others' {usual_ms:.0f} ms, "
-        f"slowest in {count} of the last {len(window.columns)} steps; its host is not late",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} at least {excess_ms:.0f} ms per step: "
-        f"{percent(excess_ms / step_ms)} of step time",
-        advice=f"compare the input sizes of rank {slow.rank} with the others'; if they are equal, check its device: clocks, power "
-        "limit, temperature, other processes",
-    )
-
-
-def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
-    if phase == "data" and all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training):
-        return "num_workers=0: the dataset's own code runs in the training process; make it faster, or set num_workers"
-    return _ADVICE[phase].format(who=rank_list(ranks))
-
-
-def _periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
-    r, n = s.ranks[found.rank], len(window.columns)
-    rest = tuple(q for q in window.ranks if q != found.rank)
-    steps = window.steps[found.rank]
-
-    def excess_ms(phase: str) -> float:
-        usual = statistics.median(part_ms(x, phase) for x in steps)
-        return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
-
-    phase = max(PHASES, key=excess_ms)
-    stack = _stack_of(r, phase)
-    return Finding(
-        kind=kind.name,
-        cause=CAUSES[phase],
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.INFO,
-        culprits=(found.rank,),
-        victims=rest,
-        where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
-        step=r.step,
-        message=f"rank {found.rank}: {'its own code between steps' if phase == 'other' else phase} +{found.gain_ms:.0f} ms in "
-        f"every {found.period}th step, {len(found.indices)} of the last {n}{at(stack[0] if stack else None)}",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {percent(found.cost)} of the time for it",
-        advice=_advice(s, [found.rank], phase),
-    )
-
-
-def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return where samples of that phase fell most; `other` also shows as user-named phases."""
-    names = ("other", "checkpoint", "validate", "init") if phase == "other" else (phase,)
-    best: tuple[Site, ...] = ()
-    most = 0
-    for name in names:
-        places = r.phase_places.get(name, ())
-        if places and places[0][1] > most:
-            most = places[0][1]
-            best = r.phase_stacks.get(name, (places[0][0],))
-    return best
-
-
-def _rotating_finding(s: Snapshot, window: Window, phase: str, changes: int, skew_ms: float, step_ms: float) -> Finding:
-    ranks = window.ranks
-    return Finding(
-        kind=kind.name,
-        cause="rotating",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        victims=tuple(ranks),
-        where=tuple(where(s.ranks[q], None, (_stack_of(s.ranks[q], phase) or (None,))[0]) for q in ranks),
-        step=s.ranks[ranks[0]].step,
-        message=f"no single rank is slow: the slowest changed {changes} times in {len(window.columns)} steps, "
-        f"skew p50 {skew_ms:.0f} ms, mostly in {'code between steps' if phase == 'other' else phase}",
-        cost=f"{percent(skew_ms / step_ms)} of step time is waiting for whoever is slow",
-        advice="look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
-    )
-
-
-def _arrival_finding(
-    s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
-) -> Finding:
-    stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
-    stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_places.get(name)), stack)
-    return Finding(
-        kind=kind.name,
-        cause="host",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=(r.rank,),
-        victims=tuple(k for k in sorted(s.ranks) if k != r.rank),
-        where=where_stack(r, stack) if stack else (where(r),),
-        message=f"rank {r.rank} enters {recent[-1].op} last in {count} of the last {len(recent)}, "
-        f"{skew_ms:.0f} ms after the first{at(stack[0] if stack else None)}",
-        cost=f"the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
-        advice=f"look at what rank {r.rank} does between its collectives that the others do not",
-    )
