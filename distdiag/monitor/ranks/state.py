@@ -201,22 +201,23 @@ class RankView(PageView):
             if record is not None and not slot.offset:  # else its numbers are others
                 name = self.text(slot.name)
                 if name in record.enqueued and not slot.destroyed:
-                    enqueued[key] = self._enqueued(key, slot.enqueued, record.enqueued[name])
                     completed[key] = record.completed[name]
+                    enqueued[key] = max(slot.enqueued, record.enqueued[name])
+                    if record.enqueued[name] == record.completed[name] and self._captured(key, record.completed[name]):
+                        enqueued[key] = record.completed[name]
         for i in range(page.header.n_peers):
             slot = page.peers[i]
             if slot.peer == -3:
                 enqueued[f"{self.group_key(page, slot.group)} (monitored_barrier)"] = slot.count
         return enqueued, completed
 
-    def _enqueued(self, group: str, issued: int, recorded: int) -> int:
-        """Return the newest collective that the backend was given, by the rank's own count and by its flight recorder.
+    def _captured(self, group: str, recorded: int) -> bool:
+        """True if all calls after number `recorded` have returned: they are not in the flight record, so a graph captured them.
 
-        A call that has returned and is not in the record was captured into a graph: it took a number and was never enqueued.
+        A captured collective takes a number and is never enqueued.
         """
         missing = [c for c in self.calls if c.group == group and c.seq is not None and c.seq > recorded]
-        captured = missing and all(c.on_device and c.left_s is not None for c in missing)
-        return recorded if captured else max(issued, recorded)
+        return bool(missing) and all(c.on_device and c.left_s is not None for c in missing)
 
     def _blocked(
         self,
