@@ -135,7 +135,7 @@ class Checks:
         if t.dim() and t.numel() != 1:
             return None
         if t.is_cpu:
-            read = sampled(t, 1)  # from memory: an operator would stand in the job's profile
+            read = sampled(t, 1)  # from memory: an operator would show in the profile of the job
             value = t.item() if read is None else read[0]
             if self.ledger.bad_losses or value - value:  # NaN if it is not finite
                 self._loss_value(value, site, BAD_LOSSES)

@@ -49,8 +49,8 @@ def slots(lanes: Sequence[Sequence[Action]], stages: int) -> list[dict[int, Acti
             if None in ready:
                 continue
             slot = max([free[i], *(t + 1 for t in ready if t is not None)])
-            placed[i][slot] = done_action = action
-            done[done_action], free[i] = slot, slot + 1
+            placed[i][slot] = action
+            done[action], free[i] = slot, slot + 1
             position[i] += 1
         if sum(position) == before:
             raise ValueError("the schedule waits for itself")

@@ -36,7 +36,6 @@ class Stages(Strategy):
         self._whole = copy.deepcopy(setup.network)  # takes the gathered weights for validation
         self._cut = cut(setup.network.pieces(), ranks.world_size * self.per_rank, IMAGE)  # type: ignore[operator]
         self._step_s = 0.0
-        self._steps = 0
         super().__init__(setup)
 
     def build(self, network: nn.Module) -> nn.Module:
@@ -82,7 +81,6 @@ class Stages(Strategy):
             *((images.contiguous(),) if first else ()), target=labels if last else None, losses=losses if last else None
         )
         self._step_s += time.perf_counter() - began
-        self._steps += 1
         if not last:
             return None
         return torch.stack(losses).sum().detach() * self.setup.config.accumulate, outputs
