@@ -54,7 +54,8 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
     if any(kinds.of(f).fatal for f in worst):
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
-    return State.ENDED, f"all ranks ended normally after {steps:,} steps"
+    how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
+    return State.ENDED, f"all ranks {how} after {steps:,} steps"
 
 
 def _missing(s: Snapshot, expected: int) -> str:

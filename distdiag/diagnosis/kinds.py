@@ -115,7 +115,7 @@ TIMEOUT = Kind(
 )
 RANK_LOST = Kind(
     name="rank_lost",
-    severities=(_ERROR,),
+    severities=(_WARNING, _ERROR),
     causes=("killed", "crashed", "silent"),
     every_poll=True,
     sticky=True,

@@ -21,6 +21,7 @@ from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
 WATCH_BEATS = 8  # between two checks that the monitor runs
+END_S = 2.0  # how long the end of the script waits for the beat that runs
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
@@ -39,20 +40,35 @@ class Pulse:
         self.watch: Any = None  # of the monitor
         self._going_on = threading.Lock()  # held until the end: waiting for a lock is one call, for an Event many
         self._going_on.acquire()
+        self._running = threading.Lock()  # held while the thread runs
         self._gpu: int | None = None  # NVML's index, once looked up
         self._raw: dict[int, tuple[int, CodeType]] = {}  # by id of the code, which is kept
 
     def start(self) -> None:
         """Begin to beat."""
-        _thread.start_new_thread(self._run, ())
+        self._running.acquire()
+        try:
+            _thread.start_new_thread(self._run, ())
+        except BaseException:
+            self._running.release()
+            raise
 
     def _run(self) -> None:
-        while not self._going_on.acquire(timeout=PERIOD_S):
-            self.beat()
+        try:
+            while not self._going_on.acquire(timeout=PERIOD_S):
+                self.beat()
+        finally:
+            self._running.release()
 
     def stop(self) -> None:
+        """End the thread, and wait until its last beat is over, at most `END_S`.
+
+        A thread that comes back from C++ while Python shuts down is ended inside it, and that aborts the process.
+        """
         if self._going_on.locked():
             self._going_on.release()
+        if self._running.acquire(timeout=END_S):
+            self._running.release()
 
     @guarded
     def beat(self) -> None:

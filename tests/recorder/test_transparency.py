@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -71,6 +72,47 @@ def test_the_exception_is_recorded_although_the_script_has_its_own_hook(tmp_path
     assert run(command, tmp_path, env) == (1, "mine\n", "")
     query = "SELECT exception FROM rank WHERE exception IS NOT NULL"
     assert "no such column" in wait_for(lambda: rows(tmp_path / "R", query), 60, "the exception")[0][0]
+
+
+INSIDE_TORCH = """
+import datetime, sys, threading, _thread
+import torch.distributed as dist
+
+store, inside = dist.HashStore(), threading.Event()
+
+def wait_in_torch(times=1):
+    inside.set()
+    for _ in range(times):
+        try:
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=0.3))
+        except dist.DistStoreError:
+            pass
+"""
+PULSE = """
+from types import SimpleNamespace
+from distdiag.recorder import session
+session.current.pulse.collectives = SimpleNamespace(refresh_groups=wait_in_torch)
+"""
+OWN_THREAD = "_thread.start_new_thread(wait_in_torch, (100,))\n"
+END = "assert inside.wait(30)\n"
+
+
+def test_the_script_may_end_while_the_pulse_is_inside_torch(tmp_path: Path) -> None:
+    """A thread that comes back from C++ while Python shuts down aborts the process, so the end waits for it."""
+    (tmp_path / "script.py").write_text(INSIDE_TORCH + PULSE + END)
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
+    assert run([sys.executable, "-m", "distdiag.run", "--quiet", "script.py"], tmp_path, env) == (0, "", "")
+
+
+def test_a_crash_while_python_shuts_down_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(INSIDE_TORCH + OWN_THREAD + END)
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
+    code, _, _ = run([sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py"], tmp_path, env)
+    assert code in (-signal.SIGABRT, -signal.SIGSEGV), "this Python does not crash here: the test has lost its subject"
+    query = "SELECT json FROM finding"
+    found = json.loads(wait_for(lambda: rows(tmp_path / "R", query), 60, "the finding")[0][0])
+    assert (found["kind"], found["severity"], found["culprits"]) == ("rank_lost", "warning", [0])
+    assert f"finished the script, then {signal.Signals(-code).name} ended the process while Python shut down" in found["message"]
 
 
 def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:

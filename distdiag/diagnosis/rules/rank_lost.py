@@ -47,6 +47,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if facts.stopped or (stalled and facts.ends) or facts.cascade.end in (End.LOST, End.ECHOES, End.UNCONNECTED):
         return
     yield from _silent(facts.snapshot, facts.graph)
+    yield from _crashed_at_exit(facts)
+
+
+def _crashed_at_exit(facts: Facts) -> Iterator[Finding]:
+    """Ranks whose script ended normally, and whose process a native crash ended afterwards: a failure for the launcher."""
+    crashed = [r for r in facts.snapshot.ranks.values() if r.life == Life.FINISHED and r.signal in _NATIVE_CRASHES]
+    if crashed and not any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found)):
+        yield _at_exit(crashed)
 
 
 def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
@@ -64,6 +72,7 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
 
 # -- the words -------------------------------------------------------------------------------------------------------
 
+_NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 _KILLED_ADVICE = {
     "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else find who sent it",
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
@@ -115,6 +124,25 @@ def _lost(facts: Facts) -> Finding:
         message=message,
         cost="the job cannot continue without it" if victims else "the job ended",
         advice=advice,
+    )
+
+
+def _at_exit(crashed: list[RankState]) -> Finding:
+    ranks = tuple(sorted(r.rank for r in crashed))
+    first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
+    return Finding(
+        kind=kind.name,
+        cause="killed",
+        certainty=Certainty.PROVED,
+        severity=Severity.WARNING,
+        culprits=ranks,
+        step=first.step,
+        first_seen_s=first.ended_s,
+        message=f"{rank_list(ranks)} finished the script, then {signals.Signals(first.signal or 0).name} ended the process "
+        "while Python shut down",
+        cost="the job's work is done, but the launcher reports it as failed",
+        advice="call dist.destroy_process_group() at the end, and join your own threads before it: a thread that is inside "
+        "C++ code while Python shuts down aborts the process; the first line of the rank's stderr names what aborted",
     )
 
 

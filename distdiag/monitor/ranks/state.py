@@ -47,9 +47,8 @@ class RankView(PageView):
             if h.life == LifeWord.RAISED:
                 return Life.CRASHED, end.exit_code if end.exit_code is not None else 1, None
             if h.life == LifeWord.EXITING:
-                # gloo's teardown may abort after a normal end; that is no fault of the job
-                code = h.exit_code
-                return (Life.FINISHED if code == 0 else Life.CRASHED), code, None
+                code = h.exit_code  # the script's own; a signal afterwards came while the interpreter shut down
+                return (Life.FINISHED if code == 0 else Life.CRASHED), code, end.signal
             if end.exit_code is not None:
                 return (Life.FINISHED if end.exit_code == 0 else Life.CRASHED), end.exit_code, None
             if h.life == LifeWord.LEFT_GROUP and end.signal in (None, 6):
