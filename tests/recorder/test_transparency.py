@@ -112,7 +112,10 @@ def test_a_crash_while_python_shuts_down_is_a_warning(tmp_path: Path) -> None:
     query = "SELECT json FROM finding"
     found = json.loads(wait_for(lambda: rows(tmp_path / "R", query), 60, "the finding")[0][0])
     assert (found["kind"], found["severity"], found["culprits"]) == ("rank_lost", "warning", [0])
-    assert f"finished the script, then {signal.Signals(-code).name} ended the process while Python shut down" in found["message"]
+    assert (
+        f"finished the script, then {signal.Signals(-code).name} ended the process while Python shut down"
+        in found["message"]
+    )
 
 
 def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
