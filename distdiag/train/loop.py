@@ -1,4 +1,4 @@
-"""The training job from its first line to its last, communication in sight."""
+"""The training job from start to end. Comments mark every line that communicates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from distdiag.train.strategies.base import Setup, Strategy
 
 
 def train(config: TrainConfig) -> None:
-    """Train as `config` says, on this rank and with all others; returns when all are done.
+    """Train on this rank, together with all others; return when all are done.
 
     Raises:
         DistdiagError: bad input, the same error on every rank.
@@ -62,22 +62,15 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
     with recorder.phase("init"):
         amp = ranks.together(lambda: resolve_amp(config.amp, device))
         pixels, origin = share_pixels(config, ranks)
-        parts = 1 if config.strategy in ("model", "pipeline") else world_size
-        per_epoch = batches_per_epoch(len(pixels.train), parts, config.batch_size, config.accumulate)
-        if not per_epoch:
-            share = -(-len(pixels.train) // parts)
-            raise DistdiagError(
-                f"{share} samples per rank are fewer than one step takes ({config.batch_size} x {config.accumulate})",
-                f"--batch-size {max(1, share // config.accumulate)} works",
-            )
-        steps_per_epoch = per_epoch // config.accumulate
-        total_steps = min(config.max_steps or math.inf, config.epochs * steps_per_epoch)
-
         torch.manual_seed(config.seed)  # the same initial weights on every rank
         network = build_model(config.model)
         model_name, parameters = type(network).__name__, count_parameters(network)
         strategy = build_strategy(Setup(config, ranks, network, amp, faults))
         model = strategy.model
+
+        per_epoch = _batches_per_epoch(config, strategy, len(pixels.train))
+        steps_per_epoch = per_epoch // config.accumulate
+        total_steps = min(config.max_steps or math.inf, config.epochs * steps_per_epoch)
 
         optimizer = torch.optim.SGD(
             strategy.network.parameters(),
@@ -92,7 +85,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         source = _source(config, strategy, pixels.train, faults.batches(per_epoch), faults)
 
-        torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on (dropout) every rank draws its own
+        torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on every rank draws its own dropout
         step = 0
         if config.resume:
             step = resume(config, strategy, pixels, optimizer, scheduler)
@@ -100,7 +93,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
     checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
     progress = Progress(config, ranks, recorder, device)
     about = f"{model_name} ({parameters:,} parameters)"
-    progress.begin(origin, pixels, about, why_amp(config.amp, amp, device), step, int(total_steps))
+    progress.begin(origin, pixels, about, why_amp(config.amp, amp, device), step, int(total_steps), strategy.data_ranks)
     progress.lines(strategy.about())
     recorder.meta(
         data=pixels.address.name,
@@ -136,7 +129,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         model.train()
         start = (step - epoch * steps_per_epoch) * config.accumulate
         batches = source.epoch(epoch, start)
-        if config.loader == "batched":  # a DataLoader is seen by itself
+        if config.loader == "batched":  # the recorder hooks a DataLoader itself
             batches = recorder.batches(batches, length=faults.batches(per_epoch) - start)
 
         for position, (images, labels) in enumerate(batches, start):
@@ -163,7 +156,7 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
                 )  # communication: one all_reduce of 3 numbers
             if config.checkpoint_every > 0 and step % config.checkpoint_every == 0:
                 save()  # communication: gather of random states, barrier
-            probe.maybe_run(step)  # communication: with --probe, now and then, on a group of its own
+            probe.maybe_run(step)  # communication: with --probe, sometimes, on its own group
             if step >= total_steps:
                 break
 
@@ -183,6 +176,23 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
     progress.lines(strategy.summary())
 
 
+def _batches_per_epoch(config: TrainConfig, strategy: Strategy, images: int) -> int:
+    """Return the number of batches that this rank loads in an epoch.
+
+    Raises:
+        DistdiagError: a rank has too few samples for one step.
+    """
+    parts = strategy.data_ranks
+    batches = batches_per_epoch(images, parts, config.batch_size, config.accumulate)
+    if not batches:
+        share = -(-images // parts)
+        raise DistdiagError(
+            f"{share} samples per rank are fewer than one step takes ({config.batch_size} x {config.accumulate})",
+            f"--batch-size {max(1, share // config.accumulate)} works",
+        )
+    return batches
+
+
 @dataclass(frozen=True)
 class WarmupCosine:
     """Factor on the learning rate: linear up to 1 within `warmup` steps, then half a cosine down to 0 at `total`."""
@@ -197,7 +207,7 @@ class WarmupCosine:
 
 
 def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origin | None]:
-    """The data set in memory, one copy per node: local rank 0 finds, checks and publishes it, the others map it.
+    """Return the data set in memory, one copy per node: local rank 0 finds, checks and publishes it, the others map it.
 
     Collective. The second value is None on ranks that did not look for the data themselves.
 
@@ -221,7 +231,7 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origi
             if address is None:
                 raise OSError("no local rank 0 on this node")
             own = SharedPixels.open(address)
-        except OSError:  # /proc closed to us: a copy of one's own costs memory, nothing else
+        except OSError:  # no access to /proc: a private copy costs memory, nothing else
             own = SharedPixels.publish(find_data(config.data, show_progress=False).data)
     fingerprints = set(ranks.gather(own.address.fingerprint))
     if len(fingerprints) > 1:
@@ -246,10 +256,10 @@ def resume(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> int:
-    """Put everything into the state of a checkpoint, on every rank; return the steps done. Collective.
+    """Restore everything from a checkpoint, on every rank; return the steps done. Collective.
 
     Raises:
-        DistdiagError: no checkpoint, a damaged one, or one of a run that this is not.
+        DistdiagError: no checkpoint, a damaged one, or one of another run.
     """
     ranks, scaler = strategy.ranks, strategy.scaler
 
@@ -265,7 +275,7 @@ def resume(
             strategy.load(state, optimizer)
         except RuntimeError:
             raise DistdiagError(
-                "the checkpoint's model is not this one", "use the same --model and --inject as then"
+                "the checkpoint's model is not this one", "use the same --model and --inject as in that run"
             ) from None
 
     ranks.together(load)
@@ -287,9 +297,9 @@ def checkpoint_directory(config: TrainConfig, recorder: Recording) -> Path:
 def validate(
     config: TrainConfig, ranks: Ranks, network: nn.Module, images: TensorImages, amp: str
 ) -> tuple[float, float]:
-    """Mean loss and accuracy (0 to 1) on the test set, every image counted once. Collective: one all_reduce at the end.
+    """Return mean loss and accuracy (0 to 1) on the test set; every image counts once. Collective: one all_reduce.
 
-    The bare network is used, not its DDP wrapper: its forward would broadcast buffers, and ranks may have unequal shares.
+    Uses the bare network: DDP's forward would broadcast buffers, and ranks may have unequal shares.
     """
     network.eval()
     sums = torch.zeros(3, device=ranks.device)

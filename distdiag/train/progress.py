@@ -1,4 +1,4 @@
-"""What a person reads while the job trains."""
+"""Lines that rank 0 prints while the job trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distdiag.train.shared_memory import SharedPixels
 
 
 class Progress:
-    """What a person reads, printed by rank 0; sums stay on the device until a line is due."""
+    """Print start, progress and end on rank 0. Sums stay on the device until a line is due."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording, device: torch.device) -> None:
         self._config, self._ranks, self._recorder = config, ranks, recorder
@@ -34,16 +34,28 @@ class Progress:
             print(text, flush=True)
 
     def begin(
-        self, origin: Origin | None, pixels: SharedPixels, model: str, amp: str, step: int, total_steps: int
+        self,
+        origin: Origin | None,
+        pixels: SharedPixels,
+        model: str,
+        amp: str,
+        step: int,
+        total_steps: int,
+        data_ranks: int,
     ) -> None:
+        """Print the first line.
+
+        Args:
+            data_ranks: Ranks that share a global batch; fewer than all: every rank loads the whole batch.
+        """
         config, ranks = self._config, self._ranks
         if origin and origin.notice:
             self._say(origin.notice, always=True)
         layout = ", channels_last" if config.channels_last else ""
         accumulate = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
         count = f"{ranks.world_size} rank{'s' if ranks.world_size != 1 else ''}"
-        staged = config.strategy in ("model", "pipeline")
-        samples = f"{config.batch_size} samples on {count}" if staged else f"{count} x {config.batch_size} samples"
+        whole = data_ranks < ranks.world_size
+        samples = f"{config.batch_size} samples on {count}" if whole else f"{count} x {config.batch_size} samples"
         self._say(
             f"{model} on {pixels.address.name} "
             f"({pixels.address.train_images:,} + {pixels.address.test_images:,} images): {samples}{accumulate}, "
@@ -60,7 +72,7 @@ class Progress:
             self._say(text, always=True)
 
     def add(self, loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """One batch; no transfer from the device, hence no wait for it."""
+        """Add one batch to the sums. No transfer from the device, so no wait for it."""
         with torch.no_grad():
             count = len(labels)
             self._window[0] += loss.detach() * count
@@ -68,7 +80,7 @@ class Progress:
             self._window[2] += count
 
     def report(self, epoch: int, step: int, lr: float) -> None:
-        """Loss and accuracy of all ranks since the last report. Collective; reads the device, which waits for it."""
+        """Print loss and accuracy of all ranks since the last report. Collective; waits for the device."""
         own_loss = float(self._window[0] / self._window[2]) if self._window[2] else None
         loss, correct, count = self._ranks.sum(self._window).tolist()
         now = time.monotonic()
@@ -77,7 +89,7 @@ class Progress:
         self._since = now
         mean_loss = self._loss = loss / max(count, 1)
         accuracy = correct / max(count, 1)
-        if own_loss is not None:  # a rank with a stage that is not the last computes none
+        if own_loss is not None:  # only the rank with the last stage computes a loss
             self._recorder.log(loss=own_loss)
         self._recorder.log(mean_loss=mean_loss, train_accuracy=accuracy, learning_rate=lr, samples_per_s=rate)
         self._say(
@@ -87,7 +99,7 @@ class Progress:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While something else than training goes on: a rate is of training alone."""
+        """Leave the time inside this context out of the samples per second."""
         began = time.monotonic()
         try:
             yield

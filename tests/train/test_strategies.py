@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from distdiag.errors import DistdiagError
-from distdiag.train.config import parse_arguments
+from distdiag.train.config import TrainConfig, parse_arguments
+from distdiag.train.loop import _batches_per_epoch
 from distdiag.train.models import ResNet, SimpleCNN
 from distdiag.train.strategies import schedule
 from distdiag.train.strategies.split import Stage, cut
@@ -101,6 +103,15 @@ def test_stages_together_are_the_model(network: nn.Module, stages: int) -> None:
     torch.testing.assert_close(x, expected)
     merged = {k: v for part in parts for k, v in part.whole_state().items()}
     assert merged.keys() == whole.keys() and all(torch.equal(merged[k], v) for k, v in whole.items())
+
+
+@pytest.mark.parametrize(("data_ranks", "batches"), [(1, 10), (2, 4)])
+def test_the_strategy_decides_how_many_ranks_share_an_epoch(data_ranks: int, batches: int) -> None:
+    strategy: Any = SimpleNamespace(data_ranks=data_ranks)
+    config = TrainConfig(strategy="a later one", batch_size=16, accumulate=2)
+    assert _batches_per_epoch(config, strategy, 160) == batches
+    with pytest.raises(DistdiagError, match=f"{16 // data_ranks} samples per rank are fewer than one step takes"):
+        _batches_per_epoch(config, strategy, 16)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
