@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -17,28 +15,27 @@ import distdiag
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.model.snapshot import Group, Snapshot
+from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.announce import Voice
-from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
+from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.host import processes
-from distdiag.monitor.host.gpus import Gpus, Users
-from distdiag.monitor.host.samples import Hosts
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Collectives, Steps, ddp_rows, loader_rows, rank_rows
+from distdiag.monitor.recording import Recording
+from distdiag.monitor.rows import loader_rows, rank_rows
+from distdiag.monitor.sampling import Sampling
 from distdiag.monitor.self_check import OwnFaults
+from distdiag.monitor.snapshot import make_snapshot
 from distdiag.page import place
 from distdiag.page.layout import LifeWord
 from distdiag.page.writer import PageError
 from distdiag.store import rundir
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
-from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
 TICK_S = 0.25
-FRAME_S = 0.5
 LOOK_S = 0.9  # between two full polls while every rank changes phases; the host is sampled as often
 # Poll interval when all cores are busy and nothing was suspected for a while. Later it is longer still, unless run.db has a reader.
 CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
@@ -47,11 +44,6 @@ READERS_S = 0.9  # between two checks for a reader of run.db, while there was no
 LAST_RANK_S = 2.0  # after the last known rank has ended, before a run is closed in which some ranks never reported
 FIRST_PAGE_S = 60.0
 FAILED_POLLS = 20  # failed polls in a row with every page readable
-
-
-def _of_most(sizes: list[int], least: int = 0) -> int:
-    """Return the size that most pages have, the smallest if they disagree: a damaged page must not add 65,536 ranks."""
-    return max(least, min(statistics.multimode(sizes)))
 
 
 class Monitor:
@@ -75,17 +67,13 @@ class Monitor:
             self.voice.printed(f.key)
         self.endings = processes.Endings()
         self.cpu = processes.CpuWatch()
-        self.hosts = Hosts(node)
-        self.gpus = Gpus(node)
-        self.steps, self.collectives = Steps(), Collectives()
+        self.sampling = Sampling(node, self.writer)
+        self.recording = Recording(run_dir, node, self.writer, self.views)
         self.gatherer = Gatherer(run_dir)
         self.nodes = Nodes(run_dir, node)
-        self._frame_at = self._host_at = self._loaders_at = -10.0
+        self._host_at = -10.0
         self._look_s = LOOK_S
         self._readers_at = 0.0
-        self._host_cpu: list[float] = []
-        self._groups_written: set[str] = set()
-        self._meta_written = False
         self._gone_since: float | None = None
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self._looked_at: set[int] = set()  # ranks, in this poll
@@ -183,9 +171,7 @@ class Monitor:
 
     def _time_between_looks_s(self, now_s: float) -> float:
         """Return the poll interval: longer if all cores are busy and nothing is suspected."""
-        lately = self._host_cpu[-5:]
-        spare_cores = (self.hosts.cores or 1) * (1 - min(lately, default=0.0) / 100)
-        if now_s <= CALM_AFTER_S or spare_cores >= 0.5 or self.diagnosis.suspects():
+        if now_s <= CALM_AFTER_S or self.sampling.spare_cores() >= 0.5 or self.diagnosis.suspects():
             return LOOK_S
         takes_memory = any(v.takes_memory() for v in self.views.values())
         if now_s <= UNREAD_AFTER_S or takes_memory or processes.others_lock(self.writer.path):
@@ -214,7 +200,7 @@ class Monitor:
             return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
         self.gatherer.gather(now_s, self.views, stopped)
-        snapshot = self._snapshot(now_s)
+        snapshot = self.snapshot(now_s)
         over = self._over(snapshot)
         news = True
         if self.nodes.several(snapshot):
@@ -227,6 +213,10 @@ class Monitor:
                 self.views[q].longest_usual_s = longest
         self._write(snapshot, changed, over)
         return over
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """Return the state of this node's ranks."""
+        return make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
 
     def _over(self, s: Snapshot) -> bool:
         if any(v.ending is None for v in self.views.values()) or self.pages.unjudged_alive():
@@ -269,95 +259,19 @@ class Monitor:
         else:
             self._idle[v.rank] = (None, None)
 
-    # -- the snapshot -------------------------------------------------------------------------------------------
-
-    def _snapshot(self, now_s: float) -> Snapshot:
-        ranks = {}
-        groups: dict[str, Group] = {}
-        headers = [v.page.header for v in self.views.values() if v.page is not None]
-        world = _of_most([h.world_size for h in headers], least=max(self.views) + 1)
-        for q, v in sorted(self.views.items()):
-            state = v.state(now_s, *self._idle[q], self.gatherer.record(q), self.gatherer.host_waits.of(q))
-            ranks[q] = self.gatherer.with_stack(state, now_s)
-            assert v.page is not None
-            for g in v.groups():
-                groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
-            for name, members in v.group_members.items():
-                groups.setdefault(name, Group(name=name, ranks=members, description="new_group"))
-        every = tuple(range(world))
-        for r in ranks.values():
-            for name in r.enqueued:
-                if name not in groups:
-                    base = groups.get(name.removesuffix(" (monitored_barrier)"))
-                    groups[name] = Group(name=name, ranks=base.ranks if base else every)
-        ranks = {q: self._with_locks(q, r) for q, r in ranks.items()}
-        steps = sorted(x.step_ms for r in ranks.values() for x in r.steps[-20:])
-        return Snapshot(
-            t_s=now_s,
-            world_size=world,
-            expected=_of_most([h.local_world_size for h in headers]) or None,
-            ranks=ranks,
-            groups=groups,
-            arrivals=tuple(self.collectives.arrivals),
-            met=tuple(self.collectives.met),
-            gpus=self.gpus.states(),
-            host_cpu_pct=max(self._host_cpu, default=None),
-            host_memory_bytes=self.hosts.memory_bytes,
-            host_available_bytes=self.hosts.available_bytes,
-            usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
-        )
-
-    def _with_locks(self, q: int, r: Any) -> Any:
-        """Return the state of a rank, with the ranks that hold the file lock it waits for, by the kernel's lock table."""
-        if r.activity not in ("lock", "user_code") or not r.host_blocked or r.blocked is not None:
-            return r
-        still = self.views[q].still_since_s
-        if still is None or self.now_s - still < SUSPECT_S or r.pid is None:
-            return r
-        holders = processes.file_lock_waits().get(r.pid)
-        if not holders:
-            return r
-        by_pid = {v.page.header.pid: k for k, v in self.views.items() if v.page is not None}
-        found = tuple(sorted(by_pid[p] for p in holders if p in by_pid))
-        return msgspec.structs.replace(r, activity="lock", holds_up=found) if found else r
-
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, s: Snapshot, changed: list[Finding], over: bool) -> None:
-        w = self.writer
-        for v in self.views.values():
-            steps, calls = v.taken()
-            self.steps.add(v.rank, steps)
-            w.step_times(self.steps.measured(v.rank, v.ddp_times.taken()))
-            self.collectives.add(v.rank, calls)
-            w.scalars(v.scalars())
-        self.collectives.compare_on_device(s)
-        w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
-        step = max((r.step for r in s.ranks.values()), default=None)
-        w.collectives(
-            self.collectives.rows(
-                {n: len(g.ranks) for n, g in s.groups.items()}, step, {n: g.backend for n, g in s.groups.items()}
-            )
-        )
+        self.recording.write_calls_and_steps(s, over)
         self._write_findings(s, changed)
         if s.t_s - self._host_at >= LOOK_S or over:
             self._host_at = s.t_s
-            self._sample_host(s)
+            self.sampling.sample(s.t_s, self.views)
             self._look_s = self._time_between_looks_s(s.t_s)
-        state = self.diagnosis.state
-        if s.t_s - self._frame_at >= FRAME_S or over or changed:
-            self._frame_at = s.t_s
-            rows = rank_rows(s, self.views, self.diagnosis.open())
-            w.ranks(rows)
-            w.frame(s.t_s, state, self.diagnosis.state_text, rows)
-            w.meta(state=state, state_text=self.diagnosis.state_text, world_size=s.world_size)
-        if s.t_s - self._loaders_at >= 2.0 or over:
-            self._loaders_at = s.t_s
-            w.loaders(loader_rows(s))
-            w.ddp(ddp_rows(s))
-            w.checks(self.diagnosis.checks.all)
-        self._write_facts(s)
-        w.commit()
+        self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
+        self.recording.write_facts(s, self.started_unix_s)
+        self._write_own_faults(s.t_s)
+        self.writer.commit()
 
     def _write_findings(self, s: Snapshot, changed: list[Finding]) -> None:
         for f in changed:
@@ -379,73 +293,18 @@ class Monitor:
             record.finding = f
         return f
 
-    def _sample_host(self, s: Snapshot) -> None:
-        w = self.writer
-        row = self.hosts.node_row(s.t_s)
-        w.hosts([row])
-        if row.cpu_pct is not None:
-            self._host_cpu = [*self._host_cpu[-19:], row.cpu_pct]
-        found = []
-        for q, v in self.views.items():
-            if v.ending is None and v.page is not None:
-                p = self.hosts.process_row(s.t_s, q, v.page.header.pid)
-                if p is not None:
-                    found.append(p)
-                    v.cpu_pct = p.cpu_pct
-                    v.workers_starved, v.workers_busy = self.hosts.workers(q)
-                    if p.rss_bytes is not None:
-                        v.rss_bytes = p.rss_bytes
-                        v.memory.append((s.t_s, self.hosts.private_bytes[q]))
-                if v.page.header.device_total_bytes:
-                    v.device_memory.append((s.t_s, v.page.header.device_bytes))
-        w.processes(found)
-        self._sample_gpus(s)
-
-    def _sample_gpus(self, s: Snapshot) -> None:
-        if self.gpus.absent is not None:
-            return
-        headers = {q: v.page.header for q, v in self.views.items() if v.page is not None}
-        users = Users({h.gpu: q for q, h in headers.items() if h.gpu >= 0}, {h.pid: q for q, h in headers.items()})
-        self.writer.gpus(self.gpus.rows(s.t_s, users))
-        if self.gpus.absent is not None:
-            self.writer.event(s.t_s, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
-
-    def _write_facts(self, s: Snapshot) -> None:
-        """Write what rarely changes: versions, groups, failures of ours."""
-        w = self.writer
-        new = [g for n, g in s.groups.items() if n not in self._groups_written and g.description != "new_group"]
-        if new:
-            self._groups_written |= {g.name for g in new}
-            w.groups([GroupRow(name=g.name, ranks=g.ranks, description=g.description, backend=g.backend) for g in new])
-        v = self.views[min(self.views)]
-        assert v.page is not None
-        facts = v.facts
-        if (not self._meta_written or facts != self._facts) and facts.get("torch"):
-            self._meta_written, self._facts = True, dict(facts)
-            backend = next((g.backend for g in s.groups.values() if g.name == "default_pg"), None)
-            extra = {k: x for k, x in facts.items() if isinstance(x, (str, int, float)) and x is not None}
-            w.meta(**{**extra, "name": v.text(v.page.header.script), "attempt": v.page.header.attempt})
-            if backend:
-                w.meta(backend=backend)
-            else:
-                self._meta_written = False
-            rundir.write_run_json(
-                self.run_dir,
-                {"started_unix_s": self.started_unix_s, "world_size": s.world_size, "node": self.node, **extra},
-            )
+    def _write_own_faults(self, t_s: float) -> None:
         for f in self.own.faults(
-            s.t_s,
+            t_s,
             self.views,
             self.diagnosis.failures,
             self.writer,
             self.started_unix_s,
             self.nodes.failed,
-            self.gpus.silent_s(),
+            self.sampling.gpus.silent_s(),
             self.pages.damaged,
         ):
-            w.finding(f)
-
-    _facts: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed in place
+            self.writer.finding(f)
 
     def close(self) -> None:
         """Write the last rows, print the summary, and free the pages' memory."""
@@ -455,7 +314,7 @@ class Monitor:
         self.writer.commit()
         self.writer.close()
         self.gatherer.close()
-        self.gpus.close()
+        self.sampling.gpus.close()
         finished = bool(self.views) and any(
             v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
         )

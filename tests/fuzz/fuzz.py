@@ -130,7 +130,7 @@ class Inputs:
         monitor = _monitor(folder, self._two_pages(folder, world_size=4, first=2))
         monitor.tick()
         monitor.nodes.node = 1
-        monitor.nodes.publish(monitor._snapshot(0.0), time.time(), closed=True)
+        monitor.nodes.publish(monitor.snapshot(0.0), time.time(), closed=True)
         state = msgspec.msgpack.decode((folder / "run" / "nodes" / "1.state").read_bytes())
         assert state["node"] == 1 and list(state["ranks"]) == [2, 3], state
         monitor.close()

@@ -113,7 +113,7 @@ def test_a_damaged_page_does_not_make_the_job_larger(
     monitor = Monitor(tmp_path / "run", pages[0], node=0, quiet=True, keep_bytes=1 << 30)
     try:
         monitor.tick()
-        snapshot = monitor._snapshot(monitor.now_s)
+        snapshot = monitor.snapshot(monitor.now_s)
         assert (snapshot.world_size, snapshot.expected, set(snapshot.ranks)) == (2, 2, {0, 1})
     finally:
         monitor.close()

@@ -128,8 +128,8 @@ def test_what_a_full_look_must_see_is_not_passed_over(
 @pytest.fixture
 def monitor(tmp_path: Path) -> Iterator[Monitor]:
     monitor = Monitor(tmp_path / "run", tmp_path / "pages", node=0, quiet=True, keep_bytes=1 << 30)
-    monitor.hosts.cores = 4
-    monitor._host_cpu = [20.0, 97.0, 95.0, 99.0, 92.0, 90.0]
+    monitor.sampling.hosts.cores = 4
+    monitor.sampling.cpu_pct = [20.0, 97.0, 95.0, 99.0, 92.0, 90.0]
     yield monitor
     monitor.close()
 
@@ -157,7 +157,7 @@ def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_susp
 ) -> None:
     monitor.diagnosis.records = {str(i): r for i, r in enumerate(records)}
     if spare:
-        monitor._host_cpu.append(70.0)
+        monitor.sampling.cpu_pct.append(70.0)
     assert monitor._time_between_looks_s(now_s) == look_s
 
 

@@ -1,0 +1,81 @@
+"""Writes one poll into run.db: steps, collectives, the state of every rank, and what rarely changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.monitor.ranks.state import RankView
+from distdiag.monitor.rows import Collectives, Steps, ddp_rows, loader_rows, rank_rows
+from distdiag.store import rundir
+from distdiag.store.rows import GroupRow
+from distdiag.store.writer import Writer
+
+FRAME_S = 0.5  # between two frames of the screen
+LOADERS_S = 2.0  # between two writes of loaders, DDP modules and checks
+
+
+class Recording:
+    """What was written of the run so far, and what is due."""
+
+    def __init__(self, run_dir: Path, node: int, writer: Writer, views: Mapping[int, RankView]) -> None:
+        self.run_dir, self.node, self.writer, self.views = run_dir, node, writer, views
+        self.steps, self.collectives = Steps(), Collectives()
+        self._frame_at = self._loaders_at = -10.0
+        self._groups: set[str] = set()
+        self._facts: dict[str, Any] = {}
+        self._backend = ""
+
+    def write_calls_and_steps(self, s: Snapshot, over: bool) -> None:
+        """Write what the ranks' steps and collectives have added since the last poll."""
+        w = self.writer
+        for v in self.views.values():
+            steps, calls = v.taken()
+            self.steps.add(v.rank, steps)
+            w.step_times(self.steps.measured(v.rank, v.ddp_times.taken()))
+            self.collectives.add(v.rank, calls)
+            w.scalars(v.scalars())
+        self.collectives.compare_on_device(s)
+        w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
+        step = max((r.step for r in s.ranks.values()), default=None)
+        sizes, backends = ({n: len(g.ranks) for n, g in s.groups.items()}, {n: g.backend for n, g in s.groups.items()})
+        w.collectives(self.collectives.rows(sizes, step, backends))
+
+    def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
+        """Write the ranks' newest state, the loaders and the facts, each if it is due or `now`."""
+        w = self.writer
+        if s.t_s - self._frame_at >= FRAME_S or now:
+            self._frame_at = s.t_s
+            rows = rank_rows(s, self.views, diagnosis.open())
+            w.ranks(rows)
+            w.frame(s.t_s, diagnosis.state, diagnosis.state_text, rows)
+            w.meta(state=diagnosis.state, state_text=diagnosis.state_text, world_size=s.world_size)
+        if s.t_s - self._loaders_at >= LOADERS_S or now:
+            self._loaders_at = s.t_s
+            w.loaders(loader_rows(s))
+            w.ddp(ddp_rows(s))
+            w.checks(diagnosis.checks.all)
+
+    def write_facts(self, s: Snapshot, started_unix_s: float) -> None:
+        """Write what rarely changes: versions and groups."""
+        w = self.writer
+        new = [g for n, g in s.groups.items() if n not in self._groups and g.description != "new_group"]
+        if new:
+            self._groups |= {g.name for g in new}
+            w.groups([GroupRow(name=g.name, ranks=g.ranks, description=g.description, backend=g.backend) for g in new])
+        backend = next((g.backend for g in s.groups.values() if g.name == "default_pg"), None)
+        if backend and backend != self._backend:
+            self._backend = backend
+            w.meta(backend=backend)
+        v = self.views[min(self.views)]
+        if v.facts == self._facts or not v.facts.get("torch") or v.page is None:
+            return
+        self._facts = dict(v.facts)
+        known = {k: x for k, x in v.facts.items() if isinstance(x, (str, int, float))}
+        w.meta(**known, name=v.text(v.page.header.script), attempt=v.page.header.attempt)
+        rundir.write_run_json(
+            self.run_dir, {"started_unix_s": started_unix_s, "world_size": s.world_size, "node": self.node, **known}
+        )

@@ -1,0 +1,59 @@
+"""Samples the host, the ranks' processes and the GPUs once a second, and writes the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distdiag.monitor.host.gpus import Gpus, Users
+from distdiag.monitor.host.samples import Hosts
+from distdiag.monitor.ranks.state import RankView
+from distdiag.store.writer import Writer
+
+
+class Sampling:
+    """Host, processes and GPUs of one node.
+
+    Attributes:
+        cpu_pct: CPU use of the host, percent of all cores, the newest samples, oldest first.
+    """
+
+    def __init__(self, node: int, writer: Writer) -> None:
+        self.hosts, self.gpus = Hosts(node), Gpus(node)
+        self.writer = writer
+        self.cpu_pct: list[float] = []
+
+    def spare_cores(self) -> float:
+        """Return how many cores were free in the quietest of the last samples."""
+        return (self.hosts.cores or 1) * (1 - min(self.cpu_pct[-5:], default=0.0) / 100)
+
+    def sample(self, t_s: float, views: Mapping[int, RankView]) -> None:
+        """Take one sample of everything and write it."""
+        row = self.hosts.node_row(t_s)
+        self.writer.hosts([row])
+        if row.cpu_pct is not None:
+            self.cpu_pct = [*self.cpu_pct[-19:], row.cpu_pct]
+        found = []
+        for q, v in views.items():
+            if v.ending is not None or v.page is None:
+                continue
+            p = self.hosts.process_row(t_s, q, v.page.header.pid)
+            if p is not None:
+                found.append(p)
+                v.cpu_pct = p.cpu_pct
+                v.workers_starved, v.workers_busy = self.hosts.workers(q)
+                if p.rss_bytes is not None:
+                    v.rss_bytes = p.rss_bytes
+                    v.memory.append((t_s, self.hosts.private_bytes[q]))
+            if v.page.header.device_total_bytes:
+                v.device_memory.append((t_s, v.page.header.device_bytes))
+        self.writer.processes(found)
+        self._sample_gpus(t_s, views)
+
+    def _sample_gpus(self, t_s: float, views: Mapping[int, RankView]) -> None:
+        if self.gpus.absent is not None:
+            return
+        headers = {q: v.page.header for q, v in views.items() if v.page is not None}
+        users = Users({h.gpu: q for q, h in headers.items() if h.gpu >= 0}, {h.pid: q for q, h in headers.items()})
+        self.writer.gpus(self.gpus.rows(t_s, users))
+        if self.gpus.absent is not None:
+            self.writer.event(t_s, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")

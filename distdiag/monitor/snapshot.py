@@ -1,0 +1,84 @@
+"""Builds the snapshot that the diagnosis judges, from the ranks' pages and what was sampled beside them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import Group, RankState, Snapshot
+from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
+from distdiag.monitor.host import processes
+from distdiag.monitor.ranks.state import RankView
+from distdiag.monitor.rows import Collectives
+from distdiag.monitor.sampling import Sampling
+
+Idle = Mapping[int, tuple[bool | None, str | None]]
+
+
+def make_snapshot(
+    now_s: float, views: Mapping[int, RankView], idle: Idle, gatherer: Gatherer, calls: Collectives, sampled: Sampling
+) -> Snapshot:
+    """Return the state of the job on this node.
+
+    Args:
+        now_s: Run time, seconds.
+        views: All ranks whose page was read; at least one.
+        idle: By rank: its main thread sleeps and has used no CPU since the last poll, and its state in /proc.
+        gatherer: What stuck ranks were asked for.
+        calls: Collectives and who came when.
+        sampled: Host and GPUs.
+    """
+    ranks = {}
+    groups: dict[str, Group] = {}
+    headers = [v.page.header for v in views.values() if v.page is not None]
+    world = _of_most([h.world_size for h in headers], least=max(views) + 1)
+    for q, v in sorted(views.items()):
+        state = v.state(now_s, *idle[q], gatherer.record(q), gatherer.host_waits.of(q))
+        ranks[q] = _with_locks(now_s, gatherer.with_stack(state, now_s), views)
+        for g in v.groups():
+            groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
+        for name, members in v.group_members.items():
+            groups.setdefault(name, Group(name=name, ranks=members, description="new_group"))
+    every = tuple(range(world))
+    for r in ranks.values():
+        for name in r.enqueued:
+            if name not in groups:
+                base = groups.get(name.removesuffix(" (monitored_barrier)"))
+                groups[name] = Group(name=name, ranks=base.ranks if base else every)
+    steps = sorted(x.step_ms for r in ranks.values() for x in r.steps[-20:])
+    return Snapshot(
+        t_s=now_s,
+        world_size=world,
+        expected=_of_most([h.local_world_size for h in headers]) or None,
+        ranks=ranks,
+        groups=groups,
+        arrivals=tuple(calls.arrivals),
+        met=tuple(calls.met),
+        gpus=sampled.gpus.states(),
+        host_cpu_pct=max(sampled.cpu_pct, default=None),
+        host_memory_bytes=sampled.hosts.memory_bytes,
+        host_available_bytes=sampled.hosts.available_bytes,
+        usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
+    )
+
+
+def _of_most(sizes: list[int], least: int = 0) -> int:
+    """Return the size that most pages have, the smallest if they disagree: a damaged page must not add 65,536 ranks."""
+    return max(least, min(statistics.multimode(sizes)))
+
+
+def _with_locks(now_s: float, r: RankState, views: Mapping[int, RankView]) -> RankState:
+    """Return the state of a rank, with the ranks that hold the file lock it waits for, by the kernel's lock table."""
+    if r.activity not in ("lock", "user_code") or not r.host_blocked or r.blocked is not None:
+        return r
+    still = views[r.rank].still_since_s
+    if still is None or now_s - still < SUSPECT_S or r.pid is None:
+        return r
+    holders = processes.file_lock_waits().get(r.pid)
+    if not holders:
+        return r
+    by_pid = {v.page.header.pid: k for k, v in views.items() if v.page is not None}
+    found = tuple(sorted(by_pid[p] for p in holders if p in by_pid))
+    return msgspec.structs.replace(r, activity="lock", holds_up=found) if found else r
