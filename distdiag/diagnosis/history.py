@@ -15,6 +15,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
+from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
 SETTLE_S = 0.4  # after the first end, before its cause is named: another end may come before it in time
@@ -121,10 +122,9 @@ class History:
         if waiting:
             self._late = (s.t_s, (tuple(graph.sinks), waiting))
         for rank in graph.sinks:
-            blocked = (s.ranks[v].blocked for v in graph.victims_of(rank))
-            since = [b.entered_s for b in blocked if b is not None and b.entered_s is not None]
-            if since:
-                self._episodes[rank] = max(self._episodes.get(rank, 0.0), s.t_s - min(since))
+            kept = kept_waiting(s, graph, rank)
+            if kept is not None:
+                self._episodes[rank] = max(self._episodes.get(rank, 0.0), kept[1])
         for rank in [q for q in self._episodes if q not in graph.sinks]:
             waited_s = self._episodes.pop(rank)
             if s.ranks.get(rank) is not None and s.ranks[rank].life == Life.RUNNING:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.locks import lock_cycles
-from distdiag.diagnosis.model.snapshot import Call, Group
+from distdiag.diagnosis.model.snapshot import Call, Group, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, rank, waits_for_rank_one
@@ -75,3 +75,32 @@ def test_native_code_that_nobody_waits_for_long_is_no_stall() -> None:
         rank(1, enqueued={"default_pg": 6}, activity="gil_held"),
     )
     assert findings(s, rank_lost, stall) == []
+
+
+def _staged(waiter_since_s: float, late_moved_s: float, phase: str = "backward") -> Snapshot:
+    """Ranks 0 and 1 train as a pair since 60 s; rank 2 waits for both in a barrier since 0 s."""
+    barrier = Call(op="barrier", group="default_pg", seq=7, entered_s=0.0)
+    reduce = Call(op="all_reduce", group="pair", seq=31, entered_s=waiter_since_s)
+    step = Step(
+        step=30, end_s=late_moved_s, step_ms=200, data_ms=0, forward_ms=60, backward_ms=100, optimizer_ms=20, wait_ms=0,
+        other_ms=20, ready_s=None, batch=30, samples=8, loss=None,
+    )  # fmt: skip
+    s = job(
+        rank(0, blocked=reduce, activity="waiting", phase=phase, enqueued={"default_pg": 6, "pair": 31}, steps=(step,)),
+        rank(1, enqueued={"default_pg": 6, "pair": 30}, steps=(step,)),
+        rank(2, blocked=barrier, activity="waiting", phase="collective", enqueued={"default_pg": 7}),
+    )
+    s.groups["pair"] = Group(name="pair", ranks=(0, 1))
+    return s
+
+
+def test_the_delay_of_a_rank_counts_from_its_own_newest_step() -> None:
+    assert findings(_staged(99.8, 99.7), stall) == [], "rank 2 has waited for 100 s, but rank 1 trains on"
+    f = only(findings(_staged(70.0, 69.0), stall))
+    assert f.culprits == (1,) and f.victims == (0, 2) and "have waited 31 s" in f.message
+
+
+def test_a_rank_that_makes_steps_while_another_waits_within_one_is_late() -> None:
+    """No averaging on one rank alone: it trains on, and the other never gets its gradients."""
+    assert only(findings(_staged(70.0, 99.7), stall)).culprits == (1,)
+    assert findings(_staged(70.0, 99.7, phase="collective"), stall) == []

@@ -1,7 +1,8 @@
 """stall: ranks wait for one that is alive and busy, unusually long for this job. A suspicion, cleared if it recovers.
 
 Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
-quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited.
+quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited,
+staged_team.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRe
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
+from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -64,11 +66,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         state = s.ranks.get(rank)
         if state is None or state.life not in (Life.RUNNING, Life.STARTING):
             continue
-        victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)
-        since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
-        if not since:
+        kept = kept_waiting(s, graph, rank)
+        if kept is None:
             continue
-        waited_s, limit_s = s.t_s - min(since), patience_s(state)
+        (victims, waited_s), limit_s = kept, patience_s(state)
         if waited_s < limit_s:
             usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}, {rough_duration(limit_s)} is usual for it"
             yield Abstained(usual, checked=True)

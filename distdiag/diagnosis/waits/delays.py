@@ -1,0 +1,37 @@
+"""How long a living rank has kept the others waiting.
+
+Ranks may wait for a rank that trains on: in stages, only some ranks train while the others wait in a barrier. And who waits for
+whom changes: ranks in that barrier have not waited all the time for the rank that is late now. So the delay of a rank counts from
+its newest step or collective, unless another rank waits for it within a step: ranks that train together make their steps together.
+"""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.diagnosis.waits.graph import WaitGraph
+
+_IN_STEP = ("forward", "backward", "optimizer")
+
+
+def kept_waiting(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float] | None:
+    """Return (ranks that wait for this one, seconds that it has kept them waiting); None if the start is not known."""
+    victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)
+    since = {v: b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None}
+    if not since:
+        return None
+    state = s.ranks.get(rank)
+    begun_s = min(since.values())
+    moved_s = _moved_s(state) if state is not None else None
+    if moved_s is not None:
+        direct = {v for w in graph.waits if rank in w.missing for v in w.ranks if v in since}
+        in_step = [since[v] for v in direct if s.ranks[v].phase in _IN_STEP]
+        begun_s = min([max(begun_s, moved_s), *in_step])
+    return victims, s.t_s - begun_s
+
+
+def _moved_s(r: RankState) -> float | None:
+    """Return when this rank last ended a step or called a collective."""
+    times = [x.end_s for x in r.steps[-1:]] + [
+        t for c in r.calls[-1:] for t in (c.entered_s, c.completed_s) if t is not None
+    ]
+    return max(times, default=None)
