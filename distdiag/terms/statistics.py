@@ -9,6 +9,7 @@ true median 89 times in 100 instead of 95; one that ignores the order, 45 times.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +100,25 @@ def interval_of_median(samples: Samples, replicates: int = 300, seed: int = 0) -
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(bootstrap_medians(samples, replicates, seed), [tail, 100 - tail])
     return Interval(float(low), float(high))
+
+
+# 97.5 % quantiles of Student's t with 1, 2, … degrees of freedom
+_STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+def interval_of_rounds(values: Sequence[float]) -> Interval:
+    """Return the 95 % interval of the geometric mean of independent rounds: Student's t on their logarithms.
+
+    Raises:
+        ValueError: fewer than two rounds.
+    """
+    if len(values) < 2:
+        raise ValueError("an interval needs two rounds or more")
+    logs = np.log(np.asarray(values, dtype=np.float64))
+    t = _STUDENT_T[min(len(values) - 1, len(_STUDENT_T)) - 1]
+    half = t * float(logs.std(ddof=1)) / math.sqrt(len(values))
+    centre = float(logs.mean())
+    return Interval(math.exp(centre - half), math.exp(centre + half))
 
 
 def find_modes(samples: Samples) -> tuple[Mode, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -96,13 +96,16 @@ class ResNet(nn.Module):
         return [Piece("stem", self.stem), *blocks, Piece("", SpatialMean()), Piece("classifier", self.classifier)]
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "simple": SimpleCNN,
+    "resnet18": lambda: ResNet((2, 2, 2, 2)),
+    "resnet34": lambda: ResNet((3, 4, 6, 3)),
+}
+
+
 def build_model(name: str) -> nn.Module:
-    """The network of `--model`, with weights drawn from torch's current random state."""
-    return {
-        "simple": SimpleCNN,
-        "resnet18": lambda: ResNet((2, 2, 2, 2)),
-        "resnet34": lambda: ResNet((3, 4, 6, 3)),
-    }[name]()
+    """Return the network of `--model`, with weights drawn from torch's current random state."""
+    return MODELS[name]()
 
 
 def count_parameters(model: nn.Module) -> int:

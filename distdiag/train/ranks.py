@@ -31,6 +31,7 @@ class Ranks:
         device: Where this rank computes.
         backend: Of the default group; "none" for a single process without a launcher.
         control: Group for Python objects and barriers outside the step; None without process groups.
+        group: Group of the step's communication; None: the default group.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Ranks:
     device: torch.device
     backend: str
     control: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
 
     def gather(self, value: T) -> list[T]:
         """What every rank gives, by rank, on every rank."""

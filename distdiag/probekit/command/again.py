@@ -17,11 +17,19 @@ _SPARE_S = 60.0  # beyond the budget, before the second measurement counts as fa
 
 def command_of(result: Result, options: Options, save: Path) -> list[str]:
     """The command line that measures `result`'s probe once more, equally, and keeps its values in `save`."""
-    words = [sys.executable, "-m", "distdiag", "probe", result.probe, "--nproc", result.world_size]
+    words: list[object] = [sys.executable, "-m", "distdiag", "probe", result.probe]
+    words += ["--ranks", ",".join(map(str, options.ranks))] if options.ranks else ["--nproc", result.world_size]
     words += ["--device", result.device, "--dtype", options.dtype, "--min-bytes", options.min_bytes]
     words += ["--max-bytes", options.max_bytes, "--factor", options.factor, "--timeout", options.timeout_s]
     words += ["--precision", options.precision * 100, "--step-ms", options.step_ms]
-    words += ["--budget", min(options.budget_s, DEFAULT_BUDGET_S), "--save", save, "--json", "--no-record"]
+    words += [
+        "--budget",
+        options.budget_s if options.ranks else min(options.budget_s, DEFAULT_BUDGET_S),
+        "--save",
+        save,
+        "--json",
+        "--no-record",
+    ]
     if result.backend in ("gloo", "nccl"):
         words += ["--backend", result.backend]
     if result.probe == options.name:  # of `all` they are another probe's

@@ -26,7 +26,7 @@ PROBES: dict[str, str] = {
     "sendrecv": "each rank to its right neighbour while receiving from its left: pipeline traffic",
     "pairs": "every pair of ranks in disjoint rounds: which rank or link is slow",
     "dataloader": "samples/s over workers, prefetch, pinning and transfer, and the setting to use",
-    "step": "step time of single process, DataParallel, DDP and FSDP on one model and global batch",
+    "step": "step time, speed-up and memory of every strategy, on one model and global batch",
     "gpu": "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak",
 }
 ALL = "all"

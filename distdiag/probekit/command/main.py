@@ -98,6 +98,8 @@ def _run(options: Options, place: RankPlace | None) -> int:
     from distdiag.probekit.verdict import baseline
 
     rendering.check_output(options)
+    if options.svg:
+        rendering.refuse_overwrite(options.svg, options.force)
     if options.save:
         rendering.refuse_overwrite(options.save, options.force)
     reference = baseline.load(options.against) if options.against else None
@@ -150,9 +152,15 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
             probe.check(options)
+            return probe.launch(options, nproc, gpus, deadline_s)
         from distdiag.probekit.ranks.launch import launch
 
         return launch(options, nproc, deadline_s)
+    if options.ranks:
+        raise DistdiagError(
+            f"--ranks starts its own ranks, but {place.launcher} has started this one",
+            "run it without a launcher, or leave --ranks out",
+        )
     from distdiag.probekit.ranks.work import run_rank
 
     gpus = _gpu_count()

@@ -17,6 +17,7 @@ from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
 DEFAULT_BUDGET_S = 10.0
 QUICK_BUDGET_S = 6.0
 ALL_BUDGET_S = 60.0
+RANKS_BUDGET_S = 150.0  # of `step --ranks`: some 13 cases in five rounds
 LEAST_BUDGET_S = 2.0  # below the start of Python, torch and two ranks nothing could be measured
 FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
 
@@ -63,6 +64,11 @@ class Options:
     step_ms: float = 10.0
     model: str | None = None
     strategies: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    """Numbers of ranks that `step` compares; empty: `nproc` alone."""
+    block_s: float = 0.0
+    """Seconds of measuring in one launch of such a comparison; no option."""
+    svg: str | None = None
     ascii: bool = False
 
     def sizes(self, world_size: int, in_parts: bool) -> list[int]:
@@ -92,11 +98,12 @@ def _sections() -> dict[str, list[click.Parameter]]:
             _option("--batch-size", type=count, metavar="N", help="dataloader, step: global batch (default 128, 32)"),
             _option("--workers", metavar="N,N…", help="dataloader: worker counts to try"),
             _option("--step-ms", type=number, default=10.0, metavar="MS", help="dataloader: the consumer's step time (default 10)"),
-            _option("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments"),
-            _option("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp"),
+            _option("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments; or simple, resnet18, resnet34"),
+            _option("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp, model, pipeline, or all"),
+            _option("--ranks", metavar="N,N…", help="step: compare these numbers of ranks, in interleaved rounds"),
         ],
         "how long": [
-            _option("--budget", type=number, metavar="SECONDS", help="for the whole command (default 10; `all` 60)"),
+            _option("--budget", type=number, metavar="SECONDS", help="for the whole command (default 10; `all` 60; `step --ranks` 150)"),
             _option("--quick", is_flag=True, help=f"a budget of {QUICK_BUDGET_S:g} s: fewer sizes (--factor 16), coarser intervals"),
             _option("--precision", type=number, default=2.0, metavar="PCT", help="stop a size at this half-width of the p50's 95% interval (default 2)"),
             _option("--timeout", type=number, default=10.0, metavar="SECONDS", help="a rank that waits longer ends the probe (default 10)"),
@@ -111,6 +118,7 @@ def _sections() -> dict[str, list[click.Parameter]]:
         "output": [
             _option("--json", is_flag=True, help="one object on stdout"),
             _option("--as", "output_format", type=click.Choice(FORMATS), help="format on stdout (default table)"),
+            _option("--svg", metavar="FILE", help="step --ranks: draw times, scaling and memory into FILE"),
             _option("-o", "--output", metavar="FILE", help="write there instead of stdout"),
             _option("--force", is_flag=True, help="overwrite FILE"),
             _option("--run", "--run-dir", "run_dir", metavar="RUN", help="run to record the result into (default: the newest, if it is running)"),
@@ -149,7 +157,8 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         raise DistdiagError(f"--dtype {args.dtype} is not known", "one of " + ", ".join(ITEM_BYTES))
     budget = args.budget
     if budget is None:
-        budget = QUICK_BUDGET_S if args.quick else ALL_BUDGET_S if probe == catalog.ALL else DEFAULT_BUDGET_S
+        usual = RANKS_BUDGET_S if args.ranks else ALL_BUDGET_S if probe == catalog.ALL else DEFAULT_BUDGET_S
+        budget = QUICK_BUDGET_S if args.quick else usual
     if budget < LEAST_BUDGET_S:
         raise DistdiagError(
             f"--budget {budget:g} s is too small: starting the ranks takes longer",
@@ -194,10 +203,34 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         step_ms=args.step_ms,
         model=args.model,
         strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
+        ranks=_ranks(args, probe),
+        svg=args.svg,
         ascii=args.ascii,
     )
     options.sizes(1, False)  # impossible bounds are reported before anything starts
     return options
+
+
+def _ranks(args: SimpleNamespace, probe: str) -> list[int]:
+    """Return the numbers of `--ranks`, sorted.
+
+    Raises:
+        DistdiagError: not a number above 0, or options that it does not go with.
+    """
+    if args.svg and not args.ranks:
+        raise DistdiagError("--svg draws the comparison of `step --ranks`", "add --ranks 1,2")
+    if not args.ranks:
+        return []
+    if probe != "step":
+        raise DistdiagError(f"--ranks compares strategies: {probe} has none", "distdiag probe step --ranks 1,2")
+    if args.nproc is not None:
+        raise DistdiagError("--nproc and --ranks both give the number of ranks", "leave --nproc out")
+    if args.inject:
+        raise DistdiagError("--inject does not go with --ranks", "--nproc 2 instead of --ranks")
+    ranks = sorted({count(n) for n in args.ranks.split(",")})
+    if ranks[0] < 1:
+        raise DistdiagError("--ranks 0: no rank, nothing to measure", "--ranks 1,2")
+    return ranks
 
 
 def count(text: str) -> int:
@@ -234,10 +267,11 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
     """
     if not options.device:
         options.device = "cuda" if gpus >= max(2, min_ranks) or (gpus and min_ranks == 1) else "cpu"
-        if options.device == "cuda" and options.nproc is not None and options.nproc > gpus:
+        wanted = max(options.ranks, default=options.nproc)
+        if options.device == "cuda" and wanted is not None and wanted > gpus:
             options.device = "cpu"
     check_backend(options, gpus)
-    ranks = options.nproc
+    ranks = max(options.ranks) if options.ranks else options.nproc
     if ranks is None:
         ranks = gpus if options.device == "cuda" and default_ranks > 1 else default_ranks
     if ranks < 1:

@@ -42,6 +42,17 @@ class Probe(abc.ABC):
         """Import what is heavy: once in the process that ranks are forked from, instead of in every rank."""
         return None
 
+    def launch(self, options: Options, ranks: int, gpus: int, deadline_s: float) -> list[Result]:
+        """Start the ranks on this host and return rank 0's results.
+
+        Args:
+            gpus: GPUs of this host.
+            deadline_s: time.monotonic() at which measuring should be over.
+        """
+        from distdiag.probekit.ranks.launch import launch
+
+        return launch(options, ranks, deadline_s)
+
     @abc.abstractmethod
     def run(self, job: Job) -> Result | None:
         """Measure within `job.left_s()`; the result on rank 0, None elsewhere."""

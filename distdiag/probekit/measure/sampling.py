@@ -119,7 +119,7 @@ def _block(
                 call()
                 left.append(now())
         after = read_cpu()
-    everyone = job.gather_array(_used(before, after), f"{label}: collecting CPU use")
+    everyone = job.gather_array(cpu_used(before, after), f"{label}: collecting CPU use")
     return noisiest_host(job, everyone) if everyone is not None else BlockNoise(None, usable_cpus(), 1)
 
 
@@ -137,15 +137,15 @@ class NoiseMeter:
 
     def stop(self, label: str) -> HostNoise | None:
         """What others used since, on the noisiest host; None on all ranks but 0."""
-        use = self._job.gather_array(_used(self._before, read_cpu(self._children)), f"{label}: collecting CPU use")
+        use = self._job.gather_array(cpu_used(self._before, read_cpu(self._children)), f"{label}: collecting CPU use")
         if use is None:
             return None
         noise = noisiest_host(self._job, use)
         return HostNoise(noise.foreign_cpus, noise.cpus, 1, int(noise.noisy), noise.noisy)
 
 
-def _used(before: CpuReading, after: CpuReading) -> np.ndarray:
-    """(busy, own, wall) seconds between two readings; busy is NaN where the kernel does not tell."""
+def cpu_used(before: CpuReading, after: CpuReading) -> np.ndarray:
+    """Return (busy, own, wall) seconds between two readings; busy is NaN if the kernel does not tell."""
     busy = after.busy_s - before.busy_s if after.busy_s is not None and before.busy_s is not None else np.nan
     return np.array([busy, after.own_s - before.own_s, after.at_s - before.at_s])
 

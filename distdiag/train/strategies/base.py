@@ -1,7 +1,8 @@
-"""What a strategy does for the training loop: divide one step over the ranks, and gather its state again."""
+"""Base of all strategies: divide one step over the ranks, and gather the state for validation and checkpoints."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from distdiag.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class Setup:
-    """What every strategy is built from.
+    """Arguments of every strategy.
 
     Args:
         network: The whole model with its initial weights, equal on all ranks, on the CPU.
         amp: "off", "bf16" or "fp16", already resolved.
+        copies: With dp: copies of the model; 0: one for each GPU, or for each CPU.
     """
 
     config: TrainConfig
@@ -31,6 +33,7 @@ class Setup:
     network: nn.Module
     amp: str
     faults: Faults
+    copies: int = 0
 
 
 class Strategy:
@@ -39,10 +42,12 @@ class Strategy:
     Attributes:
         network: The whole model without a wrapper. With stages: this rank's stage.
         model: What forward is called on.
+        skeleton: The whole model without memory (meta device), for strategies whose ranks hold a part of it.
         data_rank, data_ranks: This rank loads part `data_rank` of `data_ranks` of every global batch.
     """
 
     shares_batches = False  # True: each rank takes a part of every global batch
+    skeleton: nn.Module
 
     def __init__(self, setup: Setup) -> None:
         config, ranks = setup.config, setup.ranks
@@ -133,6 +138,12 @@ class Strategy:
         """
         self.network.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+
+    def _assembled(self, state: dict[str, Any]) -> nn.Module:
+        """Return `self.skeleton` with the weights of a whole model's state; its memory is freed with it."""
+        whole = copy.deepcopy(self.skeleton).to_empty(device=self.ranks.device)
+        whole.load_state_dict(state)
+        return whole
 
     def _broadcast_buffers(self, network: nn.Module) -> None:
         """Copy rank 0's running statistics to all ranks: between steps each rank has its own."""

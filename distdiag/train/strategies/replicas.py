@@ -19,12 +19,12 @@ class DataParallelThreads(Strategy):
     """`torch.nn.DataParallel` over all GPUs of one process; on a CPU, where torch's does nothing, threads."""
 
     def wrap(self) -> None:
-        gpus = torch.cuda.device_count() if self.ranks.device.type == "cuda" else 0
-        if gpus:
+        if self.ranks.device.type == "cuda":
+            gpus = self.setup.copies or torch.cuda.device_count()
             self.model = DataParallel(self.network, device_ids=list(range(gpus)))
             self._copies = f"{gpus} GPUs"
         else:
-            threads = max(2, usable_cpus())
+            threads = self.setup.copies or max(2, usable_cpus())
             self.model = ThreadDataParallel(self.network, threads)
             self._copies = f"{threads} CPU threads, because torch's DataParallel uses one copy on a CPU"
 
@@ -48,6 +48,7 @@ class DistributedDataParallelism(Strategy):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
+            process_group=self.ranks.group,
         )
         if config.compress != "none":
             self._compress(config.compress)

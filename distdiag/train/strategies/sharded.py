@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from distdiag.train.strategies.base import Setup, Strategy
+from distdiag.train.strategies.base import Strategy
 from distdiag.train.sync_batch_norm import convert_sync_batch_norm
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -29,17 +29,13 @@ class FullySharded(Strategy):
     network: FSDPModule  # type: ignore[assignment]
     shares_batches = True
 
-    def __init__(self, setup: Setup) -> None:
-        self._plain = copy.deepcopy(setup.network)  # takes the gathered weights for validation
-        super().__init__(setup)
-
     def build(self, network: nn.Module) -> nn.Module:
         config, device = self.setup.config, self.ranks.device
         if config.sync_bn:
             network = convert_sync_batch_norm(network, device)
-            self._plain = convert_sync_batch_norm(self._plain, device)
         # FSDP shards contiguous parameters only, so they stay NCHW; the images may be NHWC
         network = self.setup.faults.apply_to_model(network).to(device)
+        self.skeleton = copy.deepcopy(network).to("meta")
         mesh = init_device_mesh(device.type, (self.ranks.world_size,))
         policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload else OffloadPolicy()
         for block in _blocks(network):
@@ -57,9 +53,9 @@ class FullySharded(Strategy):
 
     def whole_network(self) -> nn.Module:
         state, _ = get_state_dict(self.network, (), options=StateDictOptions(full_state_dict=True))  # type: ignore[arg-type]
-        self._plain.to(self.ranks.device).load_state_dict(state)
-        self._broadcast_buffers(self._plain)
-        return self._plain
+        whole = self._assembled(state)
+        self._broadcast_buffers(whole)
+        return whole
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         model, optimizer_state = get_state_dict(self.network, optimizer, options=_FULL)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,23 @@ class Piece:
 
     name: str
     module: nn.Module
+
+
+def pieces_of(network: nn.Module) -> list[Piece]:
+    """Return the steps of a model's forward: of its own `pieces()`, or the children of an `nn.Sequential`.
+
+    Raises:
+        DistdiagError: the model does not tell.
+    """
+    own: Callable[[], list[Piece]] | None = getattr(network, "pieces", None)  # type: ignore[assignment]
+    if callable(own):
+        return own()
+    if isinstance(network, nn.Sequential):
+        return [Piece(name if list(m.parameters()) else "", m) for name, m in network.named_children()]
+    raise DistdiagError(
+        f"{type(network).__name__} cannot be cut into stages",
+        "make it an nn.Sequential, or leave out model and pipeline",
+    )
 
 
 class Stage(nn.Module):

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from distdiag.train.precision import autocast
 from distdiag.train.strategies import schedule
 from distdiag.train.strategies.base import Setup, Strategy
-from distdiag.train.strategies.split import Stage, cut
+from distdiag.train.strategies.split import Stage, cut, pieces_of
 
 IMAGE = (3, 32, 32)
 MAX_DRAWN_SLOTS = 60  # wider than a terminal, and no easier to read
@@ -33,8 +33,17 @@ class Stages(Strategy):
         self.kind = "gpipe" if config.strategy == "model" else config.schedule
         self.micro_batches = 1 if config.strategy == "model" else config.micro_batches
         self.per_rank = 2 if self.kind == "interleaved" else 1
-        self._whole = copy.deepcopy(setup.network)  # takes the gathered weights for validation
-        self._cut = cut(setup.network.pieces(), ranks.world_size * self.per_rank, IMAGE)  # type: ignore[operator]
+        self.skeleton = copy.deepcopy(setup.network).to("meta")
+        self._cut = cut(pieces_of(setup.network), ranks.world_size * self.per_rank, IMAGE)
+        self.parameters_by_rank = [
+            sum(
+                p.numel()
+                for pieces in self._cut.stages[r :: ranks.world_size]
+                for piece in pieces
+                for p in piece.module.parameters()
+            )
+            for r in range(ranks.world_size)
+        ]
         self._step_s = 0.0
         super().__init__(setup)
 
@@ -42,6 +51,10 @@ class Stages(Strategy):
         """This rank's stages: stage i is on rank i modulo the number of ranks."""
         own = range(self.ranks.rank, len(self._cut.stages), self.ranks.world_size)
         self.stages = nn.ModuleDict({str(i): Stage(self._cut.stages[i]) for i in own})
+        for i, pieces in enumerate(self._cut.stages):
+            if i not in own:
+                for piece in pieces:
+                    piece.module.to("meta")  # frees the layers of other ranks
         if self.setup.config.channels_last:
             self.stages.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for i in own:
@@ -64,7 +77,8 @@ class Stages(Strategy):
         shapes, count = self._cut.shapes, len(self._cut.stages)
         into = torch.empty(size, *shapes[index], device="meta", requires_grad=index > 0)
         out = torch.empty(size, *shapes[index + 1], device="meta", requires_grad=True)
-        return TimedStage(_InPrecision(module, self.setup.amp, device), index, count, device, into, out)
+        computing = _InPrecision(module, self.setup.amp, device)
+        return TimedStage(computing, index, count, device, into, out, group=self.ranks.group)
 
     def _loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(outputs, labels) / (self.micro_batches * self.setup.config.accumulate)
@@ -90,7 +104,7 @@ class Stages(Strategy):
         parameters = list(self.stages.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         squares = (norm**2).reshape(1)
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self.ranks.group)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt()[0])
 
     # -- its state --------------------------------------------------------------------------------------------
@@ -100,8 +114,7 @@ class Stages(Strategy):
 
     def whole_network(self) -> nn.Module:
         state = {k: v for part in self.ranks.gather(self._own_state()) for k, v in part.items()}
-        self._whole.to(self.ranks.device).load_state_dict(state)
-        return self._whole
+        return self._assembled(state)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         parts = self.ranks.gather((self._own_state(), optimizer.state_dict()))
@@ -115,7 +128,7 @@ class Stages(Strategy):
             stage.load_whole_state(state["model"])  # type: ignore[operator]
         optimizer.load_state_dict(state["optimizer"][self.ranks.rank])
 
-    # -- what a person reads ----------------------------------------------------------------------------------
+    # -- what is printed ----------------------------------------------------------------------------------------
 
     def about(self) -> list[str]:
         shares = ", ".join(f"{s:.0%}" for s in self._cut.shares)
@@ -132,12 +145,19 @@ class Stages(Strategy):
             lines += schedule.drawing(lanes)
         return lines
 
+    def expected_bubble(self) -> float:
+        """Return the share of a step in which a rank has nothing to compute, by formula."""
+        return schedule.bubble(self.ranks.world_size, self.micro_batches, self.per_rank)
+
+    def busy_s(self) -> float:
+        """Return the seconds since the start in which this rank's stages computed; on a GPU: the host's time only."""
+        return sum(stage.busy_s for stage in self._timed)
+
     def summary(self) -> list[str]:
-        expected = schedule.bubble(self.ranks.world_size, self.micro_batches, self.per_rank)
-        text = f"bubble {expected:.0%} by formula, for stages that take equally long"
+        text = f"bubble {self.expected_bubble():.0%} by formula, for stages that take equally long"
         if self.ranks.device.type == "cpu":  # on a GPU the host's times are not those of the stage
-            busy_s = sum(stage.busy_s for stage in self._timed)
-            idle = [1 - b / s if s else 0.0 for b, s in self.ranks.gather((busy_s, self._step_s))]
+            times = self.ranks.gather((self.busy_s(), self._step_s))
+            idle = [1 - b / s if s else 0.0 for b, s in times]
             text += f"; measured: {', '.join(f'rank {r} {share:.0%}' for r, share in enumerate(idle))}"
         return [text]
 

@@ -1,0 +1,1 @@
+"""What a training step costs under each strategy: time, speed-up, memory. Used by `distdiag probe step`."""

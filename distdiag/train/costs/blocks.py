@@ -1,0 +1,300 @@
+"""Measure one strategy for a while: build it, take steps, and return the times of the slowest rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.measure.noise import BlockNoise, read_cpu
+from distdiag.probekit.measure.sampling import cpu_used, noisiest_host
+from distdiag.probekit.measure.thread_data_parallel import PartTimes, ThreadDataParallel
+from distdiag.probekit.ranks.job import Job
+from distdiag.probekit.ranks.user_object import find_function
+from distdiag.train.config import TrainConfig
+from distdiag.train.costs.memory import HostPeak, StateBytes, expected_state, gradient_bytes, measured_state
+from distdiag.train.costs.possible import Case, micro_batches
+from distdiag.train.faults import Faults
+from distdiag.train.models import MODELS, build_model, count_parameters
+from distdiag.train.ranks import Ranks
+from distdiag.train.strategies import build_strategy
+from distdiag.train.strategies.base import Setup, Strategy
+from distdiag.train.strategies.stages import Stages
+
+WARM_UP_STEPS = 1
+LEAST_STEPS = 2
+MOST_STEPS = 200
+BATCH = 32  # with `distdiag probe all`; the option's default with `probe step`
+_TRAINED_AS = {"single-threads": "single", "dataparallel": "dp"}  # name in the training job
+_QUIET_EVERY = 3  # of three DDP steps one is without communication, so that both see the same noise
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Block:
+    """Consecutive steps of one case in one set of processes.
+
+    Args:
+        times_ms: Of each step after the warm-up, on the slowest rank.
+        quiet_ms: The same of steps without communication; DDP only.
+        idle_share: Share of the step in which stages had nothing to compute, mean of the ranks; on the CPU.
+        state: Of the rank that has most.
+        peak_host_bytes: Of the rank with the highest; None if the process is not fresh.
+    """
+
+    case: Case
+    label: str
+    ranks: int
+    threads: int
+    times_ms: list[float]
+    quiet_ms: list[float]
+    parts_ms: dict[str, float]
+    state: StateBytes
+    expected: StateBytes | None
+    peak_host_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    idle_share: float | None = None
+    expected_idle_share: float | None = None
+    noise: BlockNoise | None = None
+
+
+@dataclass(slots=True)
+class _Own:
+    """What one rank measured."""
+
+    times_ms: list[float] = field(default_factory=list)
+    quiet_ms: list[float] = field(default_factory=list)
+    parts: list[PartTimes] = field(default_factory=list)
+    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
+    parameters: int = 0
+    peak_host_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    idle_share: float | None = None
+
+
+def make_batch(job: Job) -> Batch:
+    """Return the global batch: random images in CIFAR-10's shape, and labels; equal on every rank.
+
+    Raises:
+        DistdiagError: it cannot be divided among the ranks.
+    """
+    size = job.options.batch_size if job.options.name == "step" else BATCH
+    check_batch(size, job.world_size)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(size, 3, 32, 32, generator=generator)
+    return images.to(job.device), torch.randint(0, 10, (size,), generator=generator).to(job.device)
+
+
+def check_batch(size: int, ranks: int) -> None:
+    """Raises:
+    DistdiagError: the global batch cannot be divided among the ranks.
+    """
+    if size % ranks:
+        raise DistdiagError(
+            f"--batch-size {size} cannot be divided by {ranks} ranks", f"--batch-size {size // ranks * ranks or ranks}"
+        )
+
+
+def make_model(name: str | None) -> nn.Module:
+    """Return the user's model, or one of the training job's; the same weights on every rank."""
+    torch.manual_seed(0)
+    if name is None or name in MODELS:
+        return build_model(name or "simple")
+    model = find_function("--model", name)()
+    if not isinstance(model, nn.Module):
+        raise DistdiagError(
+            f"--model {name} returned a {type(model).__name__}",
+            "return an nn.Module that takes (n, 3, 32, 32) images",
+        )
+    return model
+
+
+def measure(job: Job, case: Case, batch: Batch, seconds: float, fresh: bool) -> Block | None:
+    """Measure one case within `seconds`; the block on rank 0, None elsewhere.
+
+    Args:
+        fresh: This process has measured nothing before, so that its peak of memory is the case's.
+    """
+    if case.processes > 1:
+        return _Measurement(job, case, batch, fresh).run(seconds)
+    alone = _Measurement(job, case, batch, fresh, alone=True)
+    return job.while_others_wait(lambda: alone.run(seconds), seconds + 60, f"step: {case} on rank 0")
+
+
+class _Measurement:
+    """One block on one rank.
+
+    Args:
+        alone: Only rank 0 computes, whatever the number of ranks.
+    """
+
+    def __init__(self, job: Job, case: Case, batch: Batch, fresh: bool, alone: bool = False) -> None:
+        self.job, self.case, self.alone, self.fresh = job, case, alone, fresh
+        self.size = len(batch[0])
+        self.threads = torch.get_num_threads()
+        world_size = 1 if alone else job.world_size
+        self.ranks = Ranks(
+            0 if alone else job.rank,
+            job.local_rank,
+            world_size,
+            "",
+            job.device,
+            job.backend,
+            None if alone else job.control,
+            None if alone else job.group,
+        )
+        self.batch = batch
+        self.own = _Own()
+
+    def run(self, seconds: float) -> Block | None:
+        if self.case.strategy == "single-threads":
+            torch.set_num_threads(self.threads * self.case.ranks)
+        wrapped: nn.Module | None = None
+        try:
+            host = HostPeak() if self.fresh else None
+            network = make_model(self.job.options.model)
+            self.own.parameters = count_parameters(network)
+            with self.job.step(f"step: {self.case} is built"):
+                strategy = self._build(network)
+            wrapped = strategy.model
+            del network
+            threads = torch.get_num_threads()
+            before = read_cpu()
+            self._take_steps(strategy, seconds, host)
+            everyone = None
+            if not self.alone:
+                everyone = self.job.gather_array(cpu_used(before, read_cpu()), f"step: {self.case}, CPU use")
+            elif self.job.world_size == 1:
+                everyone = cpu_used(before, read_cpu())[None]
+            noise = noisiest_host(self.job, everyone) if everyone is not None else None
+            return self._block(strategy, threads, noise)
+        finally:
+            torch.set_num_threads(self.threads)
+            if isinstance(wrapped, ThreadDataParallel):
+                wrapped.close()
+
+    def _build(self, network: nn.Module) -> Strategy:
+        name = self.case.strategy
+        shares = name in ("ddp", "fsdp")
+        config = TrainConfig(
+            strategy=_TRAINED_AS.get(name, name),
+            batch_size=self.size // self.case.ranks if shares else self.size,
+            micro_batches=micro_batches(self.case.ranks),
+            channels_last=False,  # FSDP cannot shard NHWC parameters: equal for all
+        )
+        setup = Setup(config, self.ranks, network, "off", Faults((), 0, 1), copies=self.case.ranks)
+        strategy = build_strategy(setup)
+        self.optimizer = torch.optim.SGD(strategy.network.parameters(), lr=1e-3, momentum=0.9)
+        strategy.model.train()
+        return strategy
+
+    def _take_steps(self, strategy: Strategy, seconds: float, host: HostPeak | None) -> None:
+        job, own = self.job, self.own
+        part = self.size // strategy.data_ranks
+        mine = slice(strategy.data_rank * part, (strategy.data_rank + 1) * part)
+        images, labels = (t[mine] for t in self.batch)
+        quiet_steps = self.case.strategy == "ddp"
+        busy_s = step_s = 0.0
+        start, turn = time.monotonic(), 0
+        while True:
+            quiet = quiet_steps and turn % _QUIET_EVERY == _QUIET_EVERY - 1
+            first = turn < WARM_UP_STEPS
+            if turn == WARM_UP_STEPS:
+                start = time.monotonic()
+                self._reset_peaks(host)
+                busy_s = strategy.busy_s() if isinstance(strategy, Stages) else 0.0
+            with job.step(f"step: {self.case}, step {turn}"):
+                ms = self._step(strategy, images, labels, not quiet, first)
+            if not first:
+                (own.quiet_ms if quiet else own.times_ms).append(ms)
+                step_s += ms / 1e3
+                if isinstance(strategy.model, ThreadDataParallel):
+                    own.parts.append(replace(strategy.model.times))
+            turn += 1
+            enough = len(own.times_ms) >= LEAST_STEPS and (bool(own.quiet_ms) or not quiet_steps)
+            if self._agree(enough and (time.monotonic() - start > seconds or turn >= MOST_STEPS)):
+                break
+        own.state = measured_state(strategy.network.parameters(), own.state.gradients, self.optimizer)
+        own.peak_host_bytes = host.bytes() if host else None
+        if job.device.type == "cuda":
+            own.peak_device_bytes = int(torch.cuda.max_memory_allocated(job.device))
+        if isinstance(strategy, Stages) and job.device.type == "cpu":
+            own.idle_share = max(0.0, 1 - (strategy.busy_s() - busy_s) / step_s)
+
+    def _step(
+        self, strategy: Strategy, images: torch.Tensor, labels: torch.Tensor, exchange: bool, first: bool
+    ) -> float:
+        """Take one step; return its milliseconds, the device's work included."""
+        self.job.synchronize()
+        begin = time.perf_counter()
+        strategy.backward(images, labels, completes_step=exchange)
+        if first:  # not timed: afterwards they are dropped
+            self.own.state = StateBytes(0, gradient_bytes(strategy.network.parameters()), 0)
+        strategy.optimize(self.optimizer)
+        self.job.synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    def _reset_peaks(self, host: HostPeak | None) -> None:
+        if host is not None:
+            host.reset()
+        if self.job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.job.device)
+
+    def _agree(self, over: bool) -> bool:
+        """Return rank 0's decision."""
+        if self.alone:
+            return over
+        return bool(self.job.agree([float(over)], f"step: {self.case}, another")[0])
+
+    def _block(self, strategy: Strategy, threads: int, noise: BlockNoise | None) -> Block | None:
+        all_own = [self.own] if self.alone else self.job.gather_all(self.own, f"step: {self.case}, collecting")
+        if self.job.rank != 0:
+            return None
+        parts = {
+            name: float(np.median([getattr(p, f"{name}_s") for p in self.own.parts])) * 1e3
+            for name in ("scatter", "replicate", "apply", "gather")
+            if self.own.parts
+        }
+        idle = [o.idle_share for o in all_own if o.idle_share is not None]
+        largest_stage = max(strategy.parameters_by_rank) if isinstance(strategy, Stages) else None
+        return Block(
+            case=self.case,
+            label=label_of(self.case, self.job.device.type, threads),
+            ranks=1 if self.case.strategy in ("single", "single-threads") else self.case.ranks,
+            threads=threads,
+            times_ms=np.max([o.times_ms for o in all_own], axis=0).tolist(),
+            quiet_ms=np.max([o.quiet_ms for o in all_own], axis=0).tolist(),
+            parts_ms=parts,
+            state=max((o.state for o in all_own), key=lambda s: s.total),
+            expected=expected_state(self.case.strategy, self.case.ranks, self.own.parameters, largest_stage),
+            peak_host_bytes=_highest([o.peak_host_bytes for o in all_own]),
+            peak_device_bytes=_highest([o.peak_device_bytes for o in all_own]),
+            idle_share=float(np.mean(idle)) if idle else None,
+            expected_idle_share=strategy.expected_bubble() if isinstance(strategy, Stages) else None,
+            noise=noise,
+        )
+
+
+def _highest(values: list[int | None]) -> int | None:
+    known = [v for v in values if v is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def label_of(case: Case, device: str, threads: int) -> str:
+    """Return the strategy's name for a table."""
+    labels: dict[str, Callable[[], str]] = {
+        "single": lambda: "single process",
+        "single-threads": lambda: f"single process, {threads} threads",
+        "dataparallel": lambda: "DataParallel" if device == "cuda" else "DataParallel (threads stand in)",
+        "ddp": lambda: "DDP",
+        "fsdp": lambda: "FSDP (fully_shard)",
+        "model": lambda: "model parallel",
+        "pipeline": lambda: f"pipeline (1F1B, {micro_batches(case.ranks)} micro-batches)",
+    }
+    return labels[case.strategy]()

@@ -1,0 +1,98 @@
+"""The strategies by name, and the reason why one cannot run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.errors import DistdiagError
+
+SINGLE = "single"
+STRATEGIES = (SINGLE, "single-threads", "dataparallel", "ddp", "fsdp", "model", "pipeline")
+DEFAULT = STRATEGIES[:5]  # without --strategies and --ranks
+IN_ONE_PROCESS = STRATEGIES[:3]
+STAGED = ("model", "pipeline")
+ALL = "all"
+_ALIASES = {"threads": "single-threads", "dp": "dataparallel"}
+_LEAST_MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One strategy on one number of ranks: processes, or threads or devices of one process."""
+
+    strategy: str
+    ranks: int
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.strategy in IN_ONE_PROCESS else self.ranks
+
+    def __str__(self) -> str:
+        if self.strategy == SINGLE:
+            return self.strategy
+        unit = {"single-threads": "thread", "dataparallel": "copies" if self.ranks > 1 else "copy"}
+        name = unit.get(self.strategy, "rank")
+        return f"{self.strategy} on {self.ranks} {name}{'s' if self.ranks > 1 and name != 'copies' else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the reasons depend on."""
+
+    device: str
+    backend: str
+    gpus: int
+
+
+def parse_strategies(text: str) -> list[str]:
+    """Parse `--strategies`: names, their short forms, or `all`.
+
+    Raises:
+        DistdiagError: no such strategy.
+    """
+    names: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        for name in STRATEGIES if word == ALL else (_ALIASES.get(word, word),):
+            if name not in STRATEGIES:
+                raise DistdiagError(f"--strategies: no '{word}'", f"of {', '.join(STRATEGIES)}; or {ALL}")
+            if name not in names:
+                names.append(name)
+    return names
+
+
+def micro_batches(ranks: int) -> int:
+    """Return the micro-batches of a pipeline over `ranks` ranks: at least one for each, as 1F1B needs."""
+    return max(_LEAST_MICRO_BATCHES, ranks)
+
+
+def why_not(case: Case, machine: Machine, batch: int) -> str | None:
+    """Return why `case` cannot run on this machine; None if it can."""
+    cuda = machine.device == "cuda"
+    if case.strategy == SINGLE:
+        return None
+    if case.strategy == "single-threads" and cuda:
+        return "one process uses a whole GPU"
+    if case.ranks < 2:
+        one = {"single-threads": "one thread is the single process", "dataparallel": "one copy is the single process"}
+        layers = "one rank has all layers: there is nothing to divide"
+        default = "one rank has no other to exchange gradients with"
+        return layers if case.strategy in STAGED else one.get(case.strategy, default)
+    if case.strategy == "dataparallel" and cuda and machine.gpus < case.ranks:
+        return f"{case.ranks} copies need {case.ranks} GPUs, this host has {machine.gpus}"
+    if case.strategy in ("fsdp", *STAGED) and cuda and machine.backend == "gloo":
+        return "on CUDA it needs NCCL, and so a GPU for each rank"
+    if case.strategy == "fsdp":
+        return _why_no_fsdp()
+    if case.strategy == "pipeline" and batch % micro_batches(case.ranks):
+        return f"a batch of {batch} cannot be divided into {micro_batches(case.ranks)} equal micro-batches"
+    return None
+
+
+def _why_no_fsdp() -> str | None:
+    try:
+        from torch.distributed.fsdp import fully_shard  # noqa: F401
+    except ImportError:
+        import torch
+
+        return f"torch {torch.__version__} has no fully_shard"
+    return None

@@ -1,0 +1,128 @@
+"""Compare strategies on several numbers of ranks: each case in fresh processes, all cases in turn, in several rounds.
+
+A machine that slows down for a minute then slows all cases, not one of them. Fresh processes make the peak of memory
+the case's own, and their differences (where memory lies, which core a rank runs on) are part of the interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.command.options import Options
+from distdiag.probekit.ranks.launch import launch
+from distdiag.probekit.verdict.result import Result, Verdict
+from distdiag.train.costs.blocks import Block, check_batch
+from distdiag.train.costs.possible import SINGLE, STRATEGIES, Case, Machine, why_not
+from distdiag.train.costs.rows import judge, noise_of, rows_of
+
+ROUNDS = 5
+_BLOCK_S = (0.3, 5.0)  # of measuring in one block, at least and at most
+_START_S = 1.0  # of a block's processes, before the first was measured
+
+
+def plan(options: Options, machine: Machine) -> tuple[list[Case], dict[Case, str]]:
+    """Return the cases that can run, and the reason of each that cannot.
+
+    Raises:
+        DistdiagError: no case can run.
+    """
+    wanted = options.strategies or list(STRATEGIES)
+    cases: list[Case] = []
+    reasons: dict[Case, str] = {}
+    for strategy in wanted:
+        for ranks in [1] if strategy == SINGLE else options.ranks:
+            case = Case(strategy, ranks)
+            if why := why_not(case, machine, options.batch_size):
+                reasons[case] = why
+            else:
+                cases.append(case)
+    if not cases:
+        case, why = next(iter(reasons.items()))
+        raise DistdiagError(f"{case}: {why}", "--strategies all --ranks 1,2 measures at least one process")
+    return cases, reasons
+
+
+def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
+    """Measure all cases in turn until the budget ends.
+
+    Args:
+        deadline_s: time.monotonic() at which measuring should be over.
+
+    Raises:
+        DistdiagError: a batch that cannot be divided; the first error if no case could be measured.
+    """
+    for ranks in options.ranks:
+        check_batch(options.batch_size, ranks)
+    began = time.monotonic()
+    cases, reasons = plan(options, machine)
+    turns = _Turns(options, cases, reasons, deadline_s)
+    turns.run()
+    if not turns.blocks:
+        raise turns.error or DistdiagError("the budget ended before the first step", "give more with --budget")
+    result = turns.last
+    assert result is not None
+    result.world_size = max(options.ranks)
+    result.backend = machine.backend
+    result.host_noise = noise_of(turns.blocks)
+    result.rows = rows_of(turns.blocks, options.batch_size, machine.device)
+    judge(result)
+    for case, error in turns.failed.items():
+        result.judge(Verdict.INCONCLUSIVE, f"{case} failed: {error.message}")
+    if unmeasured := [str(c) for c in turns.cases if not any(b.case == c for b in turns.blocks)]:
+        text = f"the budget ended before {', '.join(unmeasured)}: give more with --budget"
+        result.judge(Verdict.INCONCLUSIVE, text)
+    result.details["rounds"] = max(r.rounds for r in result.rows)
+    result.details["not_possible"] = [
+        {"strategy": c.strategy, "ranks": c.ranks, "reason": why} for c, why in turns.reasons.items()
+    ]
+    result.elapsed_s = time.monotonic() - began
+    return result
+
+
+class _Turns:
+    """All cases in turn, in rounds of alternating direction."""
+
+    def __init__(self, options: Options, cases: Sequence[Case], reasons: dict[Case, str], deadline_s: float) -> None:
+        self.options, self.cases, self.deadline_s = options, list(cases), deadline_s
+        self.reasons = dict(reasons)
+        self.failed: dict[Case, DistdiagError] = {}
+        self.error: DistdiagError | None = None
+        self.blocks: list[Block] = []
+        self.last: Result | None = None
+        self._start_s = _START_S
+
+    def run(self) -> None:
+        for number in range(ROUNDS):
+            if number and time.monotonic() + self._round_s(_BLOCK_S[0]) > self.deadline_s:
+                return  # a round of some cases only could not be compared
+            for i, case in enumerate(list(self.cases) if number % 2 == 0 else list(reversed(self.cases))):
+                left = len(self.cases) * (ROUNDS - number) - i
+                share = (self.deadline_s - time.monotonic()) / max(1, left) - self._start_s
+                if number == 0 and i and time.monotonic() > self.deadline_s:
+                    return
+                self._measure(case, min(max(share, _BLOCK_S[0]), _BLOCK_S[1]))
+
+    def _round_s(self, block_s: float) -> float:
+        return len(self.cases) * (self._start_s + block_s)
+
+    def _measure(self, case: Case, seconds: float) -> None:
+        options = dataclasses.replace(
+            self.options, nproc=case.processes, strategies=[case.strategy], ranks=[case.ranks], block_s=seconds
+        )
+        began = time.monotonic()
+        try:
+            (result,) = launch(options, case.processes, began + seconds + self._start_s)
+        except DistdiagError as e:
+            self.error = self.error or e
+            self.cases.remove(case)
+            self.blocks = [b for b in self.blocks if b.case != case]
+            self.reasons[case] = e.message
+            if e.code != ExitCode.USAGE:  # it should have worked
+                self.failed[case] = e
+            return
+        self._start_s = 0.5 * self._start_s + 0.5 * max(0.1, time.monotonic() - began - seconds)
+        self.blocks += result.rows
+        self.last = result
