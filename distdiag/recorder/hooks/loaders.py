@@ -15,7 +15,14 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
@@ -68,16 +75,16 @@ class Loaders:
         slot = self._begin(iterator, self.r.user_site(frame))
         if slot is None:
             return
-        iterable = isinstance(loader.dataset, IterableDataset)
         slot.dataset = self.page.text(type(loader.dataset).__name__)
-        slot.length = -1 if iterable else _length(loader)
-        slot.dataset_length = -1 if iterable else _length(loader.dataset)
         batch_sampler = getattr(loader, "batch_sampler", None)
+        sampler = getattr(batch_sampler, "sampler", None)
+        if sampler is None:  # not `or`: whether a sampler is true depends on its length, which is the job's code
+            sampler = getattr(loader, "sampler", None)
+        slot.length, slot.dataset_length = _lengths(loader, batch_sampler, sampler)
         size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
         slot.batch_size = size if isinstance(size, int) else -1
         drop = getattr(batch_sampler, "drop_last", loader.drop_last)
         slot.drop_last = int(bool(drop))
-        sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
         if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
             slot.distributed_sampler = 1 if _fits(sampler) else 2
         else:
@@ -183,10 +190,32 @@ def _fits(sampler: Any) -> bool:
     return (rank is None or rank == torch.distributed.get_rank()) and (replicas is None or replicas == world)
 
 
+def _lengths(loader: Any, batch_sampler: Any, sampler: Any) -> tuple[int, int]:
+    """Return (batches of an epoch, samples of the data set); -1: unknown.
+
+    `__len__` of a data set is the job's code, and may be slow or have effects. It is called once; torch's own samplers
+    would call it again.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return -1, -1
+    samples = drawn = _length(loader.dataset)
+    if type(sampler) is DistributedSampler:
+        drawn = sampler.num_samples
+    elif type(sampler) is RandomSampler and sampler.data_source is loader.dataset:
+        drawn = samples if sampler._num_samples is None else sampler._num_samples
+    elif type(sampler) is not SequentialSampler or sampler.data_source is not loader.dataset:
+        return _length(loader), samples
+    if drawn < 0 or type(loader) is not DataLoader or type(batch_sampler) not in (BatchSampler, type(None)):
+        return _length(loader), samples
+    size = 1 if batch_sampler is None else batch_sampler.batch_size
+    dropped = batch_sampler is not None and batch_sampler.drop_last
+    return (drawn if dropped else drawn + size - 1) // size, samples
+
+
 def _length(x: Any) -> int:
     try:
         return len(x)
-    except (TypeError, NotImplementedError, AttributeError, ValueError):
+    except Exception:  # the job's own code: the job does not call it, or gets this exception itself
         return -1
 
 

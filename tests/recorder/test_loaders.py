@@ -1,0 +1,85 @@
+"""What the recorder asks of a data set: its length, once an epoch; and what it derives from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from distdiag.page.layout import page_path
+from distdiag.page.writer import PageWriter
+from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.fast import accounts
+from distdiag.recorder.hooks.loaders import Loaders
+from distdiag.recorder.state import Recorder
+
+SAMPLES = 17
+
+
+class Counted(Dataset[int]):
+    """Counts the calls of its length, as a data set that reads it from a file could."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __len__(self) -> int:
+        self.calls += 1
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loaders(data: Counted) -> dict[str, DataLoader[int]]:
+    return {
+        "in order": DataLoader(data, 4),
+        "in order, last one dropped": DataLoader(data, 4, drop_last=True),
+        "shuffled": DataLoader(data, 4, shuffle=True),
+        "with replacement": DataLoader(data, 4, sampler=RandomSampler(data, replacement=True, num_samples=30)),
+        "distributed": DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)),
+        "single samples": DataLoader(data, batch_size=None),
+        "a batch sampler": DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 5, True)),
+        "a subset": DataLoader(data, 4, sampler=SubsetRandomSampler(range(9))),
+    }
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Loaders:
+    page = PageWriter(page_path(tmp_path / "pages", 0))
+    return Loaders(Recorder(page), accounts.ledger(page, None))
+
+
+@pytest.mark.parametrize("name", loaders(Counted()))
+def test_the_length_of_a_data_set_is_asked_once_an_epoch(name: str, recorded: Loaders) -> None:
+    data = Counted()
+    loader = loaders(data)[name]
+    data.calls = 0
+    recorded.starts(loader, object(), None)
+    assert data.calls == 1
+    slot = next(iter(recorded._slots.values()))
+    assert (slot.length, slot.dataset_length) == (len(loader), SAMPLES) == (len(list(loader)), SAMPLES)
+
+
+class OwnSampler(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        raise OSError("the index is not there yet")
+
+
+def test_a_length_that_raises_is_unknown_and_no_failure(recorded: Loaders) -> None:
+    recorded.starts(DataLoader(Counted(), 2, sampler=OwnSampler()), object(), None)
+    slot = next(iter(recorded._slots.values()))
+    assert (slot.length, slot.dataset_length, recorded.h.errors) == (-1, SAMPLES, 0)
