@@ -69,7 +69,7 @@ gpu-check: ## what needs a GPU; a bare checkout and any Python with torch >= 2.1
 fuzz: venv ## damaged and hostile input for every reader (FUZZ_SECONDS=60 FUZZ_SEED=0 FUZZ_KIND= FUZZ_CASES= FUZZ_CASE= FUZZ_DIR=)
 	@$(PY) tests/fuzz/fuzz.py
 
-survival: venv ## faults survived, kills ten times each, into docs/survival.md (ARGS='--times 1 --only monitor')
+survival: venv ## faults survived, ten times each, into docs/survival.md (ARGS='--times 1 --only monitor')
 	@$(PY) benchmarks/survival.py $(ARGS)
 
 bench: venv ## every figure of the README, one benchmark after the other; on an idle machine, half an hour

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _run_script(argv: list[str]) -> NoReturn:
     path = os.path.abspath(argv[0])  # as Python does; argv keeps what was typed
     sys.argv[:] = argv
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    _path_starts_with(os.path.dirname(os.path.realpath(path)))
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None, __spec__=None)
     from importlib.machinery import SourceFileLoader
@@ -102,9 +102,15 @@ def _run_module(module: str, argv: list[str]) -> NoReturn:
     import runpy
 
     sys.argv[:] = argv
-    sys.path[0] = os.getcwd()
+    _path_starts_with(os.getcwd())
     sys.modules["__main__"] = types.ModuleType("__main__")  # a fresh namespace for the user's names
     _finish(lambda: runpy._run_module_as_main(module, alter_argv=True))  # type: ignore[attr-defined]
+
+
+def _path_starts_with(directory: str) -> None:
+    """Put the directory of the script first, in place of ours; with `python -P` Python adds neither."""
+    if not sys.flags.safe_path:
+        sys.path[0] = directory
 
 
 def _finish(body: object) -> NoReturn:

@@ -119,14 +119,19 @@ def marked(mark: str) -> dict[int, str]:
 
 
 def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
-    """SIGKILL every process that holds `mark`, and again until none is left.
+    """SIGKILL every process that holds `mark`, and again until none is left at two looks.
+
+    One look is not enough: the environment of a process reads as empty while it replaces its program.
 
     Raises:
         TimeoutError: some would not die.
     """
     end = time.monotonic() + deadline_s
-    while left := marked(mark):
-        if time.monotonic() > end:
+    clear = 0
+    while clear < 2:
+        left = marked(mark)
+        clear = 0 if left else clear + 1
+        if left and time.monotonic() > end:
             raise TimeoutError(f"still alive after SIGKILL: {left}")
         for pid in left:
             try:

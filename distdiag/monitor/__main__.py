@@ -28,11 +28,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
-    # it runs where a core is free, and so when ranks wait; with none to spare it takes its turn after theirs
-    with contextlib.suppress(OSError):
-        os.nice(0 if options.for_reader else 10)
-    with contextlib.suppress(OSError):  # where the kernel shares the CPU among sessions first, ours as a whole
-        Path("/proc/self/autogroup").write_text("10")
+    if not options.for_reader:  # it runs on a free core; if there is none, after the ranks
+        with contextlib.suppress(OSError):
+            os.nice(10)
+        with contextlib.suppress(OSError):  # if the kernel shares the CPU among sessions first
+            Path("/proc/self/autogroup").write_text("10")
     # the job's Ctrl-C is not ours: we end when the last rank has, and say how
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)

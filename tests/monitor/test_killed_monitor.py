@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, Job, distdiag, rows, start, wait_for
+from tests.jobs import ONE_RANK, TEST_MARK, Job, distdiag, marked, rows, start, wait_for
 
 pytestmark = pytest.mark.job
 
@@ -84,3 +84,5 @@ def test_a_job_that_was_killed_with_its_monitor_is_judged_by_the_reader(tmp_path
         code, found = verdict(tmp_path)
     assert code == 1 and found["state"] == "failed", found
     assert found["ranks_seen"] == 2 and found["unjudged"] is None
+    # the reader's monitor still writes its last rows when the reader has its answer
+    wait_for(lambda: not marked(os.environ[TEST_MARK]), 30, "the reader's monitor to end")

@@ -19,7 +19,6 @@ from torch.utils.data import (
 
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
-from distdiag.recorder.fast.accounts import Ledger
 from distdiag.recorder.fast import accounts
 from distdiag.recorder.hooks.loaders import Loaders
 from distdiag.recorder.state import Recorder

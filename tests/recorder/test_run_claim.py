@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,13 @@ def test_ranks_that_ask_at_once_get_one_answer(tmp_path: Path) -> None:
 def test_without_a_directory_all_ranks_agree_on_a_new_one(tmp_path: Path) -> None:
     (answer,) = claims(tmp_path, "", 3, TORCHELASTIC_RUN_ID="a")
     assert Path(answer).parent == tmp_path / "reports" and answer.endswith("-job")
+
+
+def test_without_a_writable_working_directory_all_ranks_agree_on_one_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "reports").write_text("a file, where the directory would be made")
+    (answer,) = claims(tmp_path, "", 3, TORCHELASTIC_RUN_ID="a", TMPDIR=str(tmp_path))
+    root = tmp_path / f"distdiag-{os.getuid()}"
+    assert Path(answer).parent == root / "reports" and root.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_restart_and_another_job_get_directories_of_their_own_and_readers_take_the_newest(tmp_path: Path) -> None:
@@ -106,6 +114,32 @@ def test_ranks_of_one_launch_share_directory_and_pages(tmp_path: Path) -> None:
     first, second = joined(tmp_path, "R", MASTER_PORT="29500")
     assert first == second and first[0] == str(tmp_path / "R")
     (tmp_path / "R" / "run.db").touch()
+
+
+ONE_SEES_NO_ROOM = """
+import os, sys
+from distdiag.page import place
+from distdiag.recorder import run_claim
+place.has_room = lambda directory, ranks: os.environ["RANK"] == "0"
+sys.stdout.write(f"{run_claim.claim_rank(sys.argv[1], 'job', int(os.environ['RANK']), 2).pages}\\n")
+"""
+
+
+def test_the_place_of_the_pages_is_decided_once_for_all_ranks_of_a_node(tmp_path: Path) -> None:
+    """Rank 1 finds no room in memory any more: with pages in two places there would be two monitors and two databases."""
+    pages = together(tmp_path, ONE_SEES_NO_ROOM, "R")
+    place.remove(Path(pages[0]))
+    assert len(pages) == 2 and len(set(pages)) == 1
+
+
+def test_pages_are_in_the_run_directory_if_our_name_in_memory_is_somebody_elses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(place, "SHM", tmp_path)
+    (tmp_path / "theirs").mkdir()
+    place.memory_root().symlink_to(tmp_path / "theirs")
+    assert run_claim.claim_rank(str(tmp_path / "R"), "job", 0, 1).pages == tmp_path / "R" / "pages.0"
+    assert not any((tmp_path / "theirs").iterdir())
 
 
 @pytest.mark.parametrize("run_dir", ["R", ""])

@@ -16,6 +16,7 @@ import pytest
 from tests.jobs import ONE_RANK, REPOSITORY, clean_env, rows, wait_for
 
 SCRIPTS = {
+    "safe_path": "import sys\nprint(sys.flags.safe_path, sys.path)\n",
     "plain": "import sys\nprint(__name__, __file__, sys.argv, sys.path[0])\nprint('err', file=sys.stderr)\n",
     "exit_code": "import sys\nsys.exit(7)\n",
     "exit_text": "raise SystemExit('no data')\n",
@@ -58,6 +59,8 @@ def test_a_script_ends_and_prints_as_it_does_alone(name: str, as_rank: bool, tmp
     env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)})
     if as_rank:
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if name == "safe_path":
+        env["PYTHONSAFEPATH"] = "1"
     alone = run([sys.executable, "script.py", "a", "--b=1"], tmp_path, env)
     options = ["--run-dir", "R", "--quiet", "--keep", "500M"]  # of ours: none may reach the script, or what it starts
     watched = run([sys.executable, "-m", "distdiag.run", *options, "script.py", "a", "--b=1"], tmp_path, env)
