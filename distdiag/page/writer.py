@@ -53,6 +53,23 @@ _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
 _WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
 
+def _mapped(fd: int) -> mmap.mmap:
+    """Map a file of `PAGE_BYTES` without a descriptor of it: `mmap` keeps one, which the script could close and get again.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    made = mmap.mmap(-1, PAGE_BYTES)  # memory of nothing, which the file then replaces at the same address
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    at = ctypes.addressof(ctypes.c_char.from_buffer(made))
+    shared_fixed = mmap.MAP_SHARED | 0x10
+    if libc.mmap(at, PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, shared_fixed, fd, 0) != at:
+        raise OSError(ctypes.get_errno(), "the page cannot be mapped")
+    return made
+
+
 class PageWriter:
     """The rank's side: creates the page and hands out views of its slots.
 
@@ -66,7 +83,7 @@ class PageWriter:
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, PAGE_BYTES)
-            self._map = mmap.mmap(fd, PAGE_BYTES)
+            self._map = _mapped(fd)
         except BaseException:
             os.unlink(fresh)
             raise

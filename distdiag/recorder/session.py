@@ -28,6 +28,7 @@ from distdiag.page import place
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import run_claim, state
+from distdiag.recorder.descriptors import Kept
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
 from distdiag.recorder.pulse import Pulse
@@ -45,7 +46,8 @@ class Session:
         self.recorder = recorder
         self.run_dir = run_dir
         self.pages = pages
-        self.held: list[int] = []  # locks that keep the page directories
+        self.held: list[Kept] = []  # locks that keep the page directories
+        self.written: list[Kept] = []  # by signal handlers
         self.pulse = Pulse(recorder)
         self.phases: Any = None
         self.server: Any = None
@@ -116,11 +118,17 @@ class Session:
         rank, h = self.recorder.h.rank, self.recorder.h
         number = signal.SIGRTMIN + 13
         if signal.getsignal(number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            faulthandler.register(number, file=_open(self.pages / f"r{rank}.trace"), all_threads=True, chain=False)
+            faulthandler.register(number, file=self._written(f"r{rank}.trace"), all_threads=True, chain=False)
             h.trace_signal = number
             self._native_frames(number - 1)
         if not faulthandler.is_enabled():
-            faulthandler.enable(file=_open(self.pages / f"r{rank}.fatal"), all_threads=True)
+            faulthandler.enable(file=self._written(f"r{rank}.fatal"), all_threads=True)
+
+    def _written(self, name: str) -> int:
+        """Create a file next to the page and return its descriptor, which stays open for the life of the process."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self.written.append(Kept(os.open(self.pages / name, flags, 0o600)))
+        return self.written[-1].fd
 
     def _native_frames(self, number: int) -> None:
         """Write the main thread's native frames to `r<rank>.native` on this signal; not without the compiled module."""
@@ -129,12 +137,7 @@ class Session:
         except ImportError:
             return
         if signal.getsignal(number) is signal.SIG_DFL:
-            fd = os.open(
-                self.pages / f"r{self.recorder.h.rank}.native",
-                os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
-                0o600,
-            )
-            _native.install(number, fd)
+            _native.install(number, self._written(f"r{self.recorder.h.rank}.native"))
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -221,11 +224,6 @@ class Session:
             h.life = LifeWord.DETACHED
 
 
-def _open(path: Path) -> int:
-    """Return a file descriptor that stays open for the life of the process."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-
-
 current: Session | None = None
 _lock = threading.Lock()
 
@@ -287,7 +285,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     recorder = Recorder(writer)
     state.current = recorder
     session = Session(recorder, directory, pages)
-    session.held = [fd for fd in held if fd is not None]
+    session.held = [Kept(fd) for fd in held if fd is not None]
     session.note(python=platform.python_version(), command=_command())
     writer.publish()
     os.register_at_fork(after_in_child=lambda: _in_child(session))
@@ -336,9 +334,11 @@ def _in_child(session: Session) -> None:
     current = None
     state.current = None
     session.server = None  # its threads stayed behind
-    for fd in session.held:
-        os.close(fd)
+    for lock in session.held:
+        lock.close()
     session.held = []
+    for file in session.written:
+        file.mute()
     if session.pulse.watch is not None:
         session.pulse.watch.close()
     atexit.unregister(session.close)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import distdiag
 from distdiag.page import place
+from distdiag.recorder.descriptors import Kept
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
 
 
 class Watch:
-    """Notices from a rank that the node's monitor is gone, and starts another; two system calls a check.
+    """Notices from a rank that the node's monitor is gone, and starts another; a few system calls a check.
 
     Args:
         run_dir, pages, node, overflow: As for `start_monitor`.
@@ -110,23 +111,22 @@ class Watch:
 
     def __init__(self, run_dir: Path, pages: Path, node: int, overflow: Path) -> None:
         self._of = run_dir, pages, node, overflow
-        self._fd: int | None = os.open(
-            pages / "monitor.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_APPEND, 0o600
-        )
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_APPEND
+        self._lock: Kept | None = Kept(os.open(pages / "monitor.lock", flags, 0o600))
 
     def check(self) -> None:
         """Start a monitor if none runs."""
-        if self._fd is None:
+        if self._lock is None or not self._lock.is_ours():
             return
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        fcntl.flock(self._lock.fd, fcntl.LOCK_UN)
         start_monitor(*self._of)
 
     def close(self) -> None:
         """For a forked child: its copy of the descriptor must not keep the lock."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

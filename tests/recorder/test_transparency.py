@@ -33,6 +33,8 @@ SCRIPTS = {
     "environment": "import os, threading\nprint(os.getcwd(), sorted(os.environ.items()))\n",
     "fork": "import os\np = os.fork()\nif p == 0:\n    os._exit(3)\nprint(os.waitpid(-1, 0)[1] >> 8)\n",
     "no_child_of_ours": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n    print('a child')\nexcept ChildProcessError:\n    print('none')\n",
+    "lowest_descriptors": "import os\nprint(os.open(os.devnull, os.O_RDONLY))\nimport resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))\n"
+    "print(len([os.open(os.devnull, os.O_RDONLY) for _ in range(4)]))\n",
     "atexit": "import atexit\natexit.register(print, 'bye')\nprint('hello')\n",
     "interrupted_at_exit": "import atexit, signal, threading, time\natexit.register(print, 'saved')\n"
     "threading.Thread(target=lambda: (time.sleep(0.2), print('thread done'))).start()\nsignal.raise_signal(signal.SIGINT)\n",
@@ -75,6 +77,65 @@ def test_the_exception_is_recorded_although_the_script_has_its_own_hook(tmp_path
     assert run(command, tmp_path, env) == (1, "mine\n", "")
     query = "SELECT exception FROM rank WHERE exception IS NOT NULL"
     assert "no such column" in wait_for(lambda: rows(tmp_path / "R", query), 60, "the exception")[0][0]
+
+
+CLOSES_ALL = """
+import ctypes, fcntl, os, time
+os.closerange(3, 2048)
+own = [os.open(f"own.{k}", os.O_RDWR | os.O_CREAT) for k in range(1024)]  # one of them gets each number that was ours
+locked = [fd for fd in own if fd > 900]
+for fd in locked:
+    fcntl.flock(fd, fcntl.LOCK_EX)
+other = [os.open(f"own.{own.index(fd)}", os.O_RDONLY) for fd in locked]
+time.sleep(2.5)  # the monitor is looked after every two seconds
+for fd in other:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("the lock is lost")
+    except BlockingIOError:
+        pass
+child = os.fork()
+if child == 0:
+    for fd in own:
+        os.fstat(fd)
+    os._exit(3)
+print(os.waitpid(child, 0)[1] >> 8)
+"""
+
+
+def test_descriptors_that_the_script_has_closed_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CLOSES_ALL)
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
+    files = "ulimit -n 4096; exec"
+    command = ["sh", "-c", f"{files} {sys.executable} -m distdiag.run --run-dir R --quiet script.py"]
+    code, out, err = run(command, tmp_path, env)
+    assert (code, out, err) == (0, "3\n", "")
+    assert not any(f.stat().st_size for f in tmp_path.glob("own.*"))
+
+
+CRASHES = """
+import ctypes, os, sys
+child = os.fork()
+if child == 0:
+    ctypes.string_at(0)
+print(os.waitpid(child, 0)[1])
+os.closerange(3, 256)
+own = [open(f"own.{k}", "w") for k in range(20)]
+sys.stdout.flush()
+ctypes.string_at(0)
+"""
+
+
+def test_a_crash_writes_only_its_own_stack_and_not_into_the_scripts_files(tmp_path: Path) -> None:
+    """The stack of a forked child would be read as that of the rank."""
+    (tmp_path / "script.py").write_text(CRASHES)
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
+    code, out, _ = run([sys.executable, "-m", "distdiag.run", "--run-dir", "R", "--quiet", "script.py"], tmp_path, env)
+    assert (code, out) == (-signal.SIGSEGV, f"{int(signal.SIGSEGV)}\n")
+    assert not any(f.stat().st_size for f in tmp_path.glob("own.*"))
+    kept = wait_for(lambda: rows(tmp_path / "R", "SELECT json FROM finding WHERE kind = 'rank_lost'"), 60, "the end")
+    where = [(w["file"], w["line"]) for w in json.loads(kept[0][0])["where"]]
+    assert where == [(str(tmp_path / "script.py"), 10)]
 
 
 INSIDE_TORCH = """
