@@ -18,7 +18,7 @@ from distdiag.diagnosis.checks import Checks
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.history import History, all_ended
 from distdiag.diagnosis.job_state import job_state
-from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, State, at_least
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.rules import RULES, Rule
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -178,6 +178,15 @@ class Diagnosis:
     def findings(self) -> list[Finding]:
         """Return everything that was reported, open and cleared."""
         return [r.finding for r in self.records.values() if r.reported]
+
+    @property
+    def contradicted(self) -> list[Finding]:
+        """Return proofs that ranks wait for good which the job has contradicted: it went on."""
+        return [
+            f
+            for f in self.findings
+            if kinds.of(f).blocks and f.certainty == Certainty.PROVED and f.cleared_s is not None
+        ]
 
     def open(self, severity: str = Severity.INFO) -> list[Finding]:
         """Return the reported findings of at least `severity` that are not cleared."""

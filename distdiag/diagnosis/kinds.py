@@ -185,6 +185,7 @@ RECORDER = Kind(
         "device_waits",
         "missing_dump",
         "unreadable_dump",
+        "contradicted",
     ),
     sticky=True,
 )

@@ -1,4 +1,4 @@
-"""What the monitor prints on the job's stderr: findings of severity error, once, when they happen; a summary at the end."""
+"""What the monitor prints on the job's stderr: errors when they happen, a correction if one is cleared, a summary at the end."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Voice:
         self.run_dir = run_dir
         self.quiet = quiet
         self._printed: set[str] = set()
+        self._corrected: set[str] = set()
         encoding = (sys.stderr.encoding or "ascii").lower() if sys.stderr else "ascii"
         self.ascii = "utf" not in encoding
 
@@ -37,7 +38,15 @@ class Voice:
         self._printed.add(key)
 
     def finding(self, f: Finding) -> None:
-        if f.cleared_s is not None or not at_least(f.severity, Severity.ERROR) or f.key in self._printed:
+        """Print an error once, and once that it is cleared: whoever read the first text must not act on it."""
+        if not at_least(f.severity, Severity.ERROR):
+            return
+        if f.cleared_s is not None:
+            if f.key in self._printed and f.key not in self._corrected:
+                self._corrected.add(f.key)
+                self._write(f"\n[distdiag] cleared, the job goes on: {f.severity} {f.kind}: {printable(f.message)}\n")
+            return
+        if f.key in self._printed:
             return
         self._printed.add(f.key)
         lines = finding_lines(f, ascii=self.ascii)

@@ -303,6 +303,7 @@ class Monitor:
             self.nodes.failed,
             self.sampling.gpus.silent_s(),
             self.pages.damaged,
+            self.diagnosis.contradicted,
         ):
             self.writer.finding(f)
 

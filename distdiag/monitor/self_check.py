@@ -40,6 +40,7 @@ class OwnFaults:
         exchange: str | None = None,
         driver_silent_s: float | None = None,
         damaged: Mapping[str, tuple[int | None, str]] | None = None,
+        contradicted: Iterable[Finding] = (),
     ) -> list[Finding]:
         """New findings of kind `recorder`.
 
@@ -52,6 +53,7 @@ class OwnFaults:
             exchange: What is wrong with the exchange between nodes.
             driver_silent_s: For how long NVIDIA's driver has not answered a request.
             damaged: Pages that cannot be read: rank and reason by file.
+            contradicted: Proofs that the job has contradicted.
         """
         damaged = damaged or {}
         out: list[Finding | None] = []
@@ -63,6 +65,9 @@ class OwnFaults:
             out.append(self._new(f"damaged/{file}", t_s, "damaged_page", text, rank, Severity.WARNING))
         for key, text, q in self._device.missing(t_s, views):
             out.append(self._new(key, t_s, "device_waits", text, q))
+        for n, f in enumerate(contradicted, 1):
+            text = f"proofs that the job has contradicted: {n}; the newest, cleared at {f.cleared_s or t_s:.1f} s: {f.kind}: {f.message}"
+            out.append(self._new(f"contradicted/{f.key}", t_s, "contradicted", text))
         jump_s = time.time() - started_unix_s - t_s
         if abs(jump_s) > CLOCK_JUMP_S:
             text = (

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding
@@ -35,11 +36,16 @@ class Run:
         self.own = OwnFaults()
 
     def look(
-        self, failures: Iterable[str] = (), began_s_ago: float = T_S, exchange: str | None = None
+        self,
+        failures: Iterable[str] = (),
+        began_s_ago: float = T_S,
+        exchange: str | None = None,
+        contradicted: Iterable[Finding] = (),
     ) -> list[Finding]:
         for view in self.views.values():
             view.refresh(T_S)
-        return self.own.faults(T_S, self.views, failures, self.writer, time.time() - began_s_ago, exchange)
+        began_s = time.time() - began_s_ago
+        return self.own.faults(T_S, self.views, failures, self.writer, began_s, exchange, contradicted=contradicted)
 
     def close(self) -> None:
         self.writer.close()
@@ -104,6 +110,19 @@ def test_a_wall_clock_that_was_set_is_said_with_its_way(jump_s: float, way: str,
 def test_a_wall_clock_that_is_slowly_adjusted_is_no_fault(run: Run) -> None:
     assert run.look(began_s_ago=T_S + 0.8 * CLOCK_JUMP_S) == []
     assert run.look(began_s_ago=T_S - 0.8 * CLOCK_JUMP_S) == []
+
+
+def test_proofs_that_the_job_has_contradicted_are_counted(run: Run) -> None:
+    first = Finding(
+        kind="deadlock", cause="missing_rank", severity="error", certainty="proved", culprits=(1,), cleared_s=12.0,
+        message="rank 1 is elsewhere",
+    )  # fmt: skip
+    f = only(run.look(contradicted=[first]))
+    assert (f.cause, f.severity) == ("contradicted", "info")
+    assert "contradicted: 1; the newest, cleared at 12.0 s: deadlock: rank 1 is elsewhere" in f.message
+    assert run.look(contradicted=[first]) == []
+    second = msgspec.structs.replace(first, culprits=(0,))
+    assert "contradicted: 2;" in only(run.look(contradicted=[first, second])).message
 
 
 def full(writer: Writer) -> None:
