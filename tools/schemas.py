@@ -20,6 +20,7 @@ from distdiag.probekit.verdict.result import Result
 from distdiag.report.compare import Comparison
 from distdiag.report.facts import RunFacts
 from distdiag.store.stacks import Stacks
+from distdiag.traces.model import Profile
 from distdiag.tui.once import SnapshotJson
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,7 @@ SCHEMAS: dict[str, tuple[str, Any, dict[str, str], tuple[str, ...]]] = {
     "distdiag.findings/1": ("diagnose --json", Report, {}, ()),
     "distdiag.snapshot/1": ("tui --once --json", SnapshotJson, {}, ()),
     "distdiag.stacks/1": ("dump --json", Stacks, {"run": "string"}, ()),
+    "distdiag.profile/1": ("profile --json", Profile, {}, ()),
     "distdiag.compare/1": ("compare --json", Comparison, {}, ()),
     "distdiag.doctor/1": ("doctor --json", Examination, {}, ()),
     "distdiag.report/1": ("report --format json", RunFacts, {}, ()),

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tui": ("distdiag.cli.tui", "Watch a run live, or replay a finished one."),
     "diagnose": ("distdiag.cli.diagnose", "The verdict on a run, or on flight-recorder dumps from any cluster."),
     "dump": ("distdiag.cli.dump", "Stacks and in-flight collectives of every rank, now."),
+    "profile": ("distdiag.cli.profile", "Profile the running job for a few steps, no line changed."),
     "probe": ("distdiag.cli.probe", "Measure this machine (collectives, data loading, steps, GPUs), with a verdict."),
     "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),

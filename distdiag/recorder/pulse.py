@@ -8,6 +8,7 @@ frames are read twice a second and counters once; `counted_ns` is the time of th
 from __future__ import annotations
 
 import _thread
+import os
 import sys
 import threading
 from types import CodeType
@@ -38,6 +39,8 @@ class Pulse:
         self.collectives: Any = None
         self.checks: Any = None
         self.watch: Any = None  # of the monitor
+        self.request = ""  # path of the file in which a reader asks for a profile
+        self.asked: Any = None  # called when that file is there
         self._going_on = threading.Lock()  # held until the end: waiting for a lock is one call, for an Event many
         self._going_on.acquire()
         self._running = threading.Lock()  # held while the thread runs
@@ -86,6 +89,8 @@ class Pulse:
             self._device()
         if beats % WATCH_BEATS == WATCH_BEATS - 1 and self.watch is not None:
             self.watch.check()
+        if self.asked is not None and os.access(self.request, os.F_OK):
+            self.asked()
         words[_BEATS] = beats + 1
         words[_HEARTBEAT] = now_ns()
 

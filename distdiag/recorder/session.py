@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from distdiag.page import place
+from distdiag.page import place, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import run_claim, state
@@ -51,6 +51,7 @@ class Session:
         self.pulse = Pulse(recorder)
         self.phases: Any = None
         self.server: Any = None
+        self.profile: Any = None  # the last one that a reader asked for
         self._hook_before = sys.excepthook
 
     # -- hooks ---------------------------------------------------------------------------------------
@@ -99,6 +100,13 @@ class Session:
         self.server = witness.start(path)
         if self.server is not None:
             self.recorder.h.witness = self.recorder.page.text(str(path))
+
+    @guarded
+    def profile_asked(self) -> None:
+        """Take a reader's request for a profile of this rank."""
+        from distdiag.recorder import profile
+
+        profile.take(self)
 
     def _socket(self) -> Path:
         return self.pages / f"r{self.recorder.h.rank}.sock"
@@ -200,6 +208,8 @@ class Session:
             h.phase = Phase.DONE
             h.phase_since_ns = now_ns()
         h.trace_signal = 0  # its handler goes with the interpreter
+        if self.profile is not None:
+            self.profile.end()
         self.pulse.stop()
 
     def close(self) -> None:
@@ -298,6 +308,8 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     of_node = directory, claim.pages, claim.node, claim.overflow
     start_monitor(*of_node)
     session.pulse.watch = Watch(*of_node)
+    session.pulse.request = str(profile_files.request_path(pages, rank))
+    session.pulse.asked = session.profile_asked
     session.pulse.start()
     return session
 

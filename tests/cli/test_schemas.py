@@ -40,6 +40,7 @@ def generator() -> ModuleType:
         ("compare-1", ["compare", "RUN", "RUN", "--json"]),
         ("doctor-1", ["doctor", "--no-torch", "--json"]),
         ("stacks-1", ["dump", "absent", "--json"]),
+        ("profile-1", ["profile", "absent", "--json"]),
         ("probe-1", ["probe", "allredcue", "--json"]),
     ],
     ids=lambda v: v[0] if isinstance(v, list) else v,

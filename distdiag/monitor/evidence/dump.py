@@ -41,6 +41,18 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
     Raises:
         DistdiagError: NO_DATA, where the run has no rank alive here.
     """
+    alive = living(run_dir)
+    now_s = (time.monotonic_ns() - min(v.start_ns for v in alive)) / 1e9
+    with ThreadPoolExecutor(min(32, len(alive))) as pool:
+        return now_s, list(pool.map(lambda v: _answer(v, timeout_s), alive))
+
+
+def living(run_dir: Path) -> list[RankView]:
+    """Views of the ranks of a run that are alive on this node.
+
+    Raises:
+        DistdiagError: NO_DATA if there is none.
+    """
     views: list[RankView] = []
     for path in sorted(p for found in place.directories(run_dir).values() for d in found for p in d.glob("*.page")):
         try:
@@ -48,7 +60,7 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
         except (PageError, OSError):
             continue
         try:
-            if not _alive(view):
+            if not is_alive(view):
                 continue
             view.start_ns = view.reader.header().started_mono_ns
             view.refresh(0.0)
@@ -63,9 +75,7 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
             ExitCode.NO_DATA,
             "no_rank",
         )
-    now_s = (time.monotonic_ns() - min(v.start_ns for v in alive)) / 1e9
-    with ThreadPoolExecutor(min(32, len(alive))) as pool:
-        return now_s, list(pool.map(lambda v: _answer(v, timeout_s), alive))
+    return alive
 
 
 def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
@@ -74,7 +84,7 @@ def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
     return stacks.Stacks(t_s=now_s, ranks=found)
 
 
-def _alive(v: RankView) -> bool:
+def is_alive(v: RankView) -> bool:
     """True if the page's process lives, and really is the one that writes this page.
 
     The page may be anybody's (a run directory from elsewhere), and its process is asked, and sent a signal.

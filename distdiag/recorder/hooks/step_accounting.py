@@ -39,6 +39,7 @@ class Phases:
         self.checks = Checks(r, self.ledger)
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self.backward = LastPlace(r)
+        self._watcher: Callable[[int], None] | None = None
         self.optimizer_begins = usual(self.ledger, "optimizer_begins", self._optimizer_begins)
         self.optimizer_ends = usual(self.ledger, "optimizer_ends", self._optimizer_ends)
 
@@ -126,11 +127,23 @@ class Phases:
         """End the step and begin the next one; its record is written now, or once the device has done it."""
         led, words = self.ledger, self.words
         if self.device is None:
-            return led.close_step(t)
-        step = words[_STEP] + 1
-        self.device.close(self._step_of_device(step, t))
-        words[_STEP] = step
-        return led.begin_step(t)
+            led.close_step(t)
+        else:
+            step = words[_STEP] + 1
+            self.device.close(self._step_of_device(step, t))
+            words[_STEP] = step
+            led.begin_step(t)
+        watcher = self._watcher
+        if watcher is not None:
+            watcher(words[_STEP])
+
+    def watch_steps(self, watcher: Callable[[int], None] | None) -> None:
+        """Call `watcher` with the number of each step when it ends; None: no more.
+
+        Meanwhile steps take the slow path, which sees each end.
+        """
+        self._watcher = watcher
+        self.ledger.on_device = watcher is not None or self.device is not None
 
     def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
         """What writes the step that ends now, once the device's times are known: they stand in for the host's."""

@@ -1,0 +1,236 @@
+"""Ask ranks of this node for a profile of the same steps, and wait for their traces.
+
+The request is a file next to each rank's page, which the rank's pulse finds within a quarter of a second. All ranks begin
+at the same step, chosen a little ahead of the rank that is furthest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.monitor.evidence import ask, dump
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page import profile_files
+from distdiag.page.layout import LifeWord, Phase
+from distdiag.page.profile_files import DONE, FAILED, MAX_NUMBER, RECORDING, SAVING, Answer, Request
+from distdiag.terms.ranks import fold_ranks
+
+LEAD_S = 1.0  # between the request and its first step: the pulse beats four times a second
+POLL_S = 0.05
+SAVE_S = 30.0  # in addition to the deadline, for a trace that is being saved
+
+
+@dataclass(slots=True)
+class Asked:
+    """What became of one rank's profile."""
+
+    rank: int
+    host: str
+    answer: Answer | None = None
+    entries: dict[tuple[str, int], ask.Entry] = field(default_factory=dict)  # of its flight recorder, just afterwards
+    problem: str = ""  # why there is no trace
+    in_time: bool = True
+
+    def trace(self, run_dir: Path, number: int) -> Path:
+        return profile_files.trace_path(run_dir, number, self.rank)
+
+
+@dataclass(slots=True)
+class Taken:
+    """A profile of a run: its number, the steps asked for, and its ranks."""
+
+    number: int
+    first_step: int
+    steps: int
+    ranks: list[Asked]
+
+
+def choose(views: Collection[RankView], wanted: Collection[int] | None) -> list[RankView]:
+    """Return the views of the wanted ranks, all if None.
+
+    Raises:
+        DistdiagError: a rank is not there.
+    """
+    by_rank = {v.rank: v for v in views}
+    missing = sorted(set(wanted or ()) - set(by_rank))
+    if missing:
+        raise DistdiagError(
+            f"rank {fold_ranks(missing)} is not alive on this node",
+            f"choose from {fold_ranks(sorted(by_rank))}; for ranks of another node run the command there",
+        )
+    return [v for q, v in sorted(by_rank.items()) if wanted is None or q in wanted]
+
+
+def self_times(views: Collection[RankView]) -> dict[int, float]:
+    """Return by rank the median self time of its newest steps in ms: step time minus waits for other ranks."""
+    out = {}
+    for v in views:
+        known = [s.step_ms - (s.wait_ms or 0.0) for s in list(v.steps)[-20:]]
+        if known:
+            out[v.rank] = statistics.median(known)
+    return out
+
+
+def _step_s(views: Collection[RankView]) -> float | None:
+    known = [s.step_ms for v in views for s in list(v.steps)[-20:]]
+    return statistics.median(known) / 1e3 if known else None
+
+
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Hold the lock by which a run is profiled by one reader at a time.
+
+    Raises:
+        DistdiagError: another reader holds it, or the run directory cannot be written.
+    """
+    folder = run_dir / "profile"
+    try:
+        folder.mkdir(exist_ok=True)
+        fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as e:
+        raise DistdiagError(
+            f"cannot write {folder}: {e.strerror or e}", "the results are kept in the run directory: make it writable"
+        ) from None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DistdiagError(
+                "another profile of this run is being taken", "wait until it is done", kind="busy"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _number(run_dir: Path) -> int:
+    """Make the directory of a new profile and return its number."""
+    known = [int(p.name) for p in (run_dir / "profile").iterdir() if p.name.isdigit() and len(p.name) < 8]
+    number = max(known, default=0) + 1
+    if number > MAX_NUMBER:
+        raise DistdiagError(f"{run_dir / 'profile'} holds {MAX_NUMBER} profiles", "remove those you do not need")
+    try:
+        profile_files.results(run_dir, number).mkdir()
+    except OSError as e:
+        raise DistdiagError(
+            f"cannot write {run_dir / 'profile'}: {e.strerror or e}", "make room, or make the run directory writable"
+        ) from None
+    return number
+
+
+def take(
+    run_dir: Path, views: Collection[RankView], steps: int, timeout_s: float, report: Callable[[str], None]
+) -> Taken:
+    """Ask these ranks, and return when each has saved its trace, has failed, or the time is over.
+
+    Args:
+        timeout_s: From now until the last step has been recorded.
+        report: Called with a line about what is being waited for.
+
+    Raises:
+        DistdiagError: nothing could be asked.
+    """
+    with _alone(run_dir):
+        newest = max(v.reader.header().step for v in views)
+        step_s = _step_s(views)
+        lead = 2 + (math.ceil(LEAD_S / max(step_s, 1e-4)) if step_s else 1)
+        taken = Taken(_number(run_dir), newest + min(lead, 10_000), steps, [])
+        deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        request = Request(taken.number, taken.first_step, steps, deadline_ns)
+        report(
+            f"steps {taken.first_step} to {taken.first_step + steps - 1} of rank {fold_ranks([v.rank for v in views])}"
+        )
+        for v in views:
+            asked = Asked(v.rank, v.text(v.reader.header().host) or "")
+            taken.ranks.append(asked)
+            try:
+                profile_files.write(profile_files.request_path(v.reader.path.parent, v.rank), request)
+            except OSError as e:
+                asked.problem = f"it cannot be asked: {e.strerror or e}"
+        try:
+            _wait(taken, {v.rank: v for v in views}, deadline_ns)
+        finally:
+            for v in views:  # nobody waits for the answer any more
+                with contextlib.suppress(OSError):
+                    profile_files.request_path(v.reader.path.parent, v.rank).unlink(missing_ok=True)
+    return taken
+
+
+def _wait(taken: Taken, views: dict[int, RankView], deadline_ns: int) -> None:
+    waited = [a for a in taken.ranks if not a.problem]
+    while waited:
+        over = time.monotonic_ns() > deadline_ns
+        for a in list(waited):
+            if _settled(a, views[a.rank], taken, over, deadline_ns):
+                waited.remove(a)
+        if waited:
+            time.sleep(POLL_S)
+
+
+def _settled(a: Asked, v: RankView, taken: Taken, over: bool, deadline_ns: int) -> bool:
+    """Read a rank's answer; True if nothing more will come from it."""
+    pages = v.reader.path.parent
+    alive = dump.is_alive(v)
+    answer = profile_files.read_answer(profile_files.answer_path(pages, a.rank))
+    if answer is not None and answer.number == taken.number:
+        a.answer = answer
+        if answer.state == FAILED:
+            a.problem = answer.detail or "it failed"
+            return True
+        if answer.state == DONE:
+            a.entries = _flight_entries(v)
+            return True
+    if not alive:
+        a.problem = "its process ended meanwhile"
+        return True
+    if v.reader.header().life in (LifeWord.EXITING, LifeWord.RAISED) and over:
+        a.problem = "its script ended meanwhile"
+        return True
+    saving = a.answer is not None and a.answer.state == SAVING
+    if not over or (saving and time.monotonic_ns() < deadline_ns + SAVE_S * 1e9):
+        return False
+    a.in_time = False
+    a.problem = _why_late(a, v, taken)
+    return True
+
+
+def _why_late(a: Asked, v: RankView, taken: Taken) -> str:
+    h = v.reader.header()
+    phase = Phase(h.phase).name.lower() if h.phase in list(Phase) else "?"
+    at = f"it is in step {h.step + 1} ({phase})"
+    if a.answer is None:
+        silent_s = (time.monotonic_ns() - h.heartbeat_ns) / 1e9
+        why = f" (no thread of its Python has run for {silent_s:.0f} s)" if silent_s > 2 else ""
+        return f"it did not take the request{why}: {at}"
+    if a.answer.state == SAVING:
+        return "its trace is still being saved"
+    if a.answer.state == RECORDING:
+        return f"it did not finish step {taken.first_step + taken.steps - 1} in time: {at}"
+    return f"it did not reach step {taken.first_step} in time: {at}"
+
+
+def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
+    """The newest collectives by the rank's flight recorder, asked of its witness; empty if it does not answer."""
+    path = v.text(v.reader.header().witness)
+    try:
+        record = ask.flight_record(path, 0.0) if path else None
+    except Exception:  # a record of another form costs the numbers of the collectives only
+        return {}
+    return record.entries if record is not None else {}
+
+
+def exit_code(taken: Taken) -> ExitCode:
+    """TIMEOUT if a rank was late, NO_DATA if there is no trace at all."""
+    if any(not a.in_time for a in taken.ranks):
+        return ExitCode.TIMEOUT
+    return ExitCode.NO_DATA if all(a.problem for a in taken.ranks) else ExitCode.OK

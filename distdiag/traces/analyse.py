@@ -1,0 +1,214 @@
+"""Where the time of each rank goes, by the traces of all ranks over the same steps.
+
+Of one rank, in a window of whole steps: *compute* is the time in which kernels run or, if only the host was traced, operators
+other than communication; *communication* is the time in which at least one collective or message is in flight, its wait for
+late ranks included; *overlap* is the time of both, *exposed* is communication without compute, *idle* is neither: Python, the
+input pipeline, a sleep. *wait* is the part of communication before the last rank of the collective came.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distdiag.traces.intervals import both, length, union, without
+from distdiag.traces.model import CollectiveTimes, Difference, LineTime, Operator, RankTimes
+from distdiag.traces.read import Comm, Op, Trace, is_comm_call
+
+Key = tuple[str, int, str]  # group, sequence number, operation
+Window = tuple[float, float]
+
+TOP = 12
+MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
+_MESSAGES = ("send", "recv")
+
+
+@dataclass(slots=True)
+class Entry:
+    """One collective by the flight recorder: what the trace of a gloo job does not tell."""
+
+    op: str
+    group: str
+    seq: int
+    created_ns: int
+    bytes: int | None
+
+
+def number_collectives(trace: Trace, entries: Sequence[Entry]) -> None:
+    """Give collectives without a group and number those of the nearest entry of the same operation, in order."""
+    by_op: dict[str, list[tuple[float, Entry]]] = defaultdict(list)
+    for e in entries:
+        by_op[e.op].append((trace.us(e.created_ns), e))
+    for of_op in by_op.values():
+        of_op.sort(key=lambda pair: pair[0])
+    used: dict[str, int] = defaultdict(int)
+    for c in trace.comms:
+        of_op = by_op.get(c.op, [])
+        if c.seq is not None or not of_op:
+            continue
+        at = max(used[c.op], bisect_left(of_op, c.start, key=lambda pair: pair[0]) - 1)
+        near = [i for i in (at, at + 1) if used[c.op] <= i < len(of_op)]
+        best = min(near, key=lambda i: abs(of_op[i][0] - c.start), default=None)
+        if best is not None and abs(of_op[best][0] - c.start) < MATCH_US:
+            e = of_op[best][1]
+            c.group, c.seq, c.bytes = e.group, e.seq, e.bytes
+            used[c.op] = best + 1
+
+
+def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[Key, dict[int, Comm]]:
+    """Return by collective what each rank recorded of it.
+
+    Collectives are joined by group and number; those without a number by their order, if all ranks have as many.
+    """
+    found: dict[Key, dict[int, Comm]] = defaultdict(dict)
+    unnumbered: dict[tuple[str, str], dict[int, list[Comm]]] = defaultdict(lambda: defaultdict(list))
+    for rank, trace in traces.items():
+        low, high = windows[rank]
+        for c in trace.comms:
+            if c.end <= low or c.start >= high or c.op.startswith(_MESSAGES):
+                continue
+            if c.seq is not None:
+                found[c.group or "", c.seq, c.op][rank] = c
+            elif low <= c.start:
+                unnumbered[c.group or "", c.op][rank].append(c)
+    for (group, op), of_rank in unnumbered.items():
+        if len(of_rank) > 1 and len({len(cs) for cs in of_rank.values()}) == 1:
+            for rank, cs in of_rank.items():
+                for nth, c in enumerate(cs):
+                    found[group, -1 - nth, op][rank] = c
+    return {key: of_rank for key, of_rank in found.items() if len(of_rank) > 1}
+
+
+def rank_times(
+    rank: int,
+    trace: Trace,
+    window: Window,
+    steps: int,
+    offsets_us: Mapping[int, float],
+    collectives: Mapping[Key, Mapping[int, Comm]],
+) -> RankTimes:
+    """Return where one rank's time goes, in ms per step.
+
+    Args:
+        offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
+        collectives: As `joined` returns them.
+    """
+    low, high = window
+    comm = union(((c.start, c.end) for c in trace.comms), low, high)
+    if trace.device:
+        compute = union(trace.device, low, high)
+    else:
+        calls = union(((o.start, o.end) for o in trace.ops if is_comm_call(o.name)), low, high)
+        compute = without(union(((o.start, o.end) for o in trace.ops), low, high), calls)
+    busy = union([*compute, *comm], low, high)
+    waits = []
+    for of_rank in collectives.values():
+        own = of_rank.get(rank)
+        if own is not None:
+            last = max(c.start + offsets_us[q] for q, c in of_rank.items()) - offsets_us[rank]
+            if last > own.start:
+                waits.append((own.start, min(own.end, last)))
+    per = 1e3 * steps
+    exposed = length(without(comm, compute)) / per
+    return RankTimes(
+        rank=rank,
+        step_ms=(high - low) / per,
+        compute_ms=length(compute) / per,
+        comm_ms=length(comm) / per,
+        overlap_ms=length(both(compute, comm)) / per,
+        exposed_ms=exposed,
+        wait_ms=length(union(waits, low, high)) / per if collectives else None,
+        idle_ms=(high - low - length(busy)) / per,
+        operators=operators(trace.ops, window, steps)[:TOP],
+    )
+
+
+def operators(ops: Sequence[Op], window: Window, steps: int) -> list[Operator]:
+    """Return the operators that began in the window, by self time: without the operators that they call."""
+    low, high = window
+    by_thread: dict[int | str | None, list[Op]] = defaultdict(list)
+    for o in ops:
+        if low <= o.start < high:
+            by_thread[o.thread].append(o)
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for of_thread in by_thread.values():
+        of_thread.sort(key=lambda o: (o.start, -o.end))
+        stack: list[Op] = []
+        for o in of_thread:
+            while stack and stack[-1].end <= o.start:
+                stack.pop()
+            entry = total[o.name]
+            entry[0] += o.end - o.start
+            entry[1] += 1
+            if stack:
+                total[stack[-1].name][0] -= min(o.end, stack[-1].end) - o.start
+            stack.append(o)
+    found = [
+        Operator(name=name, self_ms=max(0.0, us) / 1e3 / steps, calls=round(n / steps, 2))
+        for name, (us, n) in total.items()
+    ]
+    return sorted(found, key=lambda o: -o.self_ms)
+
+
+def collective_times(
+    collectives: Mapping[Key, Mapping[int, Comm]], offsets_us: Mapping[int, float], steps: int
+) -> list[CollectiveTimes]:
+    """Return the collectives by operation and group, those that take most time first.
+
+    Skew is from the first arrival to the last, transfer from the last arrival to the last end.
+    """
+    kinds: dict[tuple[str, str], list[tuple[float, float, int, int | None]]] = defaultdict(list)
+    for (group, _, op), of_rank in collectives.items():
+        starts = {q: c.start + offsets_us[q] for q, c in of_rank.items()}
+        late = max(starts, key=lambda q: starts[q])
+        end = max(c.end + offsets_us[q] for q, c in of_rank.items())
+        sizes = [c.bytes for c in of_rank.values() if c.bytes is not None]
+        kinds[op, group].append(
+            (starts[late] - min(starts.values()), end - starts[late], late, max(sizes, default=None))
+        )
+    out = []
+    for (op, group), of_kind in kinds.items():
+        lates = [late for _, _, late, _ in of_kind]
+        late = statistics.mode(lates)
+        out.append(
+            CollectiveTimes(
+                op=op,
+                group=group or None,
+                per_step=round(len(of_kind) / steps, 2),
+                bytes_per_step=_sum([size for *_, size in of_kind], steps),
+                skew_ms=sum(x[0] for x in of_kind) / 1e3 / steps,
+                transfer_ms=sum(max(0.0, x[1]) for x in of_kind) / 1e3 / steps,
+                late_rank=late,
+                late_share=lates.count(late) / len(lates),
+            )
+        )
+    return sorted(out, key=lambda c: -(c.skew_ms + c.transfer_ms))
+
+
+def _sum(sizes: Sequence[int | None], steps: int) -> float | None:
+    known = [s for s in sizes if s is not None]
+    return sum(known) / steps if known and len(known) == len(sizes) else None
+
+
+def differences(
+    culprit: Mapping[str, float], peer: Mapping[str, float], least_ms: float, kind: str
+) -> list[Difference]:
+    """Return what takes the culprit at least `least_ms` per step more (or less) than its peer, largest first."""
+    out = [
+        Difference(kind=kind, name=name, culprit_ms=culprit.get(name, 0.0), peer_ms=peer.get(name, 0.0))
+        for name in {*culprit, *peer}
+    ]
+    out = [d for d in out if abs(d.culprit_ms - d.peer_ms) >= least_ms]
+    return sorted(out, key=lambda d: -abs(d.culprit_ms - d.peer_ms))[:TOP]
+
+
+def line_times(lines: Sequence[tuple[str, int, str, int]], samples: int, step_ms: float) -> list[LineTime]:
+    """Return sampled lines of the training thread as ms per step, most first."""
+    total = max(1, samples)
+    return [
+        LineTime(file=file, line=line, function=function, ms=step_ms * min(n, total) / total, samples=n)
+        for file, line, function, n in sorted(lines, key=lambda x: -x[3])
+    ]

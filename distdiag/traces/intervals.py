@@ -1,0 +1,57 @@
+"""Sets of time intervals: union, intersection, difference, length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Spans = list[tuple[float, float]]
+
+
+def union(spans: Iterable[tuple[float, float]], low: float, high: float) -> Spans:
+    """Return the disjoint, sorted intervals that `spans` cover between `low` and `high`."""
+    out: Spans = []
+    for start, end in sorted((max(a, low), min(b, high)) for a, b in spans if b > low and a < high):
+        if out and start <= out[-1][1]:
+            if end > out[-1][1]:
+                out[-1] = out[-1][0], end
+        elif end > start:
+            out.append((start, end))
+    return out
+
+
+def both(first: Spans, second: Spans) -> Spans:
+    """Return the intersection of two disjoint, sorted lists of intervals."""
+    out: Spans = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        low, high = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if low < high:
+            out.append((low, high))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return out
+
+
+def without(spans: Spans, taken: Spans) -> Spans:
+    """Return what of disjoint, sorted `spans` lies outside `taken`."""
+    out: Spans = []
+    j = 0
+    for start, end in spans:
+        while j < len(taken) and taken[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(taken) and taken[k][0] < end:
+            if taken[k][0] > start:
+                out.append((start, taken[k][0]))
+            start = max(start, taken[k][1])
+            k += 1
+        if start < end:
+            out.append((start, end))
+    return out
+
+
+def length(spans: Spans) -> float:
+    """Return the sum of the lengths of disjoint intervals."""
+    return sum(end - start for start, end in spans)

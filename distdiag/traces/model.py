@@ -1,0 +1,97 @@
+"""What an analysis of traces returns; times in ms per step. Part of `distdiag.profile/1`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Operator(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator of one rank; `self_ms` is without the operators that it calls."""
+
+    name: str
+    self_ms: float
+    calls: float
+
+
+class LineTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Time that the training thread spent at or below one line of the user's code, by samples."""
+
+    file: str
+    line: int
+    function: str
+    ms: float
+    samples: int
+
+
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank's time goes; see `traces.analyse`."""
+
+    rank: int
+    step_ms: float
+    compute_ms: float
+    comm_ms: float
+    overlap_ms: float
+    exposed_ms: float
+    wait_ms: float | None
+    idle_ms: float
+    operators: list[Operator]
+    lines: list[LineTime] = []
+    rss_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    start_ms: float | None = None  # what starting and stopping the profiler cost the training thread, once
+    stop_ms: float | None = None
+    save_ms: float | None = None  # in a thread
+
+
+class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """All collectives of one operation in one group, per step."""
+
+    op: str
+    group: str | None
+    per_step: float
+    bytes_per_step: float | None
+    skew_ms: float
+    transfer_ms: float
+    late_rank: int
+    late_share: float
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the comparison of two ranks."""
+
+    kind: str  # "time", "operator" or "line"
+    name: str
+    culprit_ms: float
+    peer_ms: float
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The culprit compared with one peer."""
+
+    culprit: int
+    peer: int
+    reason: str
+    rows: list[Difference]
+
+
+class Missing(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank without a trace."""
+
+    rank: int
+    reason: str
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """One profile of a run."""
+
+    schema: str = "distdiag.profile/1"
+    run: str
+    number: int
+    first_step: int | None
+    steps: int
+    ranks: list[RankTimes]
+    missing: list[Missing]
+    collectives: list[CollectiveTimes]
+    comparison: Comparison | None
+    trace: str | None  # merged, for ui.perfetto.dev
+    notes: list[str]

@@ -1,0 +1,128 @@
+"""A profile of a run from the traces of its ranks: the steps that all of them recorded, analysed and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from distdiag.traces import analyse
+from distdiag.traces.analyse import Entry, Key, Window
+from distdiag.traces.model import Comparison, Difference, Missing, Profile, RankTimes
+from distdiag.traces.read import Comm, Trace
+from distdiag.traces.text import place
+
+LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not listed
+LEAST_MS = 0.05
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What one rank recorded.
+
+    Attributes:
+        boundaries: (step, wall clock in ns at its end), ascending.
+        lines: (file, line, function, samples) of the training thread.
+        measured: Further fields of `RankTimes`.
+    """
+
+    trace: Trace
+    boundaries: Sequence[tuple[int, int]]
+    entries: Sequence[Entry] = ()
+    lines: Sequence[tuple[str, int, str, int]] = ()
+    samples: int = 0
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+
+def profile_of(
+    run: str,
+    number: int,
+    recorded: Mapping[int, Recorded],
+    missing: Sequence[Missing],
+    chosen: tuple[int, int, str] | None,
+) -> tuple[Profile, dict[Key, dict[int, Comm]], dict[int, float]]:
+    """Return the profile, the collectives that ranks share, and the offset of each trace on the common clock (µs).
+
+    Args:
+        chosen: Culprit, peer, and why it is the culprit, if two ranks are compared.
+    """
+    missing, notes = list(missing), []
+    common = _common_steps(recorded)
+    before, last = common or (0, 0)
+    usable = dict(recorded) if common else {}
+    if recorded and not common:
+        missing += [Missing(rank=q, reason="it recorded no step that all ranks recorded") for q in sorted(recorded)]
+    origin = min((r.trace.base_ns for r in usable.values()), default=0)
+    offsets = {q: (r.trace.base_ns - origin) / 1e3 for q, r in usable.items()}
+    windows: dict[int, Window] = {}
+    for q, r in usable.items():
+        analyse.number_collectives(r.trace, r.entries)
+        ends = dict(r.boundaries)
+        windows[q] = r.trace.us(ends[before]), r.trace.us(ends[last])
+    steps = last - before
+    collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
+    ranks = []
+    for q, r in sorted(usable.items()):
+        times = analyse.rank_times(q, r.trace, windows[q], steps, offsets, collectives)
+        recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
+        lines = analyse.line_times(r.lines, r.samples, recorded_ms)
+        ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
+    profile = Profile(
+        run=run,
+        number=number,
+        first_step=before + 1 if common else None,
+        steps=steps,
+        ranks=ranks,
+        missing=missing,
+        collectives=analyse.collective_times(collectives, offsets, steps),
+        comparison=_comparison(usable, windows, steps, ranks, chosen),
+        trace=None,
+        notes=notes,
+    )
+    return profile, collectives, offsets
+
+
+def _common_steps(recorded: Mapping[int, Recorded]) -> tuple[int, int] | None:
+    """Return (step before the first, last step) of what all ranks recorded; None if they share no step."""
+    known = [dict(r.boundaries) for r in recorded.values()]
+    if not known or not all(known):
+        return None
+    first, last = max(min(k) for k in known), min(max(k) for k in known)
+    if first >= last or any(first not in k or last not in k for k in known):
+        return None
+    return first, last
+
+
+def _comparison(
+    recorded: Mapping[int, Recorded],
+    windows: Mapping[int, Window],
+    steps: int,
+    ranks: Sequence[RankTimes],
+    chosen: tuple[int, int, str] | None,
+) -> Comparison | None:
+    by_rank = {r.rank: r for r in ranks}
+    if chosen is None or chosen[0] not in by_rank or chosen[1] not in by_rank:
+        return None
+    culprit, peer, reason = chosen
+    a, b = by_rank[culprit], by_rank[peer]
+    least = max(LEAST_MS, LEAST_SHARE * max(a.step_ms, b.step_ms))
+    names = ("compute", "exposed", "idle")
+    rows = [
+        Difference(kind="time", name=name, culprit_ms=getattr(a, f"{name}_ms"), peer_ms=getattr(b, f"{name}_ms"))
+        for name in names
+    ]
+    by_operator, by_line = [], []
+    for q in (culprit, peer):
+        r = recorded[q]
+        by_operator.append({o.name: o.self_ms for o in analyse.operators(r.trace.ops, windows[q], steps)})
+        by_line.append(
+            {
+                place(x.file, x.line, x.function): x.ms
+                for x in analyse.line_times(r.lines, r.samples, by_rank[q].step_ms)
+            }
+        )
+    rows += analyse.differences(by_operator[0], by_operator[1], least, "operator")[:6]
+    rows += analyse.differences(by_line[0], by_line[1], least, "line")[:6]
+    return Comparison(culprit=culprit, peer=peer, reason=reason, rows=rows)

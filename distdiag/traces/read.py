@@ -1,0 +1,191 @@
+"""Read one rank's Kineto trace (`torch.profiler`'s JSON, plain or gzipped) into what the analysis needs."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distdiag.terms.untrusted import short_text
+
+MAX_FILE_BYTES = 1 << 30  # unpacked
+MAX_EVENTS = 5_000_000
+MAX_US = 1e15  # of a time stamp: 30 years
+MAX_NS = 1 << 62
+_COMM_CALLS = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms", "nccl:", "gloo:")
+_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "stream:")
+
+
+class BadTrace(ValueError):
+    """A file is no trace that can be read; the text says why."""
+
+
+class _Args(msgspec.Struct, gc=False):
+    seq: Any = msgspec.field(default=None, name="Seq")
+    group: Any = msgspec.field(default=None, name="Process Group Name")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    elements: Any = msgspec.field(default=None, name="In msg nelems")
+    dtype: Any = msgspec.field(default=None, name="dtype")
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str = ""
+    name: str = ""
+    cat: str | None = None
+    tid: int | str | None = None
+    ts: float | None = None
+    dur: float | None = None
+    args: _Args | None = None
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]
+    baseTimeNanoseconds: int = 0
+    distributedInfo: Any = None
+
+
+@dataclass(slots=True)
+class Op:
+    """One operator on a host thread; times in µs since `Trace.base_ns`."""
+
+    name: str
+    start: float
+    end: float
+    thread: int | str | None
+
+
+@dataclass(slots=True)
+class Comm:
+    """One collective or message as one rank saw it."""
+
+    op: str
+    start: float
+    end: float
+    group: str | None = None
+    seq: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """One rank's trace.
+
+    Attributes:
+        base_ns: Wall clock of time 0; 0 if the file does not tell.
+        device: (start, end) of kernels and copies that compute; empty if only the host was traced.
+        marks: ProfilerStep annotations: (number, start, end).
+    """
+
+    rank: int | None
+    base_ns: int
+    ops: list[Op] = field(default_factory=list)
+    comms: list[Comm] = field(default_factory=list)
+    device: list[tuple[float, float]] = field(default_factory=list)
+    marks: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def us(self, wall_ns: int) -> float:
+        """Return a wall-clock time as µs of this trace."""
+        return (wall_ns - self.base_ns) / 1e3
+
+
+def is_comm_call(name: str) -> bool:
+    """True for an operator that issues communication or waits for it."""
+    return name.startswith(_COMM_CALLS)
+
+
+def load(path: Path) -> bytes:
+    """Return a trace file's JSON, unpacked.
+
+    Raises:
+        BadTrace: it is too large, or damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as f:
+            data = f.read(MAX_FILE_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise BadTrace("is damaged: it cannot be unpacked") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise BadTrace(f"is larger than {MAX_FILE_BYTES >> 30} GiB")
+    return data
+
+
+def read(path: Path) -> Trace:
+    """Return the trace in a file.
+
+    Raises:
+        BadTrace: it is no Kineto trace, too large, or damaged.
+        OSError: it cannot be read.
+    """
+    return parse(load(path))
+
+
+def parse(data: bytes) -> Trace:
+    """Return a trace from its JSON.
+
+    Raises:
+        BadTrace: it is no Kineto trace.
+    """
+    try:
+        found = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise BadTrace(f"is no Kineto trace: {str(e)[:100]}") from None
+    if len(found.traceEvents) > MAX_EVENTS:
+        raise BadTrace(f"has more than {MAX_EVENTS:,} events")
+    base = found.baseTimeNanoseconds
+    info = found.distributedInfo if isinstance(found.distributedInfo, dict) else {}
+    rank = info.get("rank")
+    trace = Trace(rank if type(rank) is int else None, base if 0 <= base < MAX_NS else 0)
+    _sort(trace, found.traceEvents)
+    return trace
+
+
+def _sort(trace: Trace, events: Iterable[_Event]) -> None:
+    device_comms: list[Comm] = []
+    for e in events:
+        if e.ph != "X" or e.ts is None or not -MAX_US < e.ts < MAX_US:
+            continue
+        span = e.dur or 0.0
+        if not math.isfinite(span) or not 0 <= span < MAX_US:
+            continue
+        end = e.ts + span
+        if e.cat == "cpu_op":
+            trace.ops.append(Op(e.name, e.ts, end, e.tid))
+        elif e.cat in _DEVICE:
+            if "nccl" in e.name[:40].lower():
+                device_comms.append(_comm(e, end))
+            else:
+                trace.device.append((e.ts, end))
+        elif e.cat == "user_annotation":
+            if e.name.startswith(_BACKENDS):
+                trace.comms.append(_comm(e, end))
+            elif e.name.startswith("ProfilerStep#") and e.name[13:].isdigit() and len(e.name) < 30:
+                trace.marks.append((int(e.name[13:]), e.ts, end))
+    if (
+        trace.device or device_comms
+    ):  # then the annotations of the host show when a collective was issued, not when it ran
+        trace.comms = device_comms
+    trace.comms.sort(key=lambda c: c.start)
+    trace.marks.sort()
+
+
+_ITEM_BYTES = {
+    "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
+}  # fmt: skip
+
+
+def _comm(e: _Event, end: float) -> Comm:
+    assert e.ts is not None
+    a = e.args or _Args()
+    op = short_text(a.collective) or (e.name.split(":", 1)[1] if ":" in e.name else e.name)[:100]
+    seq = a.seq if type(a.seq) is int and 0 <= a.seq < MAX_NS else None
+    item = _ITEM_BYTES.get(a.dtype) if isinstance(a.dtype, str) else None
+    size = a.elements * item if item and type(a.elements) is int and 0 <= a.elements < MAX_NS else None
+    return Comm(op, e.ts, end, short_text(a.group) or None, seq, size)

@@ -1,0 +1,89 @@
+"""A profile as lines for a terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from distdiag.terms.units import MISSING, percent, size_text
+from distdiag.terms.untrusted import visible
+from distdiag.traces.model import CollectiveTimes, Comparison, Profile, RankTimes
+
+TOP = 5
+NAME = 60  # characters of an operator's name
+
+
+def _ms(value: float | None) -> str:
+    return MISSING if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows as lines; the first `left` columns are aligned to the left."""
+    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
+    return [
+        "  ".join(
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
+        for r in (head, *rows)
+    ]
+
+
+def lines(p: Profile) -> list[str]:
+    """Return the profile as lines of plain text; times are ms per step."""
+    out: list[str] = []
+    if p.ranks:
+        last = (p.first_step or 0) + p.steps - 1
+        out.append(f"steps {p.first_step} to {last}, ms per step" if p.first_step is not None else "ms per step")
+        out += ["", *table(_HEAD, [_times(r) for r in p.ranks])]
+    if p.comparison is not None:
+        out += ["", *_compared(p.comparison)]
+    if p.collectives:
+        out += ["", *table(_COLLECTIVE_HEAD, [_collective(c) for c in p.collectives[:TOP]], left=2)]
+    for r in p.ranks if p.comparison is None else ():
+        out += ["", f"rank {r.rank}, most self time"]
+        rows = [(visible(o.name)[:NAME], _ms(o.self_ms), f"{o.calls:g}") for o in r.operators[:TOP]]
+        out += table(("  operator", "ms", "calls"), [("  " + a, b, c) for a, b, c in rows])
+        rows = [(f"  {place(x.file, x.line, x.function)}", _ms(x.ms)) for x in r.lines[:TOP]]
+        out += table(("  line of the script (sampled)", "ms"), rows) if rows else []
+    out += [f"rank {m.rank}: no profile: {visible(m.reason)}" for m in p.missing]
+    out += [f"note: {visible(n)}" for n in p.notes]
+    return out
+
+
+def place(file: str, line: int, function: str) -> str:
+    """Return a line of code as `train.py:88 main`."""
+    return visible(f"{os.path.basename(file)}:{line} {function}")
+
+
+_HEAD = ("rank", "step", "compute", "comm", "overlap", "exposed", "waits for ranks", "idle", "memory peak")
+
+
+def _times(r: RankTimes) -> tuple[str, ...]:
+    times = (r.step_ms, r.compute_ms, r.comm_ms, r.overlap_ms, r.exposed_ms, r.wait_ms, r.idle_ms)
+    memory = r.device_peak_bytes if r.device_peak_bytes is not None else r.rss_peak_bytes
+    return (str(r.rank), *map(_ms, times), size_text(memory))
+
+
+_COLLECTIVE_HEAD = ("collective", "group", "per step", "bytes", "skew", "transfer", "last to come")
+
+
+def _collective(c: CollectiveTimes) -> tuple[str, ...]:
+    late = f"rank {c.late_rank} ({percent(c.late_share)})"
+    return (
+        visible(c.op)[:40],
+        visible(c.group or MISSING)[:30],
+        f"{c.per_step:g}",
+        size_text(c.bytes_per_step),
+        _ms(c.skew_ms),
+        _ms(c.transfer_ms),
+        late,
+    )
+
+
+def _compared(c: Comparison) -> list[str]:
+    rows = [
+        (f"{d.kind}: {visible(d.name)[:NAME]}", _ms(d.culprit_ms), _ms(d.peer_ms), f"{d.culprit_ms - d.peer_ms:+,.2f}")
+        for d in c.rows
+    ]
+    head = ("ms per step", f"rank {c.culprit}", f"rank {c.peer}", "difference")
+    return [f"rank {c.culprit} ({visible(c.reason)}) compared with rank {c.peer}", *table(head, rows)]

@@ -1,0 +1,200 @@
+"""Kineto traces of several ranks: times per rank, collectives joined across ranks, one merged trace; damaged input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdiag.traces import merge, text
+from distdiag.traces.analyse import Entry
+from distdiag.traces.intervals import both, length, union, without
+from distdiag.traces.profile import Recorded, profile_of
+from distdiag.traces.read import BadTrace, Trace, parse, read
+
+BASE_NS = 1_790_000_000_000_000_000
+
+
+def op(name: str, start: float, end: float, tid: int = 1, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": start, "dur": end - start, "args": args,
+    }  # fmt: skip
+
+
+def trace_file(*events: dict[str, Any], base_ns: int = BASE_NS) -> bytes:
+    return json.dumps({"baseTimeNanoseconds": base_ns, "traceEvents": events}).encode()
+
+
+def two_ranks(late_us: float = 300.0) -> dict[int, Recorded]:
+    """Two steps of 1,000 µs; rank 1 spends `late_us` more of each on a line of its own before the all_reduce."""
+    out = {}
+    for rank, base_ns in ((0, BASE_NS), (1, BASE_NS + 5_000_000)):  # its trace begins 5,000 µs later
+        shift = -(base_ns - BASE_NS) / 1e3
+        events, entries = [], []
+        for step in range(2):
+            t = step * 1000 + shift
+            sleeps = late_us if rank == 1 else 0.0
+            events += [
+                op("aten::conv", t, t + 200),
+                op("aten::mm", t + 50, t + 150),
+                op("c10d::allreduce_", t + 200 + sleeps, t + 210 + sleeps),
+                op("gloo:all_reduce", t + 205 + sleeps, t + 700, tid=2, cat="user_annotation"),
+                op("aten::add_", t + 600, t + 900),
+            ]
+            created = BASE_NS + int((step * 1000 + 204 + sleeps) * 1000)
+            entries.append(Entry("all_reduce", "0", 40 + step, created, 4096))
+        trace = parse(trace_file(*events, base_ns=base_ns))
+        ends = [(9 + i, BASE_NS + i * 1_000_000) for i in range(3)]
+        lines = [("/w/train.py", 12, "main", 60)] + ([("/w/slow.py", 3, "sleeps", 40)] if rank else [])
+        out[rank] = Recorded(trace, ends, entries, lines, samples=100, measured={"rss_peak_bytes": 1 << 20})
+    return out
+
+
+def test_intervals_cover_overlap_and_leave_out() -> None:
+    spans = union([(5, 9), (0, 2), (1, 3), (8, 20)], 1, 10)
+    assert spans == [(1, 3), (5, 10)]
+    assert both(spans, [(2, 6), (9, 30)]) == [(2, 3), (5, 6), (9, 10)]
+    assert without(spans, [(2, 6), (7, 8)]) == [(1, 2), (6, 7), (8, 10)]
+    assert length(spans) == 7
+
+
+def test_the_time_of_each_rank_and_its_wait_for_the_late_one() -> None:
+    profile, collectives, _ = profile_of("run", 1, two_ranks(), [], None)
+    assert (profile.first_step, profile.steps) == (10, 2)
+    early, late = profile.ranks
+    assert early.step_ms == pytest.approx(1.0)
+    assert early.compute_ms == pytest.approx(0.5)  # conv and add_; mm is inside conv
+    assert early.comm_ms == pytest.approx(0.495)
+    assert early.overlap_ms == pytest.approx(0.1)
+    assert early.exposed_ms == pytest.approx(0.395)
+    assert early.wait_ms == pytest.approx(0.3)
+    assert early.idle_ms == pytest.approx(1.0 - 0.5 - 0.395)
+    assert (late.wait_ms, late.idle_ms) == (0.0, pytest.approx(0.405))
+    assert {o.name: round(o.self_ms, 3) for o in early.operators}["aten::conv"] == 0.1
+    assert sorted(key[:2] for key in collectives) == [("0", 40), ("0", 41)]
+    (reduce,) = profile.collectives
+    assert (reduce.late_rank, reduce.late_share, reduce.bytes_per_step) == (1, 1.0, 4096)
+    assert (reduce.skew_ms, reduce.transfer_ms) == (pytest.approx(0.3), pytest.approx(0.195))
+
+
+def test_the_comparison_shows_what_the_culprit_does_more() -> None:
+    profile, *_ = profile_of("run", 1, two_ranks(), [], (1, 0, "most self time"))
+    assert profile.comparison is not None
+    more = {d.name: d.culprit_ms - d.peer_ms for d in profile.comparison.rows}
+    assert more["idle"] == pytest.approx(0.3)
+    assert more["slow.py:3 sleeps"] == pytest.approx(0.4)
+    assert more["exposed"] == pytest.approx(-0.3)
+    shown = "\n".join(text.lines(profile))
+    assert "rank 1 (most self time) compared with rank 0" in shown
+    assert "slow.py:3 sleeps" in shown
+
+
+def test_only_steps_that_all_ranks_recorded_are_analysed() -> None:
+    ranks = two_ranks()
+    ranks[1].boundaries = ranks[1].boundaries[1:]
+    profile, *_ = profile_of("run", 1, ranks, [], None)
+    assert (profile.first_step, profile.steps) == (11, 1)
+    ranks[1].boundaries = [(500, BASE_NS), (501, BASE_NS + 1000)]
+    profile, *_ = profile_of("run", 1, ranks, [], None)
+    assert not profile.ranks
+    assert [m.rank for m in profile.missing] == [0, 1]
+
+
+def test_without_a_flight_recorder_collectives_are_joined_by_their_order_if_the_counts_agree() -> None:
+    ranks = two_ranks()
+    for r in ranks.values():
+        r.entries = ()
+    profile, collectives, _ = profile_of("run", 1, ranks, [], None)
+    assert len(collectives) == 2
+    assert profile.ranks[0].wait_ms == pytest.approx(0.3)
+    ranks[1].trace.comms.pop()
+    profile, collectives, _ = profile_of("run", 1, ranks, [], None)
+    assert not collectives
+    assert profile.ranks[0].wait_ms is None  # not known
+
+
+def test_on_a_device_kernels_count_and_the_collectives_name_their_group() -> None:
+    named = {"Process Group Name": "0", "Collective name": "allreduce", "Seq": 3, "In msg nelems": 8, "dtype": "Float"}
+    trace = parse(
+        trace_file(
+            op("aten::mm", 0, 900),
+            op("gemm", 100, 400, tid=7, cat="kernel"),
+            op("ncclDevKernel_AllReduce_Sum_f32", 300, 600, tid=20, cat="kernel", **named),
+            op("nccl:all_reduce", 0, 50, cat="user_annotation"),
+        )
+    )
+    ends = [(0, BASE_NS), (1, BASE_NS + 1_000_000)]
+    profile, *_ = profile_of("run", 1, {0: Recorded(trace, ends)}, [], None)
+    (r,) = profile.ranks
+    assert (r.compute_ms, r.comm_ms, r.overlap_ms, r.exposed_ms) == pytest.approx((0.3, 0.3, 0.1, 0.2))
+    (comm,) = trace.comms
+    assert (comm.op, comm.group, comm.seq, comm.bytes) == ("allreduce", "0", 3, 32)
+
+
+def test_the_merged_trace_has_a_process_per_rank_and_arrows_from_the_late_one(tmp_path: Path) -> None:
+    ranks, files = two_ranks(), {}
+    for rank in ranks:
+        files[rank] = tmp_path / f"rank_{rank}.json"
+        files[rank].write_bytes(
+            trace_file(
+                op("aten::conv", 0.0, 10.0),
+                {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
+                {"ph": "s", "id": 1, "pid": 7, "tid": 1, "ts": 1, "name": "fwdbwd", "cat": "fwdbwd"},
+            )
+        )
+    _, collectives, offsets = profile_of("run", 1, ranks, [], None)
+    merge.write(tmp_path / "trace.json.gz", files, offsets, {0: "rank 0", 1: "rank 1 \x1b[31m"}, collectives)
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {e["pid"] for e in events} == {100, 101}
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1 \\x1b[31m"]
+    conv = {e["pid"]: e["ts"] for e in events if e["name"] == "aten::conv"}
+    assert conv[101] - conv[100] == 5000.0  # one clock
+    assert {e["id"] for e in events if e.get("cat") == "fwdbwd"} == {"0.1", "1.1"}
+    arrows = [e for e in events if e.get("cat") == "join"]
+    assert [(e["ph"], e["pid"]) for e in arrows] == [("s", 101), ("f", 100)] * 2
+    slices = [e for e in events if e.get("cat") == "collective"]
+    assert {e["name"] for e in slices} == {"all_reduce #40", "all_reduce #41"}
+    for start, end in zip(arrows[::2], arrows[1::2], strict=True):
+        assert start["id"] == end["id"]
+        assert start["ts"] <= end["ts"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"traceEvents": 3}',
+        b'{"traceEvents": [{"ph": 5}]}',
+        b'{"traceEvents": [{"ph": "X", "ts": "soon"}]}',
+        b'{"traceEvents": [{"args": []}]}',
+        b'{"traceEvents": ' + b"[" * 50_000,
+        trace_file(op("aten::mm", 0, 1))[:-9],
+        b"\xff" * 40,
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "rank_0.json"
+    path.write_bytes(data)
+    with pytest.raises(BadTrace):
+        read(path)
+
+
+def test_hostile_values_are_left_out() -> None:
+    found: Trace = parse(
+        trace_file(
+            op("aten::mm", 0, 1),
+            op("aten::mm", 1e300, 1e301),
+            op("aten::mm", 5, 4),
+            op("nccl:x", 1, 2, cat="user_annotation", Seq="many", **{"Process Group Name": {"a": 1}, "dtype": [1]}),
+            op("ProfilerStep#" + "9" * 4000, 0, 1, cat="user_annotation"),
+            base_ns=-5,
+        )
+    )
+    assert (len(found.ops), found.base_ns, found.marks) == (1, 0, [])
+    (comm,) = found.comms
+    assert (comm.seq, comm.group, comm.bytes) == (None, None, None)
