@@ -21,7 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from distdiag.store.reader import Monitor, open_run
+from distdiag.store.liveness import Monitor
+from distdiag.store.reader import open_run
 
 JOB = """
 import contextlib, json, sys, time

@@ -11,7 +11,8 @@ import msgspec
 
 from distdiag.cli._fault_jobs import Expected, Job, Running, interrupted, started
 from distdiag.diagnosis.model.findings import Finding, Severity, at_least
-from distdiag.store.reader import RunUnreadable, open_run
+from distdiag.store.opening import RunUnreadable
+from distdiag.store.reader import open_run
 
 POLL_S = 0.1
 SETTLE_S = 3.0  # after the right finding: what else does it say?

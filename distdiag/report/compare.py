@@ -26,7 +26,8 @@ from distdiag.report.steps import (
     throughput,
 )
 from distdiag.store import rundir
-from distdiag.store.reader import Run, number
+from distdiag.store.liveness import number
+from distdiag.store.reader import Run
 from distdiag.terms.statistics import bootstrap_medians, compare
 
 SCHEMA = "distdiag.compare/1"

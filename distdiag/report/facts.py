@@ -16,8 +16,9 @@ from distdiag.diagnosis.model.findings import Finding, Gradients, State
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import MEASURED, TIMES, Quantiles, SeriesPoint, Steps
 from distdiag.store import rundir
-from distdiag.store.reader import Event, ProbeResult, Run, number
-from distdiag.store.rows import LoaderRow
+from distdiag.store.liveness import number
+from distdiag.store.reader import Run
+from distdiag.store.rows import Event, LoaderRow, ProbeResult
 from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
 
 SCHEMA = "distdiag.report/1"

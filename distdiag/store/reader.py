@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import shlex
-import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +23,7 @@ from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
 from distdiag.store.gradients import read_gradients
+from distdiag.store.liveness import Monitor, heartbeat_age_s, monitor_of, number
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
@@ -43,14 +41,10 @@ from distdiag.store.rows import (
 )
 from distdiag.terms import secrets
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.untrusted import MAX_INT, is_rank
+from distdiag.terms.untrusted import is_rank
 
 if TYPE_CHECKING:
     import pandas as pd
-
-# Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second,
-# or every eight where its looks would take their time from the ranks and nobody reads.
-SILENT_S, GONE_S = 13.0, 10.0
 
 _finding = msgspec.json.Decoder(Finding)
 _STATES, _SEVERITIES, _CERTAINTIES = (frozenset(map(str, e)) for e in (State, Severity, Certainty))
@@ -74,14 +68,6 @@ def _checked(f: Finding) -> Finding:
     return f
 
 
-class Monitor(StrEnum):
-    """What is known of the process that writes the run."""
-
-    LIVE = "live"
-    ENDED = "ended"  # it closed the run
-    GONE = "gone"  # no heartbeat although the run was not closed
-
-
 class Run(Database):
     """An open run; every method reads the newest contents. Not for use by two threads at once."""
 
@@ -97,19 +83,12 @@ class Run(Database):
         return found
 
     def monitor(self, meta: dict[str, str | None] | None = None) -> Monitor:
-        """Whether the run is still being written: by the end it noted, else its heartbeat, else its process."""
-        meta = self.meta if meta is None else meta
-        if meta.get("monitor_ended") == "1" or meta.get("ended_s") is not None:
-            return Monitor.ENDED
-        age = self.heartbeat_age_s(meta)
-        # a missing process alone proves nothing: a container has process numbers of its own
-        limit = GONE_S if _process_gone(meta) else SILENT_S
-        return Monitor.GONE if age is None or age > limit else Monitor.LIVE
+        """Return whether the run is still being written."""
+        return monitor_of(self.meta if meta is None else meta)
 
     def heartbeat_age_s(self, meta: dict[str, str | None] | None = None) -> float | None:
-        """Seconds since the monitor last wrote; None where it never did."""
-        beat = number((self.meta if meta is None else meta).get("heartbeat_unix_s"))
-        return None if beat is None else max(0.0, time.time() - beat)
+        """Return the seconds since the monitor last wrote; None if it never did."""
+        return heartbeat_age_s(self.meta if meta is None else meta)
 
     def findings(self) -> tuple[Finding, ...]:
         """All findings, worst and newest first, cleared ones last."""
@@ -357,30 +336,6 @@ class Run(Database):
         """Table `step` as a pandas frame: one row per rank and step, ms."""
         return self.table("step")
 
-    def step_minutes_frame(self) -> pd.DataFrame:
-        """Per-minute means of steps older than the size bound allows."""
-        return self.table("step_minute")
-
-    def collectives_frame(self) -> pd.DataFrame:
-        """Table `collective` as a pandas frame."""
-        return self.table("collective")
-
-    def scalars_frame(self) -> pd.DataFrame:
-        """What the job logged."""
-        return self.table("scalar")
-
-    def gpus_frame(self) -> pd.DataFrame:
-        """Table `gpu` as a pandas frame."""
-        return self.table("gpu")
-
-    def hosts_frame(self) -> pd.DataFrame:
-        """Table `host` as a pandas frame."""
-        return self.table("host")
-
-    def processes_frame(self) -> pd.DataFrame:
-        """Table `process` as a pandas frame."""
-        return self.table("process")
-
 
 def _seek(columns: str, ranks: int) -> str:
     """Steps ?1 to ?2 of so many ranks (?3 …), each found by its key.
@@ -434,25 +389,3 @@ def open_run(path: Path | str) -> Run:
             else f"`pip install {shlex.quote(f'distdiag=={wrote}')}` reads it",
         )
     return Run(path, database, con, note)
-
-
-def number(text: str | None) -> float | None:
-    """Return a meta value as a number; None if it is missing, no number, or not finite."""
-    try:
-        value = None if text is None else float(text)
-    except ValueError:
-        return None
-    return value if value is not None and abs(value) < MAX_INT else None
-
-
-def _process_gone(meta: dict[str, str | None]) -> bool:
-    pid = number(meta.get("monitor_pid"))
-    if pid is None or meta.get("monitor_host") != socket.gethostname():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False

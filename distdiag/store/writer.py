@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,8 +18,9 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.model.findings import Check, Finding
-from distdiag.store import SCHEMA_VERSION, filesystem, rundir
+from distdiag.store import SCHEMA_VERSION
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
+from distdiag.store.home import Home
 from distdiag.store.keep import Keeper
 from distdiag.store.rows import (
     CollectiveRow,
@@ -42,7 +41,6 @@ KEEP_BYTES = 2 * 2**30
 RETRY_S = 1.0  # after a failed write
 HEARTBEAT_S = 1.0
 MAX_PENDING_ROWS = 200_000  # while the disk refuses: about 60 MB of step rows
-RESERVE_BYTES = 2**20  # kept free for the end of the run and its findings, should the disk fill up
 
 _INT64 = 2**63
 
@@ -114,7 +112,6 @@ class Writer:
             fs_type: File system type of `run_dir`, for tests; default: as the kernel says.
         """
         self.run_dir = Path(run_dir)
-        self.path = self.run_dir / rundir.DATABASE
         self.keep_bytes = keep_bytes
         self.max_pending_rows = max_pending_rows
         self.failed_writes = 0
@@ -126,11 +123,14 @@ class Writer:
         self._retry_at = self._beat_at = 0.0
         self._newest_t_s = 0.0
         self._checks: tuple[Check, ...] = ()
-        self._local: Path | None = None  # directory that holds the database instead of run_dir
         self._closed = False
         with contextlib.suppress(OSError):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._place(fs_type, Path(local_dir) if local_dir is not None else None)
+        self._home = Home(self.run_dir, fs_type, Path(local_dir) if local_dir is not None else None)
+        if self._home.notice is not None:
+            self.event(0.0, "store", *self._home.notice)
+        if self._home.error is not None:
+            self._failed(self._home.error)
         self.meta(
             schema_version=SCHEMA_VERSION,
             monitor_pid=os.getpid(),
@@ -138,44 +138,14 @@ class Writer:
             monitor_ended=False,
         )
         self.commit()
-        self._reserve = self.path.with_name(f".{self.path.name}.reserve")
-        self._hold_reserve()
+        self._home.hold_reserve()
+
+    @property
+    def path(self) -> Path:
+        """Where the database is now."""
+        return self._home.path
 
     # -- opening ----------------------------------------------------------------------------------------------
-
-    def _place(self, fs_type: str | None, local_dir: Path | None) -> None:
-        fs_type = fs_type or filesystem.filesystem_type(self.run_dir)
-        if not filesystem.is_network(fs_type):
-            return
-        base = local_dir or Path(tempfile.gettempdir())
-        if local_dir is None and filesystem.is_network(filesystem.filesystem_type(base)):
-            self.event(0.0, "store", "warning", f"run.db is on {fs_type}, where SQLite's WAL is unsafe; no local disk")
-            return
-        try:
-            # where a writer that was killed has left it, else a new directory
-            self._local = self._left_by_another() or Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
-            self.path = self._local / rundir.DATABASE
-            where = {"host": socket.gethostname(), "path": str(self.path)}
-            (self.run_dir / rundir.POINTER).write_bytes(_encode.encode(where))
-        except OSError as e:
-            self._failed(e)
-            return
-        self.event(
-            0.0, "store", "info",
-            f"{self.run_dir} is on {fs_type}, where SQLite's WAL is unsafe: run.db is kept in {self._local} on "
-            f"{where['host']} and copied back when the run ends",
-        )  # fmt: skip
-
-    def _left_by_another(self) -> Path | None:
-        """Directory on this host of the database that an earlier writer of this run did not bring home."""
-        try:
-            where = msgspec.json.decode((self.run_dir / rundir.POINTER).read_bytes(), type=dict[str, str])
-        except (OSError, msgspec.DecodeError):
-            return None
-        path = Path(where.get("path", ""))
-        here = where.get("host") == socket.gethostname() and path.name == rundir.DATABASE
-        mine = here and path.is_file() and path.parent.lstat().st_uid == os.getuid()
-        return path.parent if mine and path.parent.name.startswith("distdiag-") else None
 
     def _open(self) -> sqlite3.Connection:
         if self._con is None:
@@ -311,10 +281,10 @@ class Writer:
             return False
         self._pending.clear()
         if self.last_error is not None:
-            said, self.last_error = self.last_error, None
+            last, self.last_error = self.last_error, None
             self.event(
                 self._newest_t_s, "store", "warning",
-                f"writing works again after {self.failed_writes} failures ({said}); rows given up: {self.dropped_rows}",
+                f"writing works again after {self.failed_writes} failures ({last}); rows given up: {self.dropped_rows}",
             )  # fmt: skip
         try:
             for text in self._keeper.tick(con, self._newest_t_s):
@@ -394,7 +364,7 @@ class Writer:
         self._retry_at = 0.0
         self.meta(monitor_ended=True)
         ok = self.commit() and self.commit()  # the first may leave an event to write
-        self._release_reserve()
+        self._home.release_reserve()
         if not ok:
             self._pending = [(sql, rows) for sql, rows in self._pending if sql not in _BULK]
             self._retry_at = 0.0
@@ -407,37 +377,12 @@ class Writer:
                 con.execute("PRAGMA journal_mode = DELETE")  # refused while readers are connected: then it stays WAL
             with contextlib.suppress(sqlite3.Error):
                 con.close()
-        if self._local is not None:
-            ok = self._bring_home() and ok
-        return ok
-
-    def _hold_reserve(self) -> None:
-        """Take disk space that `close` gives back: how the run ended can then be written on a full disk, too."""
         try:
-            with open(self._reserve, "wb") as f:
-                f.write(bytes(RESERVE_BYTES))
-        except OSError:
-            self._release_reserve()
-
-    def _release_reserve(self) -> None:
-        with contextlib.suppress(OSError):
-            self._reserve.unlink(missing_ok=True)
-
-    def _bring_home(self) -> bool:
-        assert self._local is not None
-        part = self.run_dir / f".{rundir.DATABASE}.{os.getpid()}"
-        try:
-            shutil.copyfile(self.path, part)
-            os.replace(part, self.run_dir / rundir.DATABASE)
-            (self.run_dir / rundir.POINTER).unlink(missing_ok=True)
-        except OSError as e:  # the pointer stays: readers on this host still find the database
+            self._home.bring_home()
+        except OSError as e:
             self._failed(e)
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             return False
-        shutil.rmtree(self._local, ignore_errors=True)
-        self.path = self.run_dir / rundir.DATABASE
-        return True
+        return ok
 
     def __enter__(self) -> Writer:
         return self

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input
 
-from distdiag.store.reader import Monitor
+from distdiag.store.liveness import Monitor
 from distdiag.tui import filters
 from distdiag.tui.canvas import Canvas
 from distdiag.tui.commands import RankCommands, system_commands

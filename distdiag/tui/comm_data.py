@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.model.findings import Gradients
+from distdiag.store.frames import Frame
 from distdiag.store.gradients import read_gradients
-from distdiag.store.reader import Frame, Run
+from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow
 from distdiag.terms.bandwidth import FACTORS
 from distdiag.tui.text import median_low, quantile

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from textual.app import App
 
-from distdiag.store.reader import Monitor
+from distdiag.store.liveness import Monitor
 from distdiag.tui import once
 from distdiag.tui.text import quote
 

@@ -6,7 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame
+from distdiag.store.reader import Run
 from distdiag.tui.charts import Chart, Curve, draw, side_by_side
 from distdiag.tui.lines import BLANK, Line
 from distdiag.tui.text import MISSING, decimal, milliseconds, percent, quantile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from distdiag.store.reader import Monitor
+from distdiag.store.liveness import Monitor
 from distdiag.tui.lines import Line, Part, line
 from distdiag.tui.snapshot import Snapshot
 from distdiag.tui.text import cells

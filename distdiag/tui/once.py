@@ -13,7 +13,8 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
-from distdiag.store.reader import RunUnreadable, open_run
+from distdiag.store.opening import RunUnreadable
+from distdiag.store.reader import open_run
 from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, plain
 from distdiag.tui.palette import code_256
 from distdiag.tui.palette import colours as area_colours

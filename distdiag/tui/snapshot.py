@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.store.reader import Frame, Monitor, Run, RunUnreadable, number
+from distdiag.store.frames import Frame
+from distdiag.store.liveness import Monitor, number
+from distdiag.store.opening import RunUnreadable
+from distdiag.store.reader import Run
 from distdiag.tui.summary import Summary, summarise
 
 HISTORY = 160  # steps of the history line

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distdiag.store import rundir
-from distdiag.store.reader import ReadStatus, Run, RunUnreadable, open_run
+from distdiag.store.opening import ReadStatus, RunUnreadable
+from distdiag.store.reader import Run, open_run
 from distdiag.tui.screens import readers
 from distdiag.tui.snapshot import Request, Snapshot, Taker
 

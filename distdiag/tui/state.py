@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distdiag.diagnosis.model.findings import State, at_least, rank_list
-from distdiag.store.reader import Monitor, ReadStatus
+from distdiag.store.liveness import Monitor
+from distdiag.store.opening import ReadStatus
 from distdiag.store.rundir import CREATE
 from distdiag.tui.snapshot import Snapshot
 from distdiag.tui.text import clean, integer, quote, seconds

@@ -22,7 +22,8 @@ from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 from distdiag.store import rundir, stacks
 from distdiag.store.frames import RankRow, unpack_table
-from distdiag.store.reader import ReadStatus, RunUnreadable, open_run
+from distdiag.store.opening import ReadStatus, RunUnreadable
+from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"

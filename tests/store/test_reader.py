@@ -17,7 +17,9 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.report.steps import read_steps
 from distdiag.store import rundir, stacks
 from distdiag.store.frames import RankRow
-from distdiag.store.reader import Monitor, ReadStatus, RunUnreadable, open_run
+from distdiag.store.liveness import Monitor
+from distdiag.store.opening import ReadStatus, RunUnreadable
+from distdiag.store.reader import open_run
 from distdiag.store.rows import StepRow, StepTimesRow
 from distdiag.store.writer import Writer
 

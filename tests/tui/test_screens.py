@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distdiag.store.frames import RankRow
-from distdiag.store.reader import ReadStatus, RunUnreadable, open_run
+from distdiag.store.opening import ReadStatus, RunUnreadable
+from distdiag.store.reader import open_run
 from distdiag.store.rundir import DATABASE
 from distdiag.store.writer import Writer
 from distdiag.tui import filters

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame
+from distdiag.store.reader import Run
 from distdiag.tui.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
 from distdiag.tui.header import step_line, title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
-from distdiag.store.reader import Event, Frame, Run, number
+from distdiag.store.frames import Frame
+from distdiag.store.liveness import number
+from distdiag.store.reader import Run
+from distdiag.store.rows import Event
 from distdiag.terms.units import size_text
 from distdiag.tui import excerpt, severity
 from distdiag.tui.header import title_line

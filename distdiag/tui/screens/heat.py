@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame
+from distdiag.store.reader import Run
 from distdiag.store.rows import StepRow
 from distdiag.tui import bars
 from distdiag.tui.header import title_line

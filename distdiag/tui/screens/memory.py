@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdiag.store.frames import RankRow
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame, RankRow
+from distdiag.store.reader import Run
 from distdiag.store.rows import GpuRow, HostRow, ProcessRow
 from distdiag.tui import severity
 from distdiag.tui.header import title_line

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-from distdiag.store.reader import Frame, ProbeResult, Run
+from distdiag.store.frames import Frame
+from distdiag.store.reader import Run
+from distdiag.store.rows import ProbeResult
 from distdiag.tui.comm_data import CommData, read_comm
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdiag.store import stacks as store
-from distdiag.store.frames import RankRow
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame, RankRow
+from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
 from distdiag.tui import severity
 from distdiag.tui.header import title_line

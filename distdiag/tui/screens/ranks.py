@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame
+from distdiag.store.reader import Run
 from distdiag.tui import bars, history, severity
 from distdiag.tui.header import head
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, width_of

@@ -8,7 +8,9 @@ from typing import Any
 
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store import stacks as store
-from distdiag.store.reader import Frame, Monitor, Run
+from distdiag.store.frames import Frame
+from distdiag.store.liveness import Monitor
+from distdiag.store.reader import Run
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.panels import summary_line

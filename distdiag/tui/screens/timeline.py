@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Life
-from distdiag.store.frames import RankRow
-from distdiag.store.reader import Frame, Run
+from distdiag.store.frames import Frame, RankRow
+from distdiag.store.reader import Run
 from distdiag.tui import bars
 from distdiag.tui.header import title_line
 from distdiag.tui.lines import BLANK, Line, Part, Screenful, fitted, line

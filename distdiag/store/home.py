@@ -1,0 +1,97 @@
+"""Where a run's database lives while it is written: in the run directory, or on a local disk if that is a network mount."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from distdiag.store import filesystem, rundir
+
+RESERVE_BYTES = 2**20  # kept free for the end of the run and its findings, should the disk fill up
+
+
+class Home:
+    """The place of one run's database.
+
+    Attributes:
+        path: Of the database.
+        notice: (level, text) of what the run's events should say about the place; None if nothing.
+        error: Why the local place could not be taken; None if it was, or if none is needed.
+    """
+
+    def __init__(self, run_dir: Path, fs_type: str | None, local_dir: Path | None) -> None:
+        self.run_dir = run_dir
+        self.path = run_dir / rundir.DATABASE
+        self.notice: tuple[str, str] | None = None
+        self.error: OSError | None = None
+        self._local: Path | None = None  # directory that holds the database instead of run_dir
+        self._choose(fs_type or filesystem.filesystem_type(run_dir), local_dir)
+        self._reserve = self.path.with_name(f".{self.path.name}.reserve")
+
+    def _choose(self, fs_type: str | None, local_dir: Path | None) -> None:
+        if not filesystem.is_network(fs_type):
+            return
+        base = local_dir or Path(tempfile.gettempdir())
+        if local_dir is None and filesystem.is_network(filesystem.filesystem_type(base)):
+            self.notice = "warning", f"run.db is on {fs_type}, where SQLite's WAL is unsafe; no local disk"
+            return
+        try:
+            # where a writer that was killed has left it, else a new directory
+            self._local = self._left_by_another() or Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
+            self.path = self._local / rundir.DATABASE
+            where = {"host": socket.gethostname(), "path": str(self.path)}
+            (self.run_dir / rundir.POINTER).write_bytes(msgspec.json.encode(where))
+        except OSError as e:
+            self.error = e
+            return
+        text = f"{self.run_dir} is on {fs_type}, where SQLite's WAL is unsafe: run.db is kept in {self._local} on "
+        self.notice = "info", text + f"{where['host']} and copied back when the run ends"
+
+    def _left_by_another(self) -> Path | None:
+        """Directory on this host of the database that an earlier writer of this run did not bring home."""
+        try:
+            where = msgspec.json.decode((self.run_dir / rundir.POINTER).read_bytes(), type=dict[str, str])
+        except (OSError, msgspec.DecodeError):
+            return None
+        path = Path(where.get("path", ""))
+        here = where.get("host") == socket.gethostname() and path.name == rundir.DATABASE
+        mine = here and path.is_file() and path.parent.lstat().st_uid == os.getuid()
+        return path.parent if mine and path.parent.name.startswith("distdiag-") else None
+
+    def hold_reserve(self) -> None:
+        """Take disk space that `release_reserve` gives back: a run that ends on a full disk can then be closed."""
+        try:
+            with open(self._reserve, "wb") as f:
+                f.write(bytes(RESERVE_BYTES))
+        except OSError:
+            self.release_reserve()
+
+    def release_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
+
+    def bring_home(self) -> None:
+        """Copy the closed database into the run directory, if it is elsewhere.
+
+        Raises:
+            OSError: it could not be copied; readers on this host still find it by the pointer.
+        """
+        if self._local is None:
+            return
+        part = self.run_dir / f".{rundir.DATABASE}.{os.getpid()}"
+        try:
+            shutil.copyfile(self.path, part)
+            os.replace(part, self.run_dir / rundir.DATABASE)
+            (self.run_dir / rundir.POINTER).unlink(missing_ok=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        shutil.rmtree(self._local, ignore_errors=True)
+        self.path = self.run_dir / rundir.DATABASE

@@ -1,0 +1,61 @@
+"""Whether the monitor of a run still writes, by what it wrote into table `meta`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+
+from distdiag.terms.untrusted import MAX_INT
+
+# Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second,
+# or every eight where its looks would take their time from the ranks and nobody reads.
+SILENT_S, GONE_S = 13.0, 10.0
+
+
+class Monitor(StrEnum):
+    """What is known of the process that writes the run."""
+
+    LIVE = "live"
+    ENDED = "ended"  # it closed the run
+    GONE = "gone"  # no heartbeat although the run was not closed
+
+
+def monitor_of(meta: Mapping[str, str | None]) -> Monitor:
+    """Return whether the run is still being written: by the end the monitor noted, else its heartbeat, else its process."""
+    if meta.get("monitor_ended") == "1" or meta.get("ended_s") is not None:
+        return Monitor.ENDED
+    age = heartbeat_age_s(meta)
+    # a missing process alone proves nothing: a container has process numbers of its own
+    limit = GONE_S if _process_gone(meta) else SILENT_S
+    return Monitor.GONE if age is None or age > limit else Monitor.LIVE
+
+
+def heartbeat_age_s(meta: Mapping[str, str | None]) -> float | None:
+    """Return the seconds since the monitor last wrote; None if it never did."""
+    beat = number(meta.get("heartbeat_unix_s"))
+    return None if beat is None else max(0.0, time.time() - beat)
+
+
+def number(text: str | None) -> float | None:
+    """Return a meta value as a number; None if it is missing, no number, or not finite."""
+    try:
+        value = None if text is None else float(text)
+    except ValueError:
+        return None
+    return value if value is not None and abs(value) < MAX_INT else None
+
+
+def _process_gone(meta: Mapping[str, str | None]) -> bool:
+    pid = number(meta.get("monitor_pid"))
+    if pid is None or meta.get("monitor_host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
