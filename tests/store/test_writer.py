@@ -236,7 +236,7 @@ def test_the_size_bound_thins_old_rows_and_keeps_the_new_and_the_said(tmp_path: 
     with open_run(tmp_path) as run:
         first, last = run.step_range() or (0, 0)
         assert last == steps and 1 < first <= steps - 64
-        minutes = run.step_minutes_frame()
+        minutes = run.table("step_minute")
         assert minutes.steps.sum() == (first - 1) * ranks  # nothing lost, only averaged
         assert minutes.samples.sum() == (first - 1) * ranks * 4
         assert minutes[minutes["rank"] == 3].self_ms.sub(3.0).abs().max() < 1e-9
