@@ -29,7 +29,7 @@ from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Measure, Result
 
-NOT_WORTH_IT = 1.05  # steps shorter by less than this are not worth another setting
+NOT_WORTH_IT = 1.05  # a step must get shorter by this factor to recommend another setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ def measure(job: Job, dataset: Any, setting: Setting, seconds: float, options: O
 
 
 def use(batch: Any, setting: Setting, job: Job) -> tuple[int, int]:
-    """(samples, bytes) of a batch, moved to the device as the setting says."""
+    """Return (samples, bytes) of a batch, after moving it to the device with this setting."""
     tensors = list(_tensors(batch))
     if setting.transfer != "none":
         for t in tensors:
@@ -334,7 +334,7 @@ def consumer_waits(
 ) -> Iterator[float]:
     """Seconds that a consumer waits for each batch when it is busy for `step_s` between two.
 
-    It sleeps: a training step on a GPU leaves the CPUs to the workers, and one on the CPU is slower than it says anyway.
+    It sleeps, as a training step on a GPU leaves the CPUs to the workers.
     """
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

@@ -93,7 +93,7 @@ class Gpu(Probe):
                     else:
                         result.notes.append(text)
                 if index < usable and torch.cuda.is_available():
-                    # NVML and CUDA number alike only in PCI order without CUDA_VISIBLE_DEVICES; names are compared.
+                    # NVML and CUDA use the same numbers only in PCI order without CUDA_VISIBLE_DEVICES; compare names
                     self._rates(row, index, usable, share, lambda i=index: gpus.facts(n, i, set()).pcie_generation)
                     self._judge_rates(result, row, g, contended=bool(g.other_processes))
                 else:
@@ -138,23 +138,23 @@ class Gpu(Probe):
     def _judge_rates(self, result: Result, row: GpuRow, g: gpus.GpuFacts, contended: bool) -> None:
         """Below what healthy cards reach is a failure, and inconclusive where others use the GPU."""
         verdict = Verdict.INCONCLUSIVE if contended else Verdict.FAIL
-        beside = " while other processes use it" if contended else ""
+        contention = " while other processes use it" if contended else ""
         for dtype, share in row.tflops_of_peak.items():
             if share is not None and share < LOW_MATMUL and dtype in ("bfloat16", "float16"):
                 result.judge(
                     verdict,
-                    f"GPU {g.index}: {dtype} matrix products reach {row.tflops[dtype]:.0f} TFLOP/s, {share:.0%} of the published peak{beside}",
+                    f"GPU {g.index}: {dtype} matrix products reach {row.tflops[dtype]:.0f} TFLOP/s, {share:.0%} of the published peak{contention}",
                 )
         if row.memory_of_peak is not None and row.memory_of_peak < LOW_MEMORY:
             result.judge(
                 verdict,
-                f"GPU {g.index}: memory reaches {row.memory_gbps:.0f} GB/s, {row.memory_of_peak:.0%} of the published peak{beside}",
+                f"GPU {g.index}: memory reaches {row.memory_gbps:.0f} GB/s, {row.memory_of_peak:.0%} of the published peak{contention}",
             )
         lane = gpus.PCIE_LANE_GBPS.get(row.pcie_generation_loaded or 0)
         if lane and g.pcie_width and row.host_to_device_gbps.get("pinned", 1e9) < LOW_PCIE * lane * g.pcie_width:
             result.judge(
                 verdict,
-                f"GPU {g.index}: pinned copies to it reach {row.host_to_device_gbps['pinned']:.1f} of PCIe's {lane * g.pcie_width:.0f} GB/s{beside}",
+                f"GPU {g.index}: pinned copies to it reach {row.host_to_device_gbps['pinned']:.1f} of PCIe's {lane * g.pcie_width:.0f} GB/s{contention}",
             )
         if row.pcie_generation_loaded and g.pcie_generation_max and row.pcie_generation_loaded < g.pcie_generation_max:
             result.notes.append(

@@ -122,7 +122,7 @@ class Pairs(Probe):
         result.host_noise = host_noise
         for a in range(job.world_size):
             for b in range(a + 1, job.world_size):
-                # Both ends measured; the lower rank's clock says how long, both ends whether what came was right.
+                # the time is the lower rank's; both ends check the values
                 round_trip, rate, correct, repeats = everyone[a][b]
                 result.rows.append(PairRow((a, b), round_trip, rate, False, correct and everyone[b][a][2], repeats))
                 result.measures.append(Measure(f"{a}-{b}", "us", repeats))
@@ -199,7 +199,7 @@ def _measure_pair(
 ) -> tuple[float, float, bool, list[float]]:
     """(median round trip us, GB/s of one direction, correct, some round trips) of this rank with `peer`.
 
-    The number of repeats is made out between the two: the lower rank says after each batch whether another follows.
+    The lower rank decides after each batch whether another follows.
     """
     pattern = Pattern(job.dtype, job.world_size)
     pattern.write(large[0], job.rank)

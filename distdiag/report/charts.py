@@ -2,7 +2,7 @@
 
 The salt makes the same run give the same file, and keeps the ids of two charts on one page apart.
 
-Colours are Okabe and Ito's, told apart by every kind of colour vision; no pair of red and green carries meaning.
+Colours are Okabe and Ito's, which every kind of colour vision can distinguish; no meaning depends on red against green.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLOURS = {
     "wait": "#BCC1C8",
 }
 LABELS = {"h2d": "host to device", "wait": "waiting for other ranks"}
-# stand-ins for what follows the theme of the page
+# placeholders, replaced by colours of the page's theme
 _INK, _LINE = "#010203", "#040506"
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: small, searchable
@@ -49,7 +49,7 @@ _STYLE: Any = {
 
 
 def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -> str:
-    """Step time of the job over steps; the loss beneath, where it was logged; first step of each finding marked."""
+    """Draw the job's step time, below it the loss if it was logged; the first step of each finding is marked."""
     has_loss = any(p.loss is not None for p in points)
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "step time"}):
         figure = Figure(figsize=(9, 3.9 if has_loss else 2.6), layout="constrained")
@@ -60,7 +60,7 @@ def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -
         )
         rows[0].plot(x, [p.step_ms for p in points], color="#0072B2", linewidth=1.2)
         rows[0].set_ylabel("step time, ms")
-        # one slow first step (compilation, warm-up) must not flatten the rest
+        # one slow first step (compilation, warm-up) must not compress the scale
         high = np.array([p.high_ms for p in points])
         top = float(np.percentile(high, 99))
         rows[0].set_ylim(0, max(top, float(np.median(high))) * 1.25 or 1)
@@ -76,7 +76,7 @@ def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -
 
 
 def phases(ranks: Sequence[RankSummary]) -> str:
-    """A bar per rank: its step by phases, the waiting for other ranks taken out of backward and drawn last."""
+    """Draw a bar per rank: its step by phases. Waiting for other ranks is taken out of backward and drawn last."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "phases"}):
         figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
         axes = figure.subplots()

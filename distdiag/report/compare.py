@@ -1,4 +1,4 @@
-"""Two runs and more against a baseline: is the step time different, by how much, and where does it come from.
+"""Compare runs with a baseline: is the step time different, by how much, and in which phase.
 
 The difference of medians has an interval by block bootstrap (steps are autocorrelated), drawn for each run on its own.
 "Different" needs both: an interval that leaves out zero, and an effect that matters.
@@ -31,9 +31,9 @@ from distdiag.store.reader import Run
 from distdiag.terms.statistics import bootstrap_medians, compare
 
 SCHEMA = "distdiag.compare/1"
-WARM_UP_STEPS = 10  # left out where at least four times as many were recorded: compilation, caches, allocators
+WARM_UP_STEPS = 10  # left out if at least four times as many were recorded: compilation, caches, allocators
 REPLICATES = 1_000
-MATTERS_PCT = 1.0  # a smaller difference is not called one, however sure
+MATTERS_PCT = 1.0  # a smaller difference is not reported, however certain
 MATTERS_DELTA = 0.147  # Cliff's delta below which an effect is called negligible (Romano et al. 2006)
 
 
@@ -45,7 +45,7 @@ class Outcome(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Step time of a run against the baseline's."""
+    """Step time of a run compared with the baseline's."""
 
     outcome: Outcome
     change_pct: float | None = None  # of the median; above 0 is slower
@@ -74,7 +74,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What `distdiag compare --json` prints; the first run is the baseline."""
+    """Output of `distdiag compare --json`; the first run is the baseline."""
 
     schema: str = SCHEMA
     runs: tuple[Column, ...]
@@ -85,7 +85,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
     """Compare each run with the first.
 
     Args:
-        skip: Steps left out at the beginning of each run; default: `WARM_UP_STEPS` where there are enough.
+        skip: Steps left out at the beginning of each run; default: `WARM_UP_STEPS` if there are enough.
     """
     columns: list[Column] = []
     baseline: Floats | None = None

@@ -1,4 +1,4 @@
-"""What a report says of one run: read from run.db once, as plain values; the renderers add form only.
+"""The facts of one run, read from run.db once as plain values; the renderers only format them.
 
 Medians, because one slow step is not a slow job; quantiles are left out where the sample does not carry them.
 """

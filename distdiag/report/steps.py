@@ -1,4 +1,4 @@
-"""Step rows as numpy columns, and what is computed over them: per job, per rank, over time."""
+"""Step rows as numpy columns, and their statistics: per job, per rank, over time."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class Steps:
 
 
 def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
-    """Step rows of a run; every k-th step only where there are more than `max_rows` rows."""
+    """Return the step rows of a run; every k-th step if there are more than `max_rows` rows."""
     rows = run.query("SELECT count(*) FROM step")[0][0]
     every = max(1, -(-rows // max_rows))
-    # the steps that DDP timed are few and spread evenly: where only some steps are read, those are among them
+    # DDP times few, evenly spread steps: if only some steps are read, read those
     names = ", ".join(run.named("step", COLUMNS))
     found = run.query(f"SELECT {names} FROM step WHERE step % ? = 0 ORDER BY step, rank", (every,))
     table = np.array(found, dtype=np.float64) if found else np.empty((0, len(COLUMNS)))
@@ -98,7 +98,7 @@ def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class JobSteps:
-    """The whole job, one value per step: the time of its slowest rank, the samples of all, the mean loss."""
+    """The whole job, one value per step: the slowest rank's time, all ranks' samples, the mean loss."""
 
     step: Ints
     step_ms: Floats
@@ -140,7 +140,7 @@ def _mean_at(values: Floats, starts: Any) -> Floats:
 
 
 def quantiles(values_ms: Floats) -> Quantiles | None:
-    """Median with its interval, and what else the sample carries; None without any."""
+    """Return median, interval, percentiles and maximum of a sample; None if it is empty."""
     values_ms = values_ms[~np.isnan(values_ms)]
     n = len(values_ms)
     if n == 0:
@@ -165,7 +165,7 @@ def throughput(job: JobSteps) -> float | None:
 
 
 def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
-    """The job's step time over its steps, neighbours folded so that at most `points` remain."""
+    """Return the job's step time over its steps; neighbours are merged into at most `points` points."""
     width = max(1, -(-len(job) // points))
     out = []
     for a in range(0, len(job), width):
@@ -188,7 +188,7 @@ def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
 
 
 def median(values: Floats) -> float | None:
-    """Median of what was measured; None where nothing was."""
+    """Return the median of the measured values; None if there are none."""
     known = values[~np.isnan(values)]
     return float(np.median(known)) if len(known) else None
 
@@ -199,7 +199,7 @@ def largest(values: Floats) -> float | None:
 
 
 def slowest_share(steps: Steps) -> dict[int, float]:
-    """Of the steps that at least two ranks measured, the share in which each rank's self time was the largest."""
+    """Return by rank the share of steps in which its self time was the largest, of steps that two or more ranks measured."""
     known = steps.where(~np.isnan(steps["self_ms"]))
     if not len(known):
         return {}

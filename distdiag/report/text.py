@@ -1,4 +1,4 @@
-"""The report as plain text, for a terminal, a ticket or a mail: verdict first."""
+"""The report as plain text, for a terminal, a ticket or a mail. The verdict comes first."""
 
 from __future__ import annotations
 
@@ -143,11 +143,9 @@ def _ranks(f: RunFacts) -> list[str]:
     if not shown:
         return []
     ms = _any(milliseconds)
-    title = "Ranks (medians per step, ms; the slow rank is the one that waits least)"
+    title = "Ranks (medians per step, ms; the slow rank waits least)"
     if len(shown) < len(f.ranks):
-        title = (
-            f"Ranks, {len(shown)} of {len(f.ranks):,} (medians per step, ms; the slow rank is the one that waits least)"
-        )
+        title = f"Ranks, {len(shown)} of {len(f.ranks):,} (medians per step, ms; the slow rank waits least)"
     lines = _table(
         title,
         [("rank", _word), ("<state", _word), ("step", _any(number)), *((n, ms) for n in

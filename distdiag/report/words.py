@@ -1,4 +1,4 @@
-"""Numbers and foreign text for people; nothing from the job is ever interpreted by a terminal or a browser."""
+"""Format numbers and the job's text; nothing from the job is interpreted by a terminal or a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def moment(unix_s: float | None) -> str:
-    """Local date and time, with the offset, as another reader may sit elsewhere."""
+    """Return local date and time with the offset from UTC, for readers in other time zones."""
     return MISSING if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(unix_s))
 
 

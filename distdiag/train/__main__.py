@@ -15,7 +15,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.train.config import parse_arguments
 
 STUCK_GRACE_S = 3.0  # a rank that waits in a collective cannot be interrupted from Python; then it is ended
-RANK_ZERO_GRACE_S = 20.0  # for rank 0 to say what is wrong before another rank's exit makes the launcher end it
+RANK_ZERO_GRACE_S = 20.0  # for rank 0 to print the error before another rank's exit makes the launcher end it
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _run(argv: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0") or 0)
-    if rank != 0 and ("-h" in argv or "--help" in argv):  # asked of every rank; one answer is enough
+    if rank != 0 and ("-h" in argv or "--help" in argv):  # every rank gets it; one answer is enough
         return ExitCode.OK
     try:
         config = parse_arguments(argv)
@@ -46,7 +46,7 @@ def _run(argv: Sequence[str]) -> int:
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else ExitCode.OK
     except BaseException as e:
-        _ignore_interrupts()  # the launcher ends all ranks when one fails; this one has something to say first
+        _ignore_interrupts()  # the launcher ends all ranks when one fails; print the traceback first
         sys.excepthook(type(e), e, e.__traceback__)  # the recorder's, if it is on: it notes the exception, then prints
         return ExitCode.FAILED
     return ExitCode.OK
@@ -73,7 +73,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _refuse(error: DistdiagError, rank: int) -> int:
-    """Rank 0 says what is wrong; the others wait to be ended with it, or else the launcher might end rank 0 first."""
+    """Print the error on rank 0. The others wait to be ended, or the launcher might end rank 0 before it has printed."""
     code = int(error.code)
     if rank == 0:
         print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)

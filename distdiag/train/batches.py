@@ -123,7 +123,7 @@ class AugmentedImages(Dataset):
 
 
 class WorkersInput:
-    """A Dataset and a DataLoader; its workers are started anew in each epoch and told the epoch's number so."""
+    """A Dataset and a DataLoader; its workers are restarted in each epoch, which passes them the epoch's number."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class _MakeDtype(_Function):
 
 
 class _Dtype:
-    """A dtype of plain numbers; its state says the byte order."""
+    """A dtype of plain numbers; its state holds the byte order."""
 
     __slots__ = ("name",)
 

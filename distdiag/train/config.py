@@ -29,7 +29,7 @@ class TrainConfig:
     """Passes over the training set"""
 
     max_steps: int = 0
-    """Optimizer steps after which training ends, whatever `--epochs` says; 0: no limit"""
+    """Optimizer steps after which training ends, even within an epoch; 0: no limit"""
 
     batch_size: int = 64
     """Samples per forward pass: on each rank with ddp and fsdp, in all with the other strategies"""
@@ -114,7 +114,7 @@ class TrainConfig:
     """Compile the model with torch.compile"""
 
     device: str = field(default="auto", metadata={"choices": ("auto", "cpu", "cuda")})
-    """Device of every rank; auto: a GPU where there is one"""
+    """Device of every rank; auto: a GPU if there is one"""
 
     seed: int = 0
     """Seed of initial weights, order and augmentation; ranks derive their own from it"""
@@ -138,7 +138,7 @@ class TrainConfig:
     """Newest checkpoints that are kept"""
 
     resume: str = ""
-    """Checkpoint to go on from: a file, or a directory whose newest is taken"""
+    """Checkpoint to resume from: a file, or a directory (its newest checkpoint)"""
 
     monitor: bool = False
     """Record the run, for `distdiag tui` and `distdiag diagnose`"""
@@ -157,10 +157,10 @@ class TrainConfig:
     stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
 
     probe: str = field(default="", metadata={"metavar": "NAME,…"})
-    """Collectives to measure between steps, beside the job's own: allreduce,broadcast,…; at most 1 % of the time"""
+    """Collectives to measure between steps, in addition to the job's own: allreduce,broadcast,…; at most 1 % of the time"""
 
     probe_every: int = 100
-    """Optimizer steps between two measurements of `--probe`, or more where they would take more than their share"""
+    """Optimizer steps between two measurements of `--probe`; more if they would take more than 1 % of the time"""
 
     quiet: bool = False
     """Print no progress lines, only the start and the end"""

@@ -1,11 +1,11 @@
-"""Faults made on purpose (`--inject`), each written as a real job would have it: in a function and a line of its own.
+"""Faults made on purpose (`--inject`), each written as in a real job: in its own function and line.
 
 | spec | what happens |
 |---|---|
 | `deadlock@rank1:step30` | rank 1 enters a barrier that no other rank calls |
 | `kill@rank1:step30` | rank 1 is ended by SIGKILL, as the kernel does when memory runs out |
 | `crash@rank1:step30` | rank 1 raises an exception |
-| `stall@rank1:step30:10s` | rank 1 is busy for 10 s with something of its own |
+| `stall@rank1:step30:10s` | rank 1 is busy for 10 s while the others wait |
 | `nan@rank1:step30` | rank 1 reads a batch with a value that is no number |
 | `straggler@rank1:20ms` | rank 1 loses 20 ms in every step, in forward unless `:data`, `:backward` or `:optimizer` is added |
 | `unused` | the model has a second head that the loss does not use |
@@ -163,7 +163,7 @@ class Faults:
 
 
 def wait_for_the_others() -> None:
-    """The mistake: only one rank comes here."""
+    """Enter a barrier. The mistake: only one rank calls this."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -174,7 +174,7 @@ def read_next_shard(step: int) -> None:
 
 
 def write_statistics(duration_s: float) -> None:
-    """Something slow that one rank does while the others wait for its gradients."""
+    """Work for a while on one rank while the others wait for its gradients."""
     end = time.monotonic() + duration_s
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, 0.05))

@@ -38,7 +38,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class FoundData:
-    """A data set, where it came from, and a line for the person if it is not what was asked for."""
+    """A data set, its origin, and a line to print if it is not the one asked for."""
 
     data: DataSet
     source: str
@@ -93,7 +93,7 @@ def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: s
 
 @contextmanager
 def _locked_cache() -> Iterator[Path | None]:
-    """The cache directory, for one process at a time; None where it cannot be written.
+    """Lock the cache directory for one process at a time; None if it cannot be written.
 
     The lock is the kernel's, so it is free again as soon as its holder ends, however it ends.
     """
@@ -112,7 +112,7 @@ def _locked_cache() -> Iterator[Path | None]:
 def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | None:
     """None if the server of `url` answers within `deadline_s` seconds, else the reason in a few words.
 
-    The request runs in a thread of its own: a resolver without a network may take minutes, and heeds no time-out.
+    The request runs in a thread: a resolver without a network may take minutes and ignores time-outs.
     """
     try:
         need("train", ("pooch",), "the download")
@@ -169,7 +169,7 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
 
 
 def _generated(cache: Path | None, reason: str | None) -> FoundData:
-    """The generated set, kept in the cache where there is room for it, in memory only where there is none."""
+    """Return the generated set, cached on disk if there is room, else in memory only."""
     notice = None
     if reason is not None:
         notice = (

@@ -30,7 +30,7 @@ class SimpleCNN(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs in ((3, 64), (64, 128), (128, 256)):
-            # batch norm has a bias of its own
+            # batch norm has its own bias
             layers += [
                 nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
                 nn.BatchNorm2d(outputs),

@@ -23,7 +23,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def resolve_amp(amp: str, device: torch.device) -> str:
-    """`off`, `bf16` or `fp16` for what `--amp` says.
+    """Return `off`, `bf16` or `fp16` for `--amp`.
 
     Raises:
         DistdiagError: fp16 on a CPU, or bf16 on a GPU that has none.
@@ -32,9 +32,7 @@ def resolve_amp(amp: str, device: torch.device) -> str:
         gains = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bf16()
         return "bf16" if gains else "off"
     if amp == "fp16" and device.type == "cpu":
-        raise DistdiagError(
-            "--amp fp16 needs a GPU: training in fp16 on a CPU has no kernels worth using", "--amp auto"
-        )
+        raise DistdiagError("--amp fp16 needs a GPU: fp16 kernels on a CPU are too slow to train with", "--amp auto")
     if amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise DistdiagError("--amp bf16: this GPU has no bf16", "--amp fp16")
     return amp

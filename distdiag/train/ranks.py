@@ -1,4 +1,4 @@
-"""This process among the others: its rank, device and process groups, and how the ranks agree on an error."""
+"""This process's rank, device and process groups, and how the ranks agree on an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTROL_TIMEOUT = timedelta(hours=12)
 
 @dataclass
 class Ranks:
-    """Who this process is, and the process groups it belongs to.
+    """This process's rank, device and process groups.
 
     Args:
         node: The same text for all ranks of one machine.
@@ -44,7 +44,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: T) -> list[T]:
-        """What every rank gives, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -77,12 +77,12 @@ class Ranks:
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank is here; on the control group, which has no short timeout."""
+        """Wait for every rank, on the control group, which has no short timeout."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
     def leave(self) -> None:
-        """End the process groups, after all ranks have done with them."""
+        """Destroy the process groups once all ranks are done with them."""
         if self.control is not None:
             self.barrier()
             self.control = None
@@ -92,7 +92,7 @@ class Ranks:
 
 
 def join_ranks(config: TrainConfig) -> Ranks:
-    """Initialise torch.distributed as the launcher's environment says; a single process without one needs none.
+    """Initialise torch.distributed from the launcher's environment; a single process without a launcher skips it.
 
     Raises:
         DistdiagError: no such device, an incomplete environment, a port that is taken, ranks that never came.

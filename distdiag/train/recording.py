@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Recording(Protocol):
-    """What the training loop tells the recorder; see `distdiag.recorder.Handle`."""
+    """The recorder as the training loop uses it; see `distdiag.recorder.Handle`."""
 
     @property
     def run_dir(self) -> Path | None: ...
@@ -49,7 +49,7 @@ class NotRecorded:
 
 
 def start_recording(config: TrainConfig) -> Recording:
-    """Attach the recorder if `--monitor` says so; before `init_process_group`, so that the groups are seen."""
+    """Attach the recorder with `--monitor`. Call it before `init_process_group`, so that the groups are recorded."""
     if not config.monitor:
         return NotRecorded()
     import distdiag

@@ -1,7 +1,7 @@
-"""The generated data set: what the job trains on where there is neither CIFAR-10 nor a network.
+"""The generated data set, for training without CIFAR-10 and without a network.
 
-Ten kinds of pattern (stripes, checks, discs, …) in random colours, places and sizes under noise: a few hundred steps of
-SimpleCNN learn them; a linear model does not, for no pixel has a meaning of its own. It is never called CIFAR-10.
+Ten kinds of pattern (stripes, checks, discs, …) in random colours, positions and sizes, with noise: a few hundred steps of
+SimpleCNN learn them; a linear model does not, as no single pixel has a meaning. It is never called CIFAR-10.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
 
 
 def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
-    """The error once: rank 0 speaks for all, and another rank where rank 0 may be the one that is missing."""
+    """Print the error once: on rank 0, and on a timeout on every rank, as rank 0 may be the missing one."""
     first = place is None or place.rank == 0
     if as_json and first:
         from distdiag.probekit.command.rendering import error_json
@@ -135,19 +135,19 @@ def exit_code(results: list[Result]) -> ExitCode:
 
 
 def _measure(options: Options, place: RankPlace | None) -> list[Result]:
-    """The results: of ranks started here, or, where a launcher made this process a rank, of the ranks it made."""
+    """Return the results of ranks started here, or of the launcher's ranks if this process is one of them."""
     deadline_s = environment.process_started_s() + options.budget_s - _TEARDOWN_S
     whole = options.name == catalog.ALL
     if options.name == "gpu":
         from distdiag.probekit.measure import gpus
 
-        with gpus.nvml():  # says that there is none before torch is even imported
+        with gpus.nvml():  # reports a missing GPU before torch is imported
             pass
     if place is None:
-        # Only now torch: what can be refused without it was refused before.
+        # torch is imported only now: bad options were refused without it
         gpus = _gpu_count()
         probe = None if whole else catalog.load(options.name)
-        # All of them on one rank leaves the collectives out: only where it was asked for.
+        # on one rank `all` leaves the collectives out: only if asked for
         fewest = probe.min_ranks if probe else min(2, options.nproc or 2)
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
@@ -201,7 +201,7 @@ def _leave_rank(code: ExitCode) -> None:
     """End a rank that a launcher started, without the interpreter's own end.
 
     gloo jobs that have destroyed their process group still abort there now and then (SIGABRT, "terminate called
-    without an active exception"), and the launcher would report a failure that is none.
+    without an active exception"), and the launcher would report a failure although nothing failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

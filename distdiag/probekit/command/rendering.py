@@ -1,4 +1,4 @@
-"""A result as people and programs read it: table, JSON, CSV, JUnit, and nccl-tests' own table."""
+"""Render results as a table, JSON, CSV, JUnit, or nccl-tests' own table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(results: list[Result], options: Options) -> None:
 
 
 def check_output(options: Options) -> None:
-    """Refuse before measuring what could not be written after it."""
+    """Check before measuring that the result can be written."""
     if options.output:
         refuse_overwrite(options.output, options.force)
     if options.output_format == "nccl-tests" and (
@@ -137,8 +137,8 @@ def as_summary(results: list[Result], options: Options) -> str:
     for r in results:
         possible = not r.reasons or not r.reasons[0].startswith("not possible here")
         word = r.verdict.value if possible else "–"
-        says = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
-        lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {says}")
+        summary = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
+        lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {summary}")
         if r.verdict is not Verdict.PASS:
             # The noise is reported once, above.
             lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
@@ -147,7 +147,7 @@ def as_summary(results: list[Result], options: Options) -> str:
 
 
 def format_table(table: Table) -> list[str]:
-    """Columns set right, those of words left."""
+    """Return aligned lines: numbers right, words left."""
     widths = [max(len(row[i]) for row in [table.headers, *table.rows]) for i in range(len(table.headers))]
     lines = []
     for row in [table.headers, *table.rows]:
@@ -199,8 +199,8 @@ _REDUCING = ("allreduce", "reduce", "reducescatter")
 def as_nccl_tests(result: Result) -> str:
     """The columns of nccl-tests (v2.13 and later), for comparison side by side.
 
-    Only one of its two halves is measured per probe: in place where the operation is in place by nature, out of place
-    elsewhere. `time` is our p50, where nccl-tests prints a mean. #wrong counts the elements of the correctness check.
+    Only one of its two halves is measured per probe: in place if the operation works in place, else out of place
+    `time` is our p50, where nccl-tests prints a mean. #wrong counts the elements of the correctness check.
     """
     in_place = result.probe in ("allreduce", "broadcast", "reduce")
     out = [

@@ -1,4 +1,4 @@
-"""A probe beside a running job: see the run, say what the probe disturbs, record the result into it.
+"""A probe on a host with a running job: find the run, warn what the probe disturbs, record the result into it.
 
 Reads and writes run.db only; the monitor stays its owner, a probe adds one row per result.
 """
@@ -35,7 +35,7 @@ _OPS = {
 
 @dataclass(frozen=True, slots=True)
 class RunBeside:
-    """The run that a probe was started beside."""
+    """The run that is active while the probe runs."""
 
     path: Path
     database: Path
@@ -45,7 +45,7 @@ class RunBeside:
     started_unix_s: float
 
     def warning(self, options: Options) -> str:
-        """What the probe will disturb, before it does."""
+        """Return the warning that is printed before the probe disturbs the job."""
         ranks = f"{self.world_size} ranks" if self.world_size else "its ranks"
         what = "the GPUs' links and memory" if options.device == "cuda" else "the CPUs and memory bandwidth"
         return (
@@ -54,7 +54,7 @@ class RunBeside:
         )
 
     def shown_against_job(self, results: list[Result]) -> None:
-        """Put beside each collective what the job's own calls of it reach, from table `collective`."""
+        """Add to each collective's result the bandwidth of the job's own calls, from table `collective`."""
         for result in results:
             if result.probe not in _OPS:
                 continue
@@ -73,7 +73,7 @@ class RunBeside:
                 )
 
     def record(self, results: list[Result]) -> str:
-        """Insert the results into table `probe`; a sentence for stderr that says whether it worked."""
+        """Insert the results into table `probe`; return a line for stderr: recorded, or why not."""
         t_s = time.time() - self.started_unix_s
         try:
             insert(self.database, [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results])

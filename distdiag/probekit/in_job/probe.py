@@ -1,6 +1,6 @@
 """Probes inside the training: a few operations between two steps, on a group of their own, at most 1 % of the time.
 
-What the network does for this job, on these hosts, at this moment, beside what the job's own collectives reach.
+It measures the network of this job, on these hosts, now, for comparison with the job's own collectives.
 `InTrainingProbe(names, every).maybe_run(step)` after every optimizer step, on every rank; rank 0 writes each result
 into table `probe` of the run.
 """
@@ -87,7 +87,7 @@ class InTrainingProbe:
         self._wrong: dict[str, list[WrongValues]] = {}
         began = time.monotonic()
         self._check()
-        self._measure_all()  # makes connections and caches warm, and tells what a run costs
+        self._measure_all()  # warms up connections and caches, and shows what a run costs
         self._cost_s = time.monotonic() - began
         began = time.monotonic()
         self._measure_all()
@@ -257,7 +257,7 @@ class InTrainingProbe:
         return result
 
     def _record(self, results: list[Result]) -> None:
-        """Into table `probe`, with what the job's own calls reach beside it; a result that cannot be written is counted."""
+        """Write into table `probe`, with the bandwidth of the job's own calls; a result that cannot be written is counted."""
         database = self._find_database()
         if database is None:
             self.not_recorded += len(results)

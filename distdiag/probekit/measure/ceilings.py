@@ -33,7 +33,7 @@ def measure_ceilings(job: Job) -> dict[str, float | None]:
     `memcpy_gbps`: one rank copies 64 MiB in its own memory while the others do nothing.
     `tcp_one_way_gbps`, `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over the interface that gloo
     uses; both ways at once is what a ring does, per direction.
-    `nic_line_rate_gbps`: of the interface, where it is a card and there are several hosts.
+    `nic_line_rate_gbps`: of the interface, if it is a card and there are several hosts.
     `pcie_gbps`, `nvlink_gbps`: of rank 0's GPU, from NVML.
     """
     if job.ceilings is None:
@@ -83,7 +83,7 @@ def tcp_gbps(job: Job, seconds: float) -> dict[str, float | None]:
 
 
 def _best(peer: socket.socket, rank: int, seconds: float, transfer: Callable[[socket.socket, int], float]) -> float:
-    """Highest rate of as many transfers as rank 0 has time for; it says before each whether there is one more."""
+    """Return the highest rate of several transfers; before each, rank 0 decides whether there is time for one more."""
     best = 0.0
     end = time.perf_counter() + seconds
     while True:

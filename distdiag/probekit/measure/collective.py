@@ -1,4 +1,4 @@
-"""One collective: how its buffers look, how it is called, what must come out. Each probe script says just that."""
+"""One collective: its buffers, its call, and the expected result. Each probe script defines just these."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Collective(Probe):
         return [w for of_rank in everyone for w in of_rank]
 
     def strided_buffer_text(self, job: Job, pattern: Pattern) -> str | None:
-        """A note where the backend takes a strided tensor without an error and writes beside it.
+        """Return a note if the backend accepts a strided tensor without an error and writes outside of it.
 
         torch documents contiguous tensors only. NCCL refuses others; gloo takes several of them as if they were
         contiguous and puts the result into the neighbours' memory.
@@ -190,7 +190,7 @@ class Collective(Probe):
                 self.call(job, b)
                 job.synchronize()
             except (ValueError, RuntimeError):
-                state = "refused"  # before anything is sent, on every rank alike
+                state = "refused"  # before anything is sent, on every rank
         if state == "right":
             segments = self.expected(job, pattern, 64)
             wrong = any(wrong_elements(strided.contiguous(), s, 0) for s in segments)

@@ -55,7 +55,7 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 @dataclass(slots=True)
 class GpuFacts:
-    """One GPU as NVML describes it; None where it does not."""
+    """One GPU as NVML describes it; None: NVML does not report it."""
 
     index: int
     name: str
@@ -84,7 +84,7 @@ class GpuFacts:
 
 
 def peak_of(name: str) -> Peak | None:
-    """Published peak of a device by NVML's or torch's name; None where it is not in the table."""
+    """Return the published peak of a device by NVML's or torch's name; None if it is not in the table."""
     words = name.replace("NVIDIA", "").replace("Tesla", "").strip()
     for key, peak in PEAKS:
         # "A10" must not match "A100", nor "L4" "L40S".
@@ -234,7 +234,7 @@ def complaints(g: GpuFacts) -> list[tuple[bool, str]]:
 
 
 def link_ceilings(index: int) -> dict[str, float | None]:
-    """PCIe and NVLink of one GPU, one direction, GB/s; None where NVML does not tell."""
+    """PCIe and NVLink of one GPU, one direction, GB/s; None if NVML does not report it."""
     import os
 
     try:

@@ -1,7 +1,7 @@
-"""Who else used the CPUs while we measured: busy time in /proc/stat minus our own processes' use.
+"""CPU that other processes used while we measured: busy time in /proc/stat minus our own processes' use.
 
-A neighbour on a two-core machine halves every bandwidth and says nothing about it, so a measurement carries the
-foreign CPU of its own seconds beside it. The kernel counts /proc/stat in ticks (10 ms as shown), our own use exactly;
+On a two-core machine another process silently halves every bandwidth, so each measurement records the foreign CPU of
+its seconds. The kernel counts /proc/stat in ticks (10 ms as shown), our own use exactly;
 over 100 ms the difference is good to about 0.1 CPU.
 """
 
@@ -19,15 +19,15 @@ class CpuReading:
     """CPU seconds used since boot on the CPUs this process may run on, and when that was read."""
 
     at_s: float  # time.monotonic()
-    busy_s: float | None  # all processes; None where the kernel does not tell
-    own_s: float  # this process, all its threads; its children too, where asked for
+    busy_s: float | None  # all processes; None if the kernel does not report it
+    own_s: float  # this process, all its threads; with its children if asked for
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
     """Foreign CPU in one measuring block on one host."""
 
-    foreign_cpus: float | None  # CPUs' worth of work by others, 0 = nobody
+    foreign_cpus: float | None  # CPUs used by others; 0: none
     cpus: int
     ranks: int  # of ours on this host
 
@@ -96,7 +96,7 @@ def parse_busy_ticks(stat: str, cpus: set[int]) -> int:
 
 
 def foreign_cpus(busy_s: float | None, own_s: float, wall_s: float) -> float | None:
-    """CPUs' worth of foreign work: (all busy - ours) / wall, not below 0."""
+    """Return the CPUs used by others: (all busy - ours) / wall, not below 0."""
     if busy_s is None or wall_s <= 0:
         return None
     return max(0.0, (busy_s - own_s) / wall_s)

@@ -1,4 +1,4 @@
-"""Integers that tell whose they are and where they belong, small enough to be exact in every element type.
+"""Integers that encode their rank and position, small enough to be exact in every element type.
 
 A collective that mixes up ranks, chunks or offsets still gives plausible floats. Here element p of rank r holds
 ((p + 37 r) mod m), m prime: a chunk of a power of two that lands in the wrong place never fits, and sums over all

@@ -1,4 +1,4 @@
-"""What every probe is: a name, a measurement on all ranks, and a table for people."""
+"""Base of all probes: a name, a measurement on all ranks, and a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Table:
 
     headers: list[str]
     rows: list[list[str]] = field(default_factory=list)
-    left: set[int] = field(default_factory=set)  # columns of words, set flush left
+    left: set[int] = field(default_factory=set)  # columns of words, aligned left
 
 
 class Probe(abc.ABC):
@@ -31,7 +31,7 @@ class Probe(abc.ABC):
     share_in_all: float = 1.0  # of the budget of `all`, relative to one collective
 
     def check(self, options: Options) -> None:
-        """Refuse, before any rank is started, what cannot work.
+        """Check the options before any rank is started.
 
         Raises:
             DistdiagError: with the remedy.
@@ -39,7 +39,7 @@ class Probe(abc.ABC):
         return None
 
     def preload(self) -> None:
-        """Import what is heavy: once in the process that ranks are forked from, instead of in every rank."""
+        """Import heavy modules once, in the process that ranks are forked from."""
         return None
 
     def launch(self, options: Options, ranks: int, gpus: int, deadline_s: float) -> list[Result]:
@@ -59,10 +59,10 @@ class Probe(abc.ABC):
 
     @abc.abstractmethod
     def table(self, result: Result, ascii_only: bool = False) -> Table:
-        """The figures for a person."""
+        """Return the figures as a table."""
 
     def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
-        """Lines under the table: bars, a heat map, what it means."""
+        """Return lines under the table: bars, a heat map, an explanation."""
         return []
 
     def headline(self, result: Result) -> str:

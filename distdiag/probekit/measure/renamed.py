@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that 2.13 renamed: the new name where it is, without the old one's FutureWarning."""
+"""Functions of torch.distributed that 2.13 renamed: the new name if there is one, which avoids a FutureWarning."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The measuring loop: blocks of back-to-back operations, stamped on every rank, until the interval is narrow enough.
 
 An entry and an exit stamp on every rank, on one clock, are all that is taken in the loop; between blocks rank 0
-looks at the interval reached and at the foreign CPU, and says how many iterations come next. No barrier stands
+checks the interval and the foreign CPU, and decides how many iterations come next. There is no barrier
 before the stamps: it would hide a late rank, and a training step has none either.
 """
 
@@ -23,7 +23,7 @@ from distdiag.terms.statistics import interval_of_median
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.job import Job
 
-BLOCK_S = 0.1  # long enough for /proc/stat to tell foreign CPU, short enough for five blocks a size
+BLOCK_S = 0.1  # long enough to see foreign CPU in /proc/stat, short enough for five blocks a size
 _MOST_PER_BLOCK = 2_000
 _LEAST_SAMPLES = 11  # below, a median's 95 % interval is the whole range
 _MOST_STAMPS = 400_000  # of all ranks together: what rank 0 keeps in memory, two of 8 bytes each
@@ -102,7 +102,7 @@ def _pilot(job: Job, call: Callable[[], None], label: str) -> float:
 def _block(
     job: Job, call: Callable[[], None], label: str, iterations: int, late_s: float, entered: list[int], left: list[int]
 ) -> BlockNoise:
-    """Stamp `iterations` calls; what others used of the CPUs meanwhile, known on rank 0."""
+    """Stamp `iterations` calls; return the CPU that others used meanwhile, on rank 0."""
     now = clock_ns
     with job.step(label, counter=entered):
         call()  # aligns the ranks after the control traffic; not a sample
@@ -136,7 +136,7 @@ class NoiseMeter:
         self._before = read_cpu(children)
 
     def stop(self, label: str) -> HostNoise | None:
-        """What others used since, on the noisiest host; None on all ranks but 0."""
+        """Return the CPU that others used since the start, on the noisiest host; None on all ranks but 0."""
         use = self._job.gather_array(cpu_used(self._before, read_cpu(self._children)), f"{label}: collecting CPU use")
         if use is None:
             return None
@@ -145,7 +145,7 @@ class NoiseMeter:
 
 
 def cpu_used(before: CpuReading, after: CpuReading) -> np.ndarray:
-    """Return (busy, own, wall) seconds between two readings; busy is NaN if the kernel does not tell."""
+    """Return (busy, own, wall) seconds between two readings; busy is NaN if the kernel does not report it."""
     busy = after.busy_s - before.busy_s if after.busy_s is not None and before.busy_s is not None else np.nan
     return np.array([busy, after.own_s - before.own_s, after.at_s - before.at_s])
 

@@ -1,6 +1,6 @@
 """DataParallel on CPU threads: what torch's does on GPUs, where torch's own silently runs one process.
 
-`nn.DataParallel` on a CPU passes its input through to the one module, without a word. This does the four parts of
+`nn.DataParallel` on a CPU silently passes its input through to the one module. This does the four parts of
 the real one: scatter the batch, replicate the module, apply the replicas in threads, gather the outputs; backward
 adds the replicas' gradients up on the root. It shows the semantics and what replicating costs. It does not show a
 GPU's timing: torch runs the backward of CPU tensors on one thread.
@@ -29,7 +29,7 @@ class PartTimes:
 
     @property
     def overhead_s(self) -> float:
-        """What a single process would not pay."""
+        """Seconds that a single process does not need."""
         return self.scatter_s + self.replicate_s + self.gather_s
 
 
@@ -51,7 +51,7 @@ class _CopyToReplicas(torch.autograd.Function):
 
 
 def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
-    """Copies of `module` whose parameters are copies that autograd leads back to the module's own.
+    """Return copies of `module`; autograd adds their gradients up in the module's own parameters.
 
     As with torch's: the first replica shares the module's buffers, so that batch norm's running statistics are those
     of the first part of the batch; the others get copies, which are lost.

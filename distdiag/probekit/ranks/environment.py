@@ -17,7 +17,7 @@ from distdiag.errors import DistdiagError
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where this process stands among the ranks, and where they meet."""
+    """This process's rank, and where the ranks meet."""
 
     launcher: str  # torchrun | srun | mpirun | distdiag
     rank: int
@@ -66,7 +66,7 @@ def detect(env: Mapping[str, str] | None = None) -> RankPlace | None:
 
 
 def process_started_s() -> float:
-    """When this process began, on time.monotonic()'s clock; now where the kernel does not tell."""
+    """Return when this process began, on time.monotonic()'s clock; now if the kernel does not report it."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rsplit(")", 1)[1].split()[19])

@@ -1,4 +1,4 @@
-"""The ranks of one probe command, as one of them sees it: process groups, device, control traffic, clocks.
+"""One rank of a probe command: process groups, device, control traffic, clocks.
 
 Control traffic (how many iterations next, stamps to rank 0) goes over gloo on the CPU, also when NCCL is measured.
 """
@@ -67,14 +67,14 @@ class Job:
 
     @contextlib.contextmanager
     def step(self, label: str, counter: list[int] | None = None) -> Iterator[None]:
-        """A part of the probe in which ranks wait for each other; the watchdog's unit."""
+        """Mark a part of the probe in which ranks wait for each other, for the watchdog."""
         if self.injected("drop"):
             self._drop_out()
         with self.progress.step(label, counter):
             yield
 
     def empty(self, elements: int) -> torch.Tensor:
-        """Zeros of the probed type on the probed device: adding them up for ever stays exact and finite."""
+        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
     def synchronize(self) -> None:
@@ -143,7 +143,7 @@ class Job:
         return self.store
 
     def _drop_out(self) -> None:
-        """Take no part any more, as a rank does that hangs elsewhere; until the others have given up."""
+        """Stop taking part, as a rank that hangs elsewhere, until the others have given up."""
         self.progress.note.label = "drop injected: this rank takes no part"
         time.sleep(self.options.timeout_s + 5)
         raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
@@ -285,7 +285,7 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, A
 
 
 def _refuse_unreachable(arrivals: list[dict[str, Any]]) -> None:
-    """Say at once what gloo would try for half a minute: an address of one network offered to another.
+    """Fail at once where gloo would try for half a minute: an address of one network offered to another.
 
     Raises:
         DistdiagError: ranks of several networks, one of which offers a loopback address; an interface without address.
@@ -343,7 +343,7 @@ def _align(job: Job) -> None:
 
 
 def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:
-    """The last words of a process that is ended: our own launcher finds them in the store, another's user on the screen."""
+    """Report before the process is ended: into the store for our own launcher, else on stderr."""
     if place.launcher == "distdiag":
         store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
         return
@@ -355,7 +355,7 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
 
 
 def _explain(e: RuntimeError, job: Job) -> DistdiagError:
-    """A backend's error in our words: a timeout with names, or a rank that went away."""
+    """Turn a backend's error into ours: a timeout with names, or a rank that went away."""
     text = _first_line(e)
     # gloo closes the connections of an operation that timed out, so the second rank to give up sees a closed pair.
     waited = time.monotonic() - job.progress.since_s

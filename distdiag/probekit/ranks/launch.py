@@ -36,14 +36,14 @@ from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.work import RankError, run_rank
 from distdiag.probekit.verdict.result import Result
 
-_ARRIVAL_LIMIT_S = 10.0  # the ranks are forked here: who is not there by then will not come
-_GRACE_S = 1.5  # for the other ranks to say what they saw, or to destroy their process group
+_ARRIVAL_LIMIT_S = 10.0  # the ranks are forked here: a rank that is not there by then will not arrive
+_GRACE_S = 1.5  # for the other ranks to report, or to destroy their process group
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What one rank came back with."""
+    """Results or error of one rank."""
 
     rank: int
     results: list[Result] | None = None
@@ -60,8 +60,8 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
         DistdiagError: what a rank reported; a rank that died, with its signal; a hang, with who never arrived.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in two lines
-    # fork with CUDA in use would break the ranks; only then is a fresh interpreter per rank worth its start.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report it ourselves, in two lines
+    # a fork after CUDA was initialised breaks the ranks; only then start fresh interpreters, which is slow
     method = "spawn" if torch.cuda.is_initialized() else "fork"
     # The store's server has a thread; it is started after the fork, and listens already.
     listener = socket.socket()
@@ -147,7 +147,7 @@ def _rank_main(
 
 
 def _interrupt_once(*_: object) -> None:
-    """Ctrl-C ends a rank through `finally`, so that the group is destroyed; the parent's, on its heels, does not end that."""
+    """Let Ctrl-C end a rank through `finally`, which destroys the group; ignore the parent's second signal meanwhile."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def _die_with(parent: int) -> None:
 def _supervise(
     context: PContext, outcomes: Any, store: dist.TCPStore, nproc: int, deadline_s: float, options: Options
 ) -> list[Result]:
-    """Wait for the ranks; the first failure, seen by the parent or told by a rank, ends them all."""
+    """Wait for the ranks. The first failure, seen by the parent or reported by a rank, ends them all."""
     seen: dict[int, _Outcome] = {}
     dead: dict[int, int] = {}
     failed_at: float | None = None
@@ -210,7 +210,7 @@ def _supervise(
             left = [r for r in range(nproc) if r not in seen]
             names = ", ".join(map(str, left))
             raise DistdiagError(
-                f"rank {names} did not end", "its last words, if any, are above", ExitCode.TIMEOUT, "timeout"
+                f"rank {names} did not end", "its last output, if any, is above", ExitCode.TIMEOUT, "timeout"
             )
         time.sleep(0.02)
 
@@ -229,7 +229,7 @@ def _exited(pids: dict[int, int]) -> dict[int, int]:
 
 
 def _worst_error(seen: dict[int, _Outcome], dead: dict[int, int], store: dist.TCPStore) -> DistdiagError:
-    """The cause among what was seen: a death by a signal, a hang with names, any error, an echo of those."""
+    """Return the cause: in this order a death by a signal, a hang with names, an error, an error that follows from those."""
     for rank, status in sorted(dead.items()):
         if (status < 0 and status != -signal.SIGKILL) or status == -signal.SIGKILL:
             name = signal.Signals(-status).name
@@ -243,8 +243,8 @@ def _worst_error(seen: dict[int, _Outcome], dead: dict[int, int], store: dist.TC
             )
     report = dist.PrefixStore("distdiag-probe/0", store)
     if report.check(["report"]):  # left by a watchdog that had to end its process
-        told = json.loads(report.get("report"))
-        return DistdiagError(told["message"], told["hint"], ExitCode.TIMEOUT, told["kind"])
+        left = json.loads(report.get("report"))
+        return DistdiagError(left["message"], left["hint"], ExitCode.TIMEOUT, left["kind"])
     errors = [o.error for _, o in sorted(seen.items()) if o.error is not None]
     order = ["timeout", "usage", "no_data", "crashed", "backend", "rank_lost", "dropped"]
     errors.sort(key=lambda e: order.index(e.kind) if e.kind in order else 2)

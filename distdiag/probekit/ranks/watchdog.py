@@ -1,4 +1,4 @@
-"""A probe that hangs ends within its limit and says which rank never arrived.
+"""End a probe that hangs within its limit, and name the rank that never arrived.
 
 Every rank notes in memory which step of the probe it is in; the measuring loop pays nothing for it. A thread looks
 at the note a few times a second. A rank that has stood still for half the limit writes its note into the store where
@@ -26,7 +26,7 @@ _BACKSTOP_S = 2.0  # gloo's own timeout frees the main thread at the limit; NCCL
 
 @dataclass(slots=True)
 class Note:
-    """Where one rank stands."""
+    """How far one rank has come."""
 
     sequence: int = 0  # steps begun so far, the same numbers on every rank
     label: str = "starting"
@@ -41,7 +41,7 @@ class Note:
 
 @dataclass(slots=True)
 class Progress:
-    """The calling rank's note, and since when it has not changed."""
+    """This rank's note, and since when it has not changed."""
 
     note: Note = field(default_factory=Note)
     since_s: float = field(default_factory=time.monotonic)
@@ -84,7 +84,7 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
     missing, silent = never_arrived(notes, world_size)
     if not missing:
         return DistdiagError(
-            f"{label}: all {world_size} ranks are in it, and nothing came through for {limit_s:g} s",
+            f"{label}: all {world_size} ranks are in it, and nothing completed for {limit_s:g} s",
             f"the transport is stuck, not a rank; interface {where}",
             ExitCode.TIMEOUT,
             "timeout",
@@ -105,11 +105,11 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
 
 
 class Watchdog(threading.Thread):
-    """Publishes the rank's note when it stands still, and ends the process when its main thread cannot.
+    """Publishes the rank's note when it makes no progress, and ends the process when its main thread cannot.
 
     Args:
         connect: Opens a connection to the store of this thread's own (a store client blocks all its users while one
-            waits). Called only when something stands still.
+            waits). Called only when nothing progresses.
         publish_error: Called with the report before the process is ended.
     """
 

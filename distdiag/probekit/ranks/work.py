@@ -1,4 +1,4 @@
-"""What every rank of a probe command does: meet the others, run the probe or all of them, come back with results."""
+"""Body of every rank of a probe command: meet the others, run one probe or all, return the results."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def run_rank(
     except DistdiagError as e:
         return None, RankError(e.message, e.hint, int(e.code), e.kind)
     except Exception as e:
-        # Not foreseen: the traceback is worth more than two tidy lines.
+        # unexpected: show the traceback
         traceback.print_exc()
         text = f"rank {place.rank}: {type(e).__name__}: {e}".splitlines()[0]
         return None, RankError(text, "the traceback is above", int(ExitCode.FAILED), "crashed")
 
 
 def run_all(job: Job, probes: list[Probe]) -> list[Result]:
-    """Every probe in its share of what is left of the budget; what is not possible here is said, not failed."""
+    """Run every probe in its share of the remaining budget. A probe that this machine cannot run is reported, not failed."""
     end_s = job.deadline_s
     results: list[Result] = []
     for i, probe in enumerate(probes):
@@ -81,7 +81,7 @@ def run_all(job: Job, probes: list[Probe]) -> list[Result]:
 
 
 def not_possible(job: Job, probe: Probe, why: str) -> Result:
-    """A result that judges nothing: this machine has not what the probe measures."""
+    """Return a result without a judgement: this machine lacks what the probe measures."""
     return Result(
         probe.name,
         job.world_size,

@@ -20,7 +20,7 @@ from distdiag.terms.units import message_size
 SCHEMA = "distdiag.probe-baseline/1"
 _ALPHA = 0.01  # over all sizes of a probe together (Holm)
 _LARGE_DELTA = 0.474  # Cliff's delta above this is called large (Romano 2006)
-_LEAST_VALUES = 4  # on either side; below, no test can tell
+_LEAST_VALUES = 4  # on either side; fewer are too few for any test
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

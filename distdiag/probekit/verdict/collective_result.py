@@ -1,4 +1,4 @@
-"""From stamps to rows: times, skew, bandwidth, modes, the fit; and the words that explain them."""
+"""Turn stamps into rows (times, skew, bandwidth, modes, fit), and explain them in text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATE_SHARE = 0.8  # of the iterations the same rank must be last to be called la
 LATE_US = 100.0  # and by this much; below it is the order in which ranks leave the operation before
 _CLEAN_ENOUGH = 11
 _FEW = 8  # iterations; with fewer the range is given as the interval, and nobody is called late
-_TELLING_BYTES = 4 * 2**20  # largest size from which something about buckets can be said
+_TELLING_BYTES = 4 * 2**20  # only a sweep that reaches this size allows advice on buckets
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
 
@@ -40,7 +40,7 @@ def build(
     ceilings: dict[str, float | None],
     skipped: list[int],
 ) -> Result:
-    """The result on rank 0, judged."""
+    """Return the judged result on rank 0."""
     result = new_result(job, probe.name)
     result.ceilings = dict(ceilings)
     medians: list[Samples] = []
@@ -61,7 +61,7 @@ def build(
 
 
 def new_result(job: Job, name: str) -> Result:
-    """A result with what is the same for every probe of this command."""
+    """Return a result with the fields that all probes of this command share."""
     import torch
 
     versions: dict[str, str] = {"torch": str(torch.__version__)}
@@ -127,7 +127,7 @@ def make_row(
         noisy=not enough,
         dropped_iterations=count - int(times.size),
     )
-    # A few iterations make one value: neighbours are alike, and a test needs values that are not.
+    # One value per few iterations: neighbours are correlated, and a test needs independent values.
     pieces = [p for b in np.unique(blocks) for p in np.array_split(times[blocks == b], max(1, min(4, int((blocks == b).sum()) // 5)))]  # fmt: skip
     return row, replicates, [float(np.median(p)) for p in pieces]
 
@@ -151,7 +151,7 @@ def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
 
 
 def tail_signature(row: Row) -> str | None:
-    """A name for the slower hump of a bimodal size, where its distance is that of a known mechanism."""
+    """Describe the slower mode of a bimodal size, with its cause if the distance is that of a known mechanism."""
     if len(row.modes) != 2:
         return None
     fast, slow = row.modes[0]["time_us"], row.modes[1]["time_us"]
@@ -161,7 +161,7 @@ def tail_signature(row: Row) -> str | None:
 
 
 def tail_cause(extra_ms: float, hz: int | None) -> str | None:
-    """What makes some operations `extra_ms` longer than the others, where the number is a known one."""
+    """Return the known cause of operations that take `extra_ms` longer than the others; None if there is none."""
     tick_ms = 1e3 / hz if hz else 4.0
     if 0.75 * tick_ms <= extra_ms <= 1.25 * tick_ms:
         return f"{tick_ms:g} ms is one scheduler tick: the rank waited for a CPU; give every rank its own (fewer ranks, pinning)"
@@ -200,7 +200,7 @@ def table(result: Result, ascii_only: bool = False) -> Table:
 
 
 def explanation(op: str, result: Result) -> list[str]:
-    """What the numbers mean: ceilings, fit, buckets, noise."""
+    """Return lines that explain the numbers: ceilings, fit, buckets, noise."""
     lines: list[str] = []
     named = {
         "memcpy_gbps": "memcpy",
@@ -222,7 +222,7 @@ def explanation(op: str, result: Result) -> list[str]:
             f"; the fit is off by up to {f['worst_error']:.0%}"
         )
         largest = max(r.bytes for r in result.rows)
-        # Not from sizes that all lie on the latency's side, and not from times that a late rank made.
+        # not if all sizes are dominated by latency, nor if a late rank made the times
         telling = largest >= _TELLING_BYTES and largest >= 2 * f["half_bandwidth_bytes"]
         if op == "all_reduce" and telling and not any(r.late_rank is not None for r in result.rows):
             lines.append(bucket_advice(f["half_bandwidth_bytes"]))
@@ -231,7 +231,7 @@ def explanation(op: str, result: Result) -> list[str]:
             f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; more --budget, more of them"
         )
     if any(r.noisy for r in result.rows):
-        lines.append("* measured beside other work on this host, for want of quiet blocks")
+        lines.append("* too few quiet blocks: measured while others used this host's CPUs")
     return lines
 
 

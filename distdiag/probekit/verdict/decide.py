@@ -49,7 +49,7 @@ def wrong_values(result: Result, rows: list[Row]) -> None:
 
 
 def host_noise(result: Result) -> bool:
-    """Judge the noise; True where timings cannot be held against the machine."""
+    """Judge the noise. True if others used so much CPU that the timings prove nothing about the machine."""
     noise = result.host_noise
     if noise is None or not noise.noisy:
         return False
@@ -109,7 +109,7 @@ def against_floor(result: Result, rows: list[Row], floor_gbps: float, noisy: boo
     """Fail only where the whole interval is below the floor."""
     best = best_row(rows)
     if best is None or best.busbw_ci95_gbps is None:
-        result.judge(Verdict.INCONCLUSIVE, "nothing was measured to hold against the floor")
+        result.judge(Verdict.INCONCLUSIVE, "nothing was measured to compare with the floor")
         return
     low, high = best.busbw_ci95_gbps
     found = f"bus bandwidth {best.busbw_gbps:.3f} GB/s [{low:.3f}, {high:.3f}] at {message_size(best.bytes)}"
@@ -125,15 +125,15 @@ def against_floor(result: Result, rows: list[Row], floor_gbps: float, noisy: boo
 
 
 def best_row(rows: list[Row]) -> Row | None:
-    """The row of the highest bus bandwidth."""
+    """Return the row with the highest bus bandwidth."""
     moved = [r for r in rows if r.busbw_gbps is not None]
     return max(moved, key=lambda r: r.busbw_gbps or 0.0, default=None)
 
 
 def sound(result: Result, rows: list[Row]) -> str:
-    """Why it passes."""
+    """Return the reason of a pass."""
     sizes = f"at all {len(rows)} sizes" if len(rows) > 1 else ""
-    text = f"correct {sizes} on every rank" if sizes else "every rank came through"
+    text = f"correct {sizes} on every rank" if sizes else "every rank completed it"
     best = best_row(rows)
     if best is not None:
         text += f"; best bus bandwidth {best.busbw_gbps:.2f} GB/s at {message_size(best.bytes)}"

@@ -1,4 +1,4 @@
-"""What a probe hands back: plain records, the same in memory, in JSON (`distdiag.probe/1`) and in a baseline."""
+"""Results of a probe: plain records, equal in memory, in JSON (`distdiag.probe/1`) and in a baseline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMA = "distdiag.probe/1"
 
 
 class Verdict(StrEnum):
-    """The answer of a probe; ordered: what is worse wins over what is better."""
+    """Verdict of a probe, from best to worst; the worst wins."""
 
     PASS = "pass"
     INCONCLUSIVE = "inconclusive"  # the host was too noisy, or the budget too small, to decide
@@ -22,7 +22,7 @@ class Verdict(StrEnum):
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
-    """The verdict on several probes: fail if any failed, else inconclusive if any was."""
+    """Return the verdict on several probes: fail if any failed, else inconclusive if any was."""
     order = list(Verdict)
     return max(verdicts, key=order.index, default=Verdict.INCONCLUSIVE)
 
@@ -40,13 +40,13 @@ class TimeUs:
 
 @dataclass(slots=True)
 class WrongValues:
-    """One rank's result that was not what the operation is defined to give."""
+    """Wrong values in one rank's result of a collective."""
 
     rank: int
     elements: int  # how many were wrong
     first: int  # position of the first one
-    case: str  # which call: "exact size", "odd size", "in place"; and the root, where there is one
-    source_rank: int | None = None  # whose part it is, where the layout of the result tells
+    case: str  # which call: "exact size", "odd size", "in place"; and the root, if any
+    source_rank: int | None = None  # whose part it is, if the layout of the result shows it
 
 
 @dataclass(slots=True)
@@ -62,21 +62,21 @@ class Row:
     busbw_gbps: float | None
     busbw_ci95_gbps: tuple[float, float] | None
     skew_us: float  # p50 of last arrival - first arrival
-    late_rank: int | None  # the rank that is last, where it is nearly always the same
+    late_rank: int | None  # the rank that is nearly always last, if one is
     late_share: float  # share of the iterations in which the most frequent last rank was last
     correct: bool
     wrong: list[WrongValues] = field(default_factory=list)
     modes: list[dict[str, float]] = field(default_factory=list)  # [{"time_us", "share"}], empty where unimodal
     foreign_cpus: float | None = None  # mean over the blocks, of the noisiest host
     noisy: bool = False  # too few clean blocks: the numbers are those of a shared host
-    dropped_iterations: int = 0  # measured beside a neighbour's work, and left out because enough clean ones remained
+    dropped_iterations: int = 0  # left out: others used the CPUs, and enough clean ones remained
 
 
 @dataclass(slots=True)
 class HostNoise:
     """Work of others on the hosts while we measured."""
 
-    foreign_cpus: float | None  # mean; None where the kernel does not tell
+    foreign_cpus: float | None  # mean; None if the kernel does not report it
     cpus: int
     blocks: int
     noisy_blocks: int
@@ -117,7 +117,7 @@ class Result:
     comparison: list[dict[str, Any]] | None = None  # of --against
 
     def judge(self, verdict: Verdict, reason: str) -> None:
-        """Add a reason; the verdict only ever gets worse."""
+        """Add a reason. The verdict can only get worse."""
         self.verdict = worst([self.verdict, verdict])
         self.reasons.append(reason)
 
@@ -142,7 +142,7 @@ def _rounded(value: Any) -> Any:
 
 
 def host_class() -> str:
-    """What makes two hosts comparable: processor, CPUs, architecture. Not the name: a cluster has many alike."""
+    """Return what makes two hosts comparable: architecture, processor, CPUs. Not the name: a cluster has many equal hosts."""
     model = platform.machine()
     try:
         with open("/proc/cpuinfo") as f:
