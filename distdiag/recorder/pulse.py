@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import sys
 import threading
 from types import CodeType
@@ -73,6 +74,12 @@ class Pulse:
         if self._running.acquire(timeout=END_S):
             self._running.release()
 
+    def forked(self) -> None:
+        """For a forked child: the thread stayed behind, and nobody else would release what it holds."""
+        self._running = threading.Lock()
+        if self.watch is not None:
+            self.watch.close()
+
     @guarded
     def beat(self) -> None:
         """Write one beat; the thread does so every quarter of a second."""
@@ -87,6 +94,7 @@ class Pulse:
             words[_COUNTED] = t
         if beats % 4 == 0:
             self._device()
+            self._signals()
         if beats % WATCH_BEATS == WATCH_BEATS - 1 and self.watch is not None:
             self.watch.check()
         if self.asked is not None and os.access(self.request, os.F_OK):
@@ -116,6 +124,12 @@ class Pulse:
         words[_RAW] = known[0]
         words[_STACK_NS] = now_ns()
         words[_VERSION] += 1
+
+    def _signals(self) -> None:
+        """Ask for no signals any more once the script has a handler of its own for one of ours."""
+        number = self.h.trace_signal
+        if number and any(signal.getsignal(n) is not signal.SIG_DFL for n in (number - 1, number)):
+            self.h.trace_signal = 0
 
     def _device(self) -> None:
         torch, device = sys.modules.get("torch"), self.r.device

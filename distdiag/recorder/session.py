@@ -351,8 +351,7 @@ def _in_child(session: Session) -> None:
     session.held = []
     for file in session.written:
         file.mute()
-    if session.pulse.watch is not None:
-        session.pulse.watch.close()
+    session.pulse.forked()
     atexit.unregister(session.close)
 
 

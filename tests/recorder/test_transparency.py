@@ -113,6 +113,36 @@ def test_descriptors_that_the_script_has_closed_are_its_own(tmp_path: Path) -> N
     assert not any(f.stat().st_size for f in tmp_path.glob("own.*"))
 
 
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(tmp_path: Path) -> None:
+    script = "import os, distdiag\nrun = distdiag.attach()\npulse = run._session.pulse\nchild = os.fork()\n"
+    script += "if child == 0:\n    waits = pulse._running.locked()\n    run.detach()\n    os._exit(waits)\n"
+    (tmp_path / "script.py").write_text(script + "print(pulse._running.locked(), os.waitpid(child, 0)[1])\n")
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1"})
+    assert run([sys.executable, "script.py"], tmp_path, env) == (0, "True 0\n", "")
+
+
+TAKES_A_SIGNAL = """
+import signal, time
+from distdiag.recorder import session
+page = session.current.recorder.h
+number = signal.SIGRTMIN + OFFSET
+end = time.monotonic() + 30
+assert page.trace_signal
+signal.signal(number, lambda *_: print("called"))
+while page.trace_signal and time.monotonic() < end:
+    time.sleep(0.05)
+print(page.trace_signal)
+"""
+
+
+@pytest.mark.parametrize("offset", [12, 13])
+def test_a_signal_that_the_script_takes_for_itself_is_asked_for_no_more(offset: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TAKES_A_SIGNAL.replace("OFFSET", str(offset)))
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
+    command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "--quiet", "script.py"]
+    assert run(command, tmp_path, env) == (0, "0\n", "")
+
+
 CRASHES = """
 import ctypes, os, sys
 child = os.fork()
