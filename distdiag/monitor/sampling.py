@@ -40,6 +40,7 @@ class Sampling:
             if p is not None:
                 found.append(p)
                 v.cpu_pct = p.cpu_pct
+                v.queued_share = self.hosts.queued_share(q)
                 v.workers_starved, v.workers_busy = self.hosts.workers(q)
                 if p.rss_bytes is not None:
                     v.rss_bytes = p.rss_bytes

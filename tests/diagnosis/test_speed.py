@@ -264,6 +264,20 @@ def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job
     assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # nothing else runs there: a slow node
 
 
+def test_what_a_rank_waits_for_a_cpu_is_no_work_of_its_own() -> None:
+    """On a host whose cores are taken by other work; on one with cores to spare the rank is slow for a reason of its own."""
+
+    def found(queued: float | None, cpu_pct: float = 100.0, extra_ms: float = 80.0) -> list[Finding]:
+        first = rank(0, steps=steps(wait_ms=extra_ms), queued_share=0.02)
+        late = rank(1, steps=steps(extra_ms, "backward", seed=1), queued_share=queued)
+        return stragglers(job(first, late, host_cpu_pct=cpu_pct))
+
+    for none in (found(0.5), found(0.45)):
+        assert none == []
+    for one in (found(0.02), found(None), found(0.5, 40.0), found(0.2, extra_ms=200.0)):
+        assert (only(one).culprits, only(one).cause) == ((1,), "backward")
+
+
 def input_bound(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
     ranks = [rank(q, steps=x, loaders=(feeding(),)) for q, x in enumerate(of_ranks)]
     return of_kind(speeds(job(*ranks, **more)), "input_bound")

@@ -29,3 +29,22 @@ def test_workers_that_want_a_cpu_are_told_from_those_that_sleep(worker: str, bus
         finally:
             subprocess.run(["pkill", "-KILL", "-s", str(parent.pid)], check=False)
     assert hosts.workers(1) == (None, None)
+
+
+def test_a_process_that_shares_its_core_waits_for_a_cpu() -> None:
+    """Three processes that compute on one core: each waits for it two thirds of the time."""
+    hosts, end = Hosts(0), time.monotonic() + 30
+    pinned = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + SPINS
+    competing = [subprocess.Popen([sys.executable, "-c", pinned]) for _ in range(3)]
+    try:
+        queued: float | None = None
+        while queued is None or queued < 0.4:
+            assert time.monotonic() < end, queued
+            hosts.process_row(0.0, 0, competing[0].pid)
+            queued = hosts.queued_share(0)
+            time.sleep(0.2)
+    finally:
+        for p in competing:
+            p.kill()
+            p.wait()
+    assert hosts.queued_share(1) is None

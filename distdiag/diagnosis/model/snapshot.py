@@ -251,6 +251,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
+    queued_share: float | None = None  # of all time, lately, in which its main thread could run and had no CPU
     workers_starved: float | None = None  # share of their runnable time in which its loader's workers had no CPU
     workers_busy: float | None = None  # the same time, of all of them, against all time: 0.5 is half a core
     phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # where samples of a phase fell, most frequent first

@@ -211,7 +211,7 @@ def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple
     }
     found: list[tuple[int, str, float]] = []
     for q in slow.ranks[:: max(1, len(slow.ranks) // limits.enough)]:
-        excess = _excess(s, steps[q], others, usual, slow)
+        excess = _excess(s, steps[q], others, usual, slow, _queued_ms(s, q, rest, slow))
         if isinstance(excess, Abstained):
             return excess
         found.append((q, *excess))
@@ -222,7 +222,7 @@ def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple
 
 
 def _excess(
-    s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], slow: Slow
+    s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], slow: Slow, queued_ms: float
 ) -> tuple[str, float] | Abstained:
     """Return (phase in which one rank takes longer than usual, by how many ms).
 
@@ -230,10 +230,12 @@ def _excess(
         steps: Of that rank.
         others: `self_ms` that is usual for the others, by step.
         usual: Milliseconds that are usual for them, by phase.
+        queued_ms: Of a step, in which this rank waited for a CPU, above the others: no work of its own.
     """
-    excess = statistics.median(self_ms(x) - b for x, b in zip(steps, others, strict=True))
+    excess = statistics.median(self_ms(x) - b for x, b in zip(steps, others, strict=True)) - queued_ms
     excesses = {p: statistics.median(part_ms(x, p) for x in steps) - usual[p] for p in PHASES}
     phase = max(PHASES, key=lambda p: excesses[p])
+    excesses[phase] = max(0.0, excesses[phase] - queued_ms)
     ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
     busy = busy_host(s)
     if busy and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
@@ -249,6 +251,15 @@ def _excess(
             f"it costs {percent(min(slow.gain_ms, excess) / slow.step_ms)} of the step, below {percent(needed[0])}"
         )
     return phase, excesses[phase]
+
+
+def _queued_ms(s: Snapshot, rank: int, others: list[int], slow: Slow) -> float:
+    """Return for how long in a step a rank waited for a CPU, above what the others did, if ranks compete with other work."""
+    own = s.ranks[rank].queued_share
+    theirs = [share for q in others if (share := s.ranks[q].queued_share) is not None]
+    if own is None or not theirs or not busy_host(s):
+        return 0.0
+    return max(0.0, own - statistics.median_low(theirs)) * slow.step_ms
 
 
 def busy_host(s: Snapshot) -> bool:

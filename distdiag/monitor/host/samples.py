@@ -33,6 +33,8 @@ class Hosts:
         self.available_bytes: int | None = None  # before something is killed
         # by rank: what its children ran and waited, seconds; when that was looked at, and how many they were
         self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
+        # by rank: for how long its main thread could run and had no CPU, seconds; when that was looked at
+        self._queueing: dict[int, deque[tuple[float, float]]] = {}
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -74,6 +76,7 @@ class Hosts:
         if use is None:
             return None
         self.private_bytes[rank] = use.rss_bytes - use.shared_bytes
+        self._queueing.setdefault(rank, deque(maxlen=LOOKS)).append((_ran_and_waited([pid])[1], time.monotonic()))
         children = processes.children(pid)
         self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(
             (*_ran_and_waited(children), time.monotonic(), len(children))
@@ -93,6 +96,14 @@ class Hosts:
             read_bytes_per_s=self._rate(f"read {pid}", use.read_bytes),
             write_bytes_per_s=self._rate(f"write {pid}", use.written_bytes),
         )
+
+    def queued_share(self, rank: int) -> float | None:
+        """Return the share of all time, lately, in which a rank's main thread could run and had no CPU; None if not known."""
+        looks = self._queueing.get(rank)
+        if not looks or len(looks) < 2:
+            return None
+        (queued_0, t_0), (queued_1, t_1) = looks[0], looks[-1]
+        return (queued_1 - queued_0) / (t_1 - t_0) if queued_1 >= queued_0 and queued_1 > 0 and t_1 > t_0 else None
 
     def workers(self, rank: int) -> tuple[float | None, float | None]:
         """(starved, busy) of a rank's children (DataLoader workers) lately: the share of the time in which they could have

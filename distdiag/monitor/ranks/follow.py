@@ -88,6 +88,7 @@ class PageView(Slots):
     device_memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
     rss_bytes: int | None = None
     cpu_pct: float | None = None
+    queued_share: float | None = None
     workers_starved: float | None = None
     workers_busy: float | None = None
     new_steps: list[Step] = field(default_factory=list)  # not taken yet, as are

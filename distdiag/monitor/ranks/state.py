@@ -175,6 +175,7 @@ class RankView(PageView):
             device_bytes=h.device_peak_bytes or None,
             device_total_bytes=h.device_total_bytes or None,
             cpu_pct=self.cpu_pct,
+            queued_share=self.queued_share,
             workers_starved=self.workers_starved,
             workers_busy=self.workers_busy,
             phase_places={p: tuple(c.most_common(3)) for p, c in self.place_counts.items()},
