@@ -224,6 +224,37 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
             print("\n".join(["", *finding_lines(f, ascii=ascii)]))
 
 
+def _are_traces(targets: tuple[str, ...]) -> bool:
+    from distdiag.traces.files import find
+
+    return bool(targets) and not any(_is_run(t) for t in targets) and bool(find(targets))
+
+
+def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
+    """Analyse Kineto traces of several ranks together."""
+    import msgspec
+
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.traces import text
+    from distdiag.traces.files import diagnose, find
+    from distdiag.traces.read import BadTrace
+
+    try:
+        found = diagnose(targets[0], find(targets))
+    except BadTrace as e:
+        raise DistdiagError(
+            printable(str(e)),
+            "give one trace per rank as torch.profiler's export_chrome_trace writes it",
+            kind="no_traces",
+        ) from None
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        for line in text.lines(found):
+            print(printable(line))
+    return int(ExitCode.OK if found.ranks else ExitCode.NO_DATA)
+
+
 @click.command()
 @click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | FILES…]", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.findings/1.")
@@ -244,9 +275,14 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
 
     Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
     judged, 4 no run, no dump, no rank has written. With --fail-on never: 0 whatever was found.
+
+    Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication, overlap, waits for
+    other ranks, and which rank comes last; --json prints distdiag.profile/1.
     """
     import msgspec
 
+    if why is None and _are_traces(targets):
+        return _diagnose_traces(targets, as_json)
     report = _report(targets)
     if why is not None:
         _print_why(report, why, ascii)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distdiag.traces.intervals import both, length, union, without
+from distdiag.traces.intervals import Spans, both, length, union, without
 from distdiag.traces.model import CollectiveTimes, Difference, LineTime, Operator, RankTimes
 from distdiag.traces.read import Comm, Op, Trace, is_comm_call
 
@@ -23,7 +23,9 @@ Window = tuple[float, float]
 
 TOP = 12
 MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
+CLOCK_US, LEAST_ENDS = 5_000.0, 3
 _MESSAGES = ("send", "recv")
+_TOGETHER = ("allreduce", "allgather", "barrier", "reducescatter", "alltoall")
 
 
 @dataclass(slots=True)
@@ -82,6 +84,26 @@ def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[K
     return {key: of_rank for key, of_rank in found.items() if len(of_rank) > 1}
 
 
+def align(collectives: Mapping[Key, Mapping[int, Comm]], offsets_us: dict[int, float]) -> list[int]:
+    """Move the clocks of ranks that disagree with the first one, and return these ranks.
+
+    All ranks leave an all_reduce, an all_gather or a barrier together. A rank whose ends differ from the first rank's by more
+    than `CLOCK_US` in the median is on a host with another clock.
+    """
+    first = min(offsets_us)
+    moved = []
+    for rank in sorted(offsets_us):
+        ends = [
+            of_rank[first].end + offsets_us[first] - of_rank[rank].end - offsets_us[rank]
+            for (_, _, op), of_rank in collectives.items()
+            if rank in of_rank and first in of_rank and op.replace("_", "").startswith(_TOGETHER)
+        ]
+        if len(ends) >= LEAST_ENDS and abs(shift := statistics.median(ends)) > CLOCK_US:
+            offsets_us[rank] += shift
+            moved.append(rank)
+    return moved
+
+
 def rank_times(
     rank: int,
     trace: Trace,
@@ -98,11 +120,7 @@ def rank_times(
     """
     low, high = window
     comm = union(((c.start, c.end) for c in trace.comms), low, high)
-    if trace.device:
-        compute = union(trace.device, low, high)
-    else:
-        calls = union(((o.start, o.end) for o in trace.ops if is_comm_call(o.name)), low, high)
-        compute = without(union(((o.start, o.end) for o in trace.ops), low, high), calls)
+    compute = _compute(trace, low, high)
     busy = union([*compute, *comm], low, high)
     waits = []
     for of_rank in collectives.values():
@@ -122,8 +140,27 @@ def rank_times(
         exposed_ms=exposed,
         wait_ms=length(union(waits, low, high)) / per if collectives else None,
         idle_ms=(high - low - length(busy)) / per,
-        operators=operators(trace.ops, window, steps)[:TOP],
+        operators=operators_of(trace, window, steps)[:TOP],
     )
+
+
+def _compute(trace: Trace, low: float, high: float) -> Spans:
+    if trace.compute is not None:
+        return union(trace.compute, low, high)
+    if trace.device:
+        return union(trace.device, low, high)
+    calls = union(((o.start, o.end) for o in trace.ops if is_comm_call(o.name)), low, high)
+    return without(union(((o.start, o.end) for o in trace.ops), low, high), calls)
+
+
+def operators_of(trace: Trace, window: Window, steps: int) -> list[Operator]:
+    return operators(trace.ops, window, steps) if trace.operators is None else trace.operators
+
+
+def condense(trace: Trace, window: Window, steps: int) -> None:
+    """Keep of the operators and kernels only what the analysis of these steps needs: a few thousand intervals."""
+    trace.compute, trace.operators = _compute(trace, *window), operators_of(trace, window, steps)
+    trace.ops, trace.device = [], []
 
 
 def operators(ops: Sequence[Op], window: Window, steps: int) -> list[Operator]:

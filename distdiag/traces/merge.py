@@ -14,6 +14,7 @@ from distdiag.terms.untrusted import all_encodable, visible
 from distdiag.traces.analyse import Key
 from distdiag.traces.read import MAX_US, BadTrace, Comm, load
 
+MERGED = b'"distdiag":"merged trace"'
 FIRST_RANK = 100  # process ids of ranks, as in the trace of a whole run
 FIRST_TRACK = 9_000_000  # thread ids of the tracks of collectives
 _encode = msgspec.json.Encoder().encode
@@ -55,7 +56,7 @@ def _write(
     names: Mapping[int, str],
     collectives: Mapping[Key, Mapping[int, Comm]],
 ) -> int:
-    out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+    out.write(b"{" + MERGED + b',"displayTimeUnit":"ms","traceEvents":[\n')
     count = 0
     for rank, path in sorted(files.items()):
         for event in _of_rank(rank, path, offsets_us[rank], names.get(rank, f"rank {rank}")):

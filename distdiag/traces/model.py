@@ -91,6 +91,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     ranks: list[RankTimes]
     missing: list[Missing]
+    verdict: str | None  # the rank that the others wait for, if it is mostly the same one
     collectives: list[CollectiveTimes]
     comparison: Comparison | None
     trace: str | None  # merged, for ui.perfetto.dev

@@ -8,14 +8,16 @@ from typing import Any
 
 import msgspec
 
+from distdiag.terms.ranks import fold_ranks
 from distdiag.traces import analyse
 from distdiag.traces.analyse import Entry, Key, Window
-from distdiag.traces.model import Comparison, Difference, Missing, Profile, RankTimes
+from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes
 from distdiag.traces.read import Comm, Trace
 from distdiag.traces.text import place
 
 LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not listed
 LEAST_MS = 0.05
+LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
 
 
 @dataclass(slots=True)
@@ -63,12 +65,15 @@ def profile_of(
         windows[q] = r.trace.us(ends[before]), r.trace.us(ends[last])
     steps = last - before
     collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
+    if usable and (moved := analyse.align(collectives, offsets)):
+        notes.append(f"clocks of rank {fold_ranks(moved)} moved: collectives of all ranks end together")
     ranks = []
     for q, r in sorted(usable.items()):
         times = analyse.rank_times(q, r.trace, windows[q], steps, offsets, collectives)
         recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
         ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
+    by_kind = analyse.collective_times(collectives, offsets, steps)
     profile = Profile(
         run=run,
         number=number,
@@ -76,7 +81,8 @@ def profile_of(
         steps=steps,
         ranks=ranks,
         missing=missing,
-        collectives=analyse.collective_times(collectives, offsets, steps),
+        verdict=_verdict(ranks, by_kind),
+        collectives=by_kind,
         comparison=_comparison(usable, windows, steps, ranks, chosen),
         trace=None,
         notes=notes,
@@ -116,7 +122,7 @@ def _comparison(
     by_operator, by_line = [], []
     for q in (culprit, peer):
         r = recorded[q]
-        by_operator.append({o.name: o.self_ms for o in analyse.operators(r.trace.ops, windows[q], steps)})
+        by_operator.append({o.name: o.self_ms for o in analyse.operators_of(r.trace, windows[q], steps)})
         by_line.append(
             {
                 place(x.file, x.line, x.function): x.ms
@@ -126,3 +132,21 @@ def _comparison(
     rows += analyse.differences(by_operator[0], by_operator[1], least, "operator")[:6]
     rows += analyse.differences(by_line[0], by_line[1], least, "line")[:6]
     return Comparison(culprit=culprit, peer=peer, reason=reason, rows=rows)
+
+
+def _verdict(ranks: Sequence[RankTimes], collectives: Sequence[CollectiveTimes]) -> str | None:
+    """Name the rank that the others wait for, if it is mostly the same one and costs a share of the step."""
+    waits = [(r.wait_ms, r.step_ms) for r in ranks if r.wait_ms is not None]
+    total = sum(c.skew_ms for c in collectives)
+    if not waits or not total:
+        return None
+    by_rank: dict[int, float] = {}
+    for c in collectives:
+        by_rank[c.late_rank] = by_rank.get(c.late_rank, 0.0) + c.skew_ms * c.late_share
+    late = max(by_rank, key=lambda q: by_rank[q])
+    most, step = max(waits)
+    if by_rank[late] < LATE_SHARE * total or most < LATE_WAIT * step:
+        return None
+    return (
+        f"rank {late} comes last to the collectives: others wait up to {most:.2f} ms of a step of {step:.2f} ms for it"
+    )

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from distdiag.terms.untrusted import short_text
+from distdiag.terms.untrusted import is_rank, short_text
+from distdiag.traces.model import Operator
 
-MAX_FILE_BYTES = 1 << 30  # unpacked
+MAX_FILE_BYTES = 512 << 20  # unpacked
 MAX_EVENTS = 5_000_000
 MAX_US = 1e15  # of a time stamp: 30 years
 MAX_NS = 1 << 62
@@ -81,6 +82,7 @@ class Trace:
         base_ns: Wall clock of time 0; 0 if the file does not tell.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
+        compute, operators: Taken from `ops` and `device` by `analyse.condense`, which empties both.
     """
 
     rank: int | None
@@ -89,6 +91,8 @@ class Trace:
     comms: list[Comm] = field(default_factory=list)
     device: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[int, float, float]] = field(default_factory=list)
+    compute: list[tuple[float, float]] | None = None
+    operators: list[Operator] | None = None
 
     def us(self, wall_ns: int) -> float:
         """Return a wall-clock time as µs of this trace."""
@@ -113,7 +117,7 @@ def load(path: Path) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise BadTrace("is damaged: it cannot be unpacked") from None
     if len(data) > MAX_FILE_BYTES:
-        raise BadTrace(f"is larger than {MAX_FILE_BYTES >> 30} GiB")
+        raise BadTrace(f"is larger than {MAX_FILE_BYTES >> 20} MiB")
     return data
 
 
@@ -142,7 +146,7 @@ def parse(data: bytes) -> Trace:
     base = found.baseTimeNanoseconds
     info = found.distributedInfo if isinstance(found.distributedInfo, dict) else {}
     rank = info.get("rank")
-    trace = Trace(rank if type(rank) is int else None, base if 0 <= base < MAX_NS else 0)
+    trace = Trace(rank if is_rank(rank) else None, base if 0 <= base < MAX_NS else 0)
     _sort(trace, found.traceEvents)
     return trace
 

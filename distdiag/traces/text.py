@@ -30,7 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 def lines(p: Profile) -> list[str]:
     """Return the profile as lines of plain text; times are ms per step."""
-    out: list[str] = []
+    out = [p.verdict, ""] if p.verdict else []
     if p.ranks:
         last = (p.first_step or 0) + p.steps - 1
         out.append(f"steps {p.first_step} to {last}, ms per step" if p.first_step is not None else "ms per step")

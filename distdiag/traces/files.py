@@ -1,0 +1,108 @@
+"""Kineto traces that somebody recorded: which files they are, of which ranks, and what they show together."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from distdiag.terms.untrusted import is_rank
+from distdiag.traces import analyse
+from distdiag.traces.merge import MERGED
+from distdiag.traces.model import Missing, Profile
+from distdiag.traces.profile import Recorded, profile_of
+from distdiag.traces.read import BadTrace, Trace, read
+
+MAX_FILES = 4_096
+HEAD_BYTES = 64 << 10
+_NUMBER = re.compile(r"(?:rank|worker|r)[_-]?(\d{1,6})|(\d{1,6})(?=\D*$)", re.IGNORECASE)
+
+
+def find(targets: Sequence[str]) -> list[Path]:
+    """Return the Kineto traces among these files and in these directories, sorted."""
+    found: list[Path] = []
+    for target in map(Path, targets):
+        inside = (
+            sorted(p for p in target.iterdir() if p.name.endswith((".json", ".json.gz"))) if target.is_dir() else []
+        )
+        found += [p for p in inside[:MAX_FILES] if is_trace(p)]
+        if target.is_file() and is_trace(target):
+            found.append(target)
+    return found[:MAX_FILES]
+
+
+def is_trace(path: Path) -> bool:
+    """True if the file begins like a Kineto trace, and is not one that we merged."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as f:
+            head = f.read(HEAD_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return False
+    if MERGED in head[:64]:
+        return False
+    return b'"traceEvents"' in head or (b'"schemaVersion"' in head and b'"deviceProperties"' in head)
+
+
+def diagnose(name: str, paths: Sequence[Path]) -> Profile:
+    """Return what the traces of several ranks show together.
+
+    Raises:
+        BadTrace: none of them can be read.
+    """
+    recorded: dict[int, Recorded] = {}
+    notes: list[str] = []
+    unmarked = False
+    for path in paths:
+        try:
+            trace = read(path)
+        except (BadTrace, OSError) as e:
+            notes.append(f"{path.name} {e}" if isinstance(e, BadTrace) else f"{path.name}: {e.strerror or e}")
+            continue
+        rank = _rank(trace, path, alone=len(paths) == 1)
+        boundaries = _boundaries(trace)
+        if rank is None or rank in recorded or not boundaries:
+            why = "no event" if not boundaries else "no rank" if rank is None else f"rank {rank} again"
+            notes.append(f"{path.name} is left out: {why}")
+            continue
+        unmarked = unmarked or not trace.marks
+        window = trace.us(boundaries[0][1]), trace.us(boundaries[-1][1])
+        analyse.condense(trace, window, len(boundaries) - 1)
+        recorded[rank] = Recorded(trace, boundaries)
+    if not recorded:
+        raise BadTrace(notes[0] if notes else "no trace")
+    found, *_ = profile_of(name, 0, recorded, _absent(recorded), None)
+    if unmarked:
+        notes.append("no ProfilerStep in a trace (prof.step() in the script): the whole trace counts as one step")
+    return msgspec.structs.replace(found, notes=[*found.notes, *notes])
+
+
+def _rank(trace: Trace, path: Path, alone: bool) -> int | None:
+    if trace.rank is not None:
+        return trace.rank
+    m = _NUMBER.search(path.name.removesuffix(".gz").removesuffix(".json"))
+    number = int(m[1] or m[2]) if m else None
+    return number if number is not None and is_rank(number) else 0 if alone else None
+
+
+def _boundaries(trace: Trace) -> list[tuple[int, int]]:
+    """Return the ends of the marked steps in the wall clock; without marks, the whole trace as one step."""
+
+    def wall_ns(us: float) -> int:
+        return trace.base_ns + round(us * 1e3)
+
+    if trace.marks:
+        first = trace.marks[0]
+        return [(first[0] - 1, wall_ns(first[1])), *((n, wall_ns(end)) for n, _, end in trace.marks)]
+    spans = [(o.start, o.end) for o in trace.ops] + trace.device + [(c.start, c.end) for c in trace.comms]
+    if not spans:
+        return []
+    return [(0, wall_ns(min(a for a, _ in spans))), (1, wall_ns(max(b for _, b in spans)))]
+
+
+def _absent(recorded: dict[int, Recorded]) -> list[Missing]:
+    gaps = sorted(set(range(max(recorded) + 1)) - set(recorded)) if max(recorded) < MAX_FILES else []
+    return [Missing(rank=q, reason="no trace of it was given") for q in gaps[:64]]

@@ -1,0 +1,128 @@
+"""`distdiag diagnose` on Kineto traces of all ranks, from any cluster."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from distdiag.cli import main
+from distdiag.traces.files import diagnose, find
+from tests.jobs import REPOSITORY
+from tests.traces.test_traces import BASE_NS, op
+
+
+def write_rank(folder: Path, rank: int, late_us: float = 0.0, clock_us: float = 0.0, name: str | None = None) -> Path:
+    """Four steps of 1,000 µs on a device; the rank begins its all-reduce `late_us` later, its clock is `clock_us` ahead."""
+    events: list[dict[str, Any]] = []
+    for step in range(4):
+        t = step * 1000.0 + clock_us
+        named = {"Process Group Name": "0", "Collective name": "allreduce", "Seq": step, "In msg nelems": 1024}
+        events += [
+            op(f"ProfilerStep#{step + 5}", t, t + 1000, cat="user_annotation"),
+            op("aten::mm", t, t + 100),
+            op("gemm", t + 50, t + 350 + late_us, tid=7, cat="kernel"),
+            op("ncclDevKernel_AllReduce", t + 350 + late_us, t + 900, tid=20, cat="kernel", dtype="Float", **named),
+        ]
+    path = folder / (name or f"host{rank}_pid.pt.trace.json.gz")
+    text = {
+        "schemaVersion": 1,
+        "deviceProperties": [],
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 3},
+        "baseTimeNanoseconds": BASE_NS,
+        "traceEvents": events,
+    }
+    path.write_bytes(gzip.compress(json.dumps(text).encode()))
+    return path
+
+
+def test_the_late_rank_of_a_cluster_is_named_although_its_clocks_differ(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0)
+    write_rank(tmp_path, 1, clock_us=2_000_000.0)
+    write_rank(tmp_path, 2, late_us=300.0, clock_us=-7_000.0)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert (found.first_step, found.steps, [r.rank for r in found.ranks]) == (5, 4, [0, 1, 2])
+    assert found.verdict is not None
+    assert found.verdict.startswith("rank 2 comes last")
+    first, _, late = found.ranks
+    assert (first.compute_ms, first.comm_ms, first.exposed_ms) == pytest.approx((0.3, 0.55, 0.55))
+    assert (first.wait_ms, late.wait_ms) == pytest.approx((0.3, 0.0))
+    assert late.compute_ms == pytest.approx(0.6)
+    (reduce,) = found.collectives
+    assert (reduce.skew_ms, reduce.transfer_ms) == pytest.approx((0.3, 0.25))
+    assert (reduce.late_rank, reduce.per_step, reduce.bytes_per_step) == (2, 1.0, 4096.0)
+    assert "clocks of rank 1-2" in found.notes[0]
+
+
+def test_ranks_that_come_together_get_no_verdict(tmp_path: Path) -> None:
+    for rank in range(3):
+        write_rank(tmp_path, rank, late_us=rank * 5.0)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is None
+    assert not found.missing
+
+
+def test_the_command_prints_tables_or_one_valid_object(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_rank(tmp_path, 0)
+    write_rank(tmp_path, 2, late_us=300.0)
+    (tmp_path / "rank_1.json").write_text('{"schemaVersion": 1, "deviceProperties": [], "traceEvents": [{"ph": 7}]}')
+    (tmp_path / "other.json").write_text('{"epochs": 3}')
+    assert main(["diagnose", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    assert shown.startswith("rank 2 comes last")
+    assert "rank 1: no profile: no trace of it was given" in shown
+    assert "note: rank_1.json is no Kineto trace" in shown
+    assert main(["diagnose", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capfd.readouterr().out)
+    jsonschema.validate(printed, json.loads((REPOSITORY / "docs" / "schemas" / "profile-1.json").read_text()))
+    assert printed["schema"] == "distdiag.profile/1"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"traceEvents": []}', '{"traceEvents": {}}', '{"traceEvents": [' + '{"ph":"X"},' * 9]
+)
+def test_traces_without_content_are_an_error_of_two_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "rank_0.json").write_text(text)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    error = capfd.readouterr().err.splitlines()
+    assert error[0].startswith("distdiag: error: rank_0.json")
+    assert error[1].startswith("hint: ")
+
+
+def test_a_file_that_unpacks_to_too_much_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distdiag.traces.read.MAX_FILE_BYTES", 100_000)
+    write_rank(tmp_path, 0)
+    big = b'{"traceEvents": [' + b" " * 200_000 + b"]}"
+    (tmp_path / "rank_1.json.gz").write_bytes(gzip.compress(big))
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert [r.rank for r in found.ranks] == [0]
+    assert any("rank_1.json.gz is larger than" in n for n in found.notes)
+
+
+def test_a_trace_of_torch_profiler_is_read(tmp_path: Path) -> None:
+    import torch
+
+    def export(prof: torch.profiler.profile) -> None:
+        prof.export_chrome_trace(str(tmp_path / "rank0.json"))
+
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, schedule=schedule, on_trace_ready=export) as prof:
+        for _ in range(4):
+            torch.mm(torch.ones(64, 64), torch.ones(64, 64)).relu()
+            prof.step()
+    found = diagnose("traces", find([str(tmp_path)]))
+    (r,) = found.ranks
+    assert found.steps == 3
+    assert 0 < r.compute_ms <= r.step_ms
+    assert {"aten::mm", "aten::relu"} <= {o.name for o in r.operators}
+    assert (r.wait_ms, found.verdict) == (None, None)
