@@ -31,6 +31,9 @@ class Facts:
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause has been seen, too
     waits_settled: bool = True  # nothing moved since the poll before: what the waits prove may be reported
+    waits_on: bool = (
+        False  # nobody is seen to wait, but no rank has moved since some waited for a living one: ranks being killed
+    )
     kept: tuple[Finding, ...] = ()  # findings about ranks that wait for good, kept as reported at this poll
     locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the poll before
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls

@@ -49,6 +49,7 @@ class History:
     _mark: tuple = ()
     _lock_mark: tuple = ()
     _stuck_mark: tuple = ()  # the progress of all ranks when ranks were stuck last
+    _waiting_mark: tuple = ()  # the same, when ranks waited for a living rank last
     _first_end_s: float | None = None
     _late: tuple[float, Late] | None = None
     _episodes: dict[int, float] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class History:
         graph = build(s)
         self._follow_waits(s, graph)
         facts = Facts(s, source, self.without, reported=tuple(reported))
+        facts.waits_on = not graph.sinks and bool(self._waiting_mark) and self._waiting_mark == _progress(s)
         facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
@@ -120,6 +122,7 @@ class History:
         """Whom the others wait for, remembered past its end; and how long a rank usually keeps them waiting."""
         waiting = tuple(sorted(graph.victims_of(graph.sinks))) if graph.sinks else ()
         if waiting:
+            self._waiting_mark = _progress(s)
             self._late = (s.t_s, (tuple(graph.sinks), waiting))
         for rank in graph.sinks:
             kept = kept_waiting(s, graph, rank)

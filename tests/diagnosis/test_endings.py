@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
 from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
-from tests.diagnosis.made import LOOP, findings, job, only, rank
+from tests.diagnosis.made import LOOP, findings, job, only, proved, rank
 
 
 def ended(s: Snapshot, **known: Any) -> list[Finding]:
@@ -202,3 +202,23 @@ def test_a_rank_that_is_killed_before_the_others_watchdogs_abort_them_is_lost() 
     killed = rank(1, life=Life.KILLED, signal=9, ended_s=13.0, wait_measured=False)
     f = only(ended(job(on_device(0), killed)))
     assert (f.kind, f.cause, f.culprits) == ("rank_lost", "killed", (1,))
+
+
+def test_ranks_that_died_of_a_mismatch_are_shown_at_the_call_and_not_where_they_were_seen_last() -> None:
+    metric, backward = Site("/job/train.py", 6, "log_metric"), Site("/job/train.py", 15, "main")
+    calls = {q: Call(op="all_reduce", group="default_pg", seq=7, dtype=d, shape=(1,), site=metric, entered_s=99.0)
+             for q, d in ((0, "int64"), (1, "float32"))}  # fmt: skip
+    s = job(
+        rank(
+            0,
+            life="crashed",
+            place=backward,
+            enqueued={"default_pg": 7},
+            calls=(calls[0],),
+            exception="RuntimeError: reset",
+        ),
+        rank(1, life="killed", signal=6, place=backward, enqueued={"default_pg": 7}, calls=(calls[1],)),
+    )
+    f = only(proved(s))
+    assert (f.kind, f.cause) == ("mismatch", "dtype")
+    assert {(w.rank, w.line) for w in (*f.where, *f.waiting)} == {(0, 6), (1, 6)}

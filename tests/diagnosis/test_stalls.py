@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
+from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.snapshot import Call, Group, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
@@ -104,3 +107,22 @@ def test_a_rank_that_makes_steps_while_another_waits_within_one_is_late() -> Non
     """No averaging on one rank alone: it trains on, and the other never gets its gradients."""
     assert only(findings(_staged(70.0, 99.7), stall)).culprits == (1,)
     assert findings(_staged(70.0, 99.7, phase="collective"), stall) == []
+
+
+def test_a_stall_stays_open_when_its_ranks_are_killed() -> None:
+    """A process that is being killed no longer sleeps in its call, for several polls on a busy machine."""
+
+    def at(t_s: float, **waiter: Any) -> Snapshot:
+        s = waits_for_rank_one(70.0, t_s)
+        return msgspec.structs.replace(s, ranks={**s.ranks, 0: msgspec.structs.replace(s.ranks[0], **waiter)})
+
+    diagnosis = Diagnosis(source=lambda path: None)
+    for t_s in (80.0, 95.0, 100.0):
+        diagnosis.update(at(t_s))
+    dying: dict[str, Any] = {"blocked": None, "activity": "user_code"}
+    for t_s in (100.25, 100.5, 100.75):
+        diagnosis.update(at(t_s, **dying))
+    assert only(diagnosis.open()).kind == "stall"
+    for t_s in (101.0, 101.25, 101.5):  # the waiter has gone on
+        diagnosis.update(at(t_s, **dying, step=101, completed={"default_pg": 7}))
+    assert diagnosis.open() == []

@@ -55,7 +55,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("the job is stopped for good by another finding", checked=True)
         return
     stalled = [f for f in facts.reported if f.kind == kind.name]
-    if stalled and facts.ends:  # as it was seen: what ranks do that are ending now tells nothing new
+    if stalled and (facts.ends or facts.waits_on):  # keep it as reported: ranks that are ending tell nothing new
         yield from stalled
         return
     s, graph = facts.snapshot, facts.graph

@@ -28,7 +28,8 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
         return Where(rank)
     site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.place
     if st.life in (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED):
-        site = st.place or site
+        # of a call that is still known, the caller: the last sample may be older, and an exception may come from a later call
+        site = (call.site if call is not None else None) or st.place or site
         state = str(st.life)
     else:
         state = "waiting" if st.blocked is not None or call is not None else st.activity

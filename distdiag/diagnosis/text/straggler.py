@@ -153,8 +153,13 @@ def periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return where samples of that phase fell most; `other` also shows as user-named phases."""
-    names = ("other", "checkpoint", "validate", "init") if phase == "other" else (phase,)
+    """Return where samples of that phase fell most; `other` also shows as user-named phases.
+
+    Samples of `init` are from before the first step, so they count only if there are no others.
+    """
+    names = ("other", "checkpoint", "validate") if phase == "other" else (phase,)
+    if phase == "other" and not any(r.phase_places.get(name) for name in names):
+        names = ("init",)
     best: tuple[Site, ...] = ()
     most = 0
     for name in names:
