@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -71,3 +73,33 @@ def test_a_batch_smaller_than_the_replicas(images: torch.Tensor):
     out = parallel(images[:2])
     parallel.close()
     assert out.shape == (2, 5)
+
+
+class InOrder(nn.Module):
+    """Let the parts of the batch reach the dropout one after the other, in the order of `first`."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.first, self.passed = first, threading.Event()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x[0, 0]) != self.first:
+            assert self.passed.wait(60)
+        out = self.drop(x)
+        self.passed.set()
+        return out
+
+
+def test_dropout_does_not_depend_on_which_thread_is_first() -> None:
+    batch = torch.tensor([1.0, 2.0])[:, None].expand(2, 256).contiguous()
+    outputs = []
+    for first in (1.0, 2.0):
+        torch.manual_seed(5)
+        model = ThreadDataParallel(InOrder(first), 2)
+        outputs.append(model(batch))
+        model.close()
+    assert torch.equal(outputs[0], outputs[1])
+    kept = (outputs[0] != 0).float().mean(1)
+    assert not torch.equal(outputs[0][0] != 0, outputs[0][1] != 0), "each part has its own mask"
+    assert all(0.3 < float(share) < 0.7 for share in kept) and set(outputs[0][0].tolist()) == {0.0, 2.0}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,26 @@ def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
     return roots
 
 
+def _draw_apart(copies: Sequence[nn.Module]) -> None:
+    """Give the dropouts of each replica their own generator, seeded from the process's.
+
+    The CPU has one generator for all threads: which replica draws first would depend on the scheduler, and training could
+    not be repeated. On GPUs each device has its own.
+    """
+    for copy in copies:
+        active = [m for m in copy.modules() if type(m) is nn.Dropout and m.training and 0 < m.p < 1]
+        if active:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.randint(2**62, ()).item()))
+            for module in active:
+                module.forward = partial(_dropout, module.p, generator)  # type: ignore[method-assign]
+
+
+def _dropout(p: float, generator: torch.Generator, x: torch.Tensor) -> torch.Tensor:
+    """Zero elements with probability `p`, and scale the others up, as nn.Dropout does."""
+    return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
+
+
 class ThreadDataParallel(nn.Module):
     """`module` applied to `replicas` parts of the batch by as many threads.
 
@@ -102,6 +123,7 @@ class ThreadDataParallel(nn.Module):
         parts = [part.clone() for part in batch.chunk(self.replicas)]
         scattered = time.perf_counter()
         copies = replicate(self.module, len(parts))
+        _draw_apart(copies)
         replicated = time.perf_counter()
         # Threads begin with torch's defaults, whatever this one has set.
         grad = torch.is_grad_enabled()
