@@ -19,6 +19,7 @@ from distdiag.train.costs.possible import SINGLE, Case
 EPOCH_IMAGES = 50_000  # CIFAR-10's training set
 _LEAST_ROUNDS = 3  # below, an interval of rounds is too wide to be of use: then of single steps
 _DRIFT = 1.5  # slowest round of the single process / its fastest: the machine changed more than strategies differ
+_MOST_NAMES = 3  # in a sentence
 
 
 @dataclass(slots=True)
@@ -167,7 +168,9 @@ def fastest_text(rows: Sequence[StepRow]) -> str:
     fastest = min(rows, key=lambda r: r.step_ms)
     text = f"fastest: {_name(fastest)}, {fastest.step_ms:.1f} ms a step"
     near = [_name(r) for r in rows if r is not fastest and r.ci95_ms[0] <= fastest.ci95_ms[1]]
-    return text + (f"; no clear difference to {', '.join(near)}" if near else "")
+    if not near:
+        return text
+    return f"{text}; no clear difference to {', '.join(near) if len(near) <= _MOST_NAMES else f'{len(near)} others'}"
 
 
 def _name(row: StepRow) -> str:
