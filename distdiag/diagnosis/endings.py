@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -244,7 +245,7 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
         if state.place is not None:
             by_site.setdefault(state.place.key, []).append(state.rank)
     if len(by_site) < 2:
-        return None
+        return _aborted_in_one_call(states, dead)
     odd = _minority(list(by_site.values()))
     if not odd:  # a tie: the one at a site where the other never was, if it knows the other's
         strange = [
@@ -261,6 +262,25 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     return Cascade(
         End.ABORTED, tuple(sorted(odd)), tuple(sorted(rest)), tuple(tuple(side) for side in by_site.values()), beat
     )
+
+
+def _aborted_in_one_call(states: Mapping[int, RankState], dead: list[RankState]) -> Cascade | None:
+    """gloo aborted a rank in a call that all made together: sizes that may differ by rank (all_to_all) do not fit.
+
+    The culprit is the rank that brings another size than at all earlier calls of that line, if the others bring the same.
+    """
+    calls = {r.rank: call for r in dead if (call := last_wait(r)) is not None and call.seq is not None}
+    if len(dead) < 2 or len(calls) < len(dead) or len({(c.group, c.seq, c.op, c.site) for c in calls.values()}) != 1:
+        return None
+    odd = {q for q, call in calls.items() if _changed_size(states[q], call)}
+    odd = odd if len(odd) < len(calls) else set()
+    return Cascade(End.ABORTED, tuple(sorted(odd)), tuple(sorted(set(calls) - odd)), (tuple(sorted(calls)),))
+
+
+def _changed_size(r: RankState, call: Call) -> bool:
+    """True if all earlier calls of this line had one size, and this call has another."""
+    earlier = {c.shape for c in r.calls if c.site == call.site and c.op == call.op and c.seq != call.seq}
+    return len(earlier) == 1 and call.shape not in earlier
 
 
 def _rhythm(snapshot: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:

@@ -222,3 +222,31 @@ def test_ranks_that_died_of_a_mismatch_are_shown_at_the_call_and_not_where_they_
     f = only(proved(s))
     assert (f.kind, f.cause) == ("mismatch", "dtype")
     assert {(w.rank, w.line) for w in (*f.where, *f.waiting)} == {(0, 6), (1, 6)}
+
+
+@pytest.mark.parametrize(("usual", "odd"), [((8, 8), (1,)), ((9, 8), ())])
+def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual: tuple[int, int], odd: tuple) -> None:
+    route = Site("/job/train.py", 5, "route")
+
+    def call(seq: int, shape: tuple[int, int], completed_s: float | None) -> Call:
+        return Call(op="all_to_all_single", group="default_pg", seq=seq, shape=shape, site=route, entered_s=seq + 90.0,
+                    completed_s=completed_s)  # fmt: skip
+
+    ends = {
+        0: {"life": "killed", "signal": 6},
+        1: {"life": "crashed", "exception": "RuntimeError: Connection reset by peer"},
+    }
+    last = {0: (8, 8), 1: (9, 8)}
+    before = {0: (8, 8), 1: usual}
+    s = job(
+        *(
+            rank(
+                q, place=route, ended_waiting=True, ended_s=99.0, enqueued={"default_pg": 7}, **ends[q],
+                calls=(*(call(n, before[q], n + 90.1) for n in (4, 5, 6)), call(7, last[q], None)),
+            )
+            for q in (0, 1)
+        )
+    )  # fmt: skip
+    f = only(findings(s, mismatch, rank_lost))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", odd)
+    assert "rank 0 8x8, rank 1 9x8" in f.message and "split sizes" in f.advice

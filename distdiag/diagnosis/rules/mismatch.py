@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths, rank_condition, skipped
-from distdiag.diagnosis.endings import Cascade, End, model_shapes
+from distdiag.diagnosis.endings import Cascade, End, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, Met, Site, Snapshot
@@ -101,7 +101,10 @@ def _aborted(facts: Facts) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
     sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].place)}" for side in cascade.sites)
-    why, advice = _why(facts)
+    if len(cascade.sites) == 1:
+        why, advice = _sizes(s, cascade.sites[0], odd)
+    else:
+        why, advice = _why(facts)
     return Finding(
         kind=kind.name,
         cause="shape",
@@ -119,6 +122,15 @@ def _aborted(facts: Facts) -> Finding:
         cost="the job ended",
         advice=advice,
     )
+
+
+def _sizes(s: Snapshot, ranks: tuple[int, ...], odd: tuple[int, ...]) -> tuple[str, str]:
+    """Return (what each rank brought to the call in which gloo aborted one of them, advice)."""
+    calls = {q: call for q in ranks if (call := last_wait(s.ranks[q])) is not None and call.shape is not None}
+    brought = ", ".join(f"rank {q} {'x'.join(map(str, call.shape or ()))}" for q, call in sorted(calls.items())[:8])
+    text = f"; first tensor: {brought}" if brought else ""
+    text += f"; until then {rank_list(odd)} came there with another size" if odd else ""
+    return text, "compare what each rank sends with what its peer expects: split sizes and output shapes must agree"
 
 
 def _why(facts: Facts) -> tuple[str, str]:
