@@ -8,14 +8,16 @@ from pathlib import Path
 
 from distdiag.monitor.ranks.state import RankView
 
-SETTLED_S = 10.0  # a watchdog notices completions within some 100 ms; a first collective may take seconds to connect
+# Beats of the pulse, which reads the counters: 10 s. A watchdog notices completions within some 100 ms; a first collective may
+# take seconds to connect. On a busy machine the pulse is late, and time alone would tell nothing about the counters.
+SETTLED_BEATS = 40
 STEPS = 10  # that a rank makes meanwhile, and collectives
 
 
 @dataclass(slots=True)
 class _Counter:
     completed: int
-    since_s: float
+    beats: int
     step: int
     enqueued: int
 
@@ -26,7 +28,7 @@ class DeviceSight:
     def __init__(self) -> None:
         self._counters: dict[tuple[int, int], _Counter] = {}
 
-    def missing(self, t_s: float, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
+    def missing(self, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
         """Yield (key, text, rank) of what a proof of a hang would need and does not have."""
         for rank, view in views.items():
             page = view.page
@@ -43,8 +45,8 @@ class DeviceSight:
                 group = page.groups[i]
                 last = self._counters.get((rank, i))
                 if last is None or group.completed != last.completed or group.completed == group.enqueued:
-                    self._counters[rank, i] = _Counter(group.completed, t_s, h.step, group.enqueued)
-                elif t_s - last.since_s >= SETTLED_S and h.step - last.step >= STEPS and not h.n_peers:
+                    self._counters[rank, i] = _Counter(group.completed, h.beats, h.step, group.enqueued)
+                elif h.beats - last.beats >= SETTLED_BEATS and h.step - last.step >= STEPS and not h.n_peers:
                     if group.enqueued - last.enqueued < STEPS:
                         continue  # not in use, or in a captured graph
                     yield f"counters/{rank}/{i}", self._text(view, i), rank
@@ -54,7 +56,7 @@ class DeviceSight:
         assert view.page is not None
         slot, name = view.page.groups[group], view.group_key(view.page, group)
         if slot.completed < 0:
-            why = "the flight recorder does not count its completed collectives (switched off, or of a backend without one)"
+            why = "no completed collectives are counted (is the flight recorder off, or the backend without one?)"
         else:
             why = f"no completion after #{slot.completed} was noticed while its steps continue (is the backend's watchdog stuck?)"
         return f"rank {view.rank}, group {name} ({view.text(slot.backend)}): {why}; waits in it are not judged"

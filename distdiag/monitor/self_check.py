@@ -63,7 +63,7 @@ class OwnFaults:
             whose = f"rank {rank}" if rank is not None else "one rank"
             text = f"the page of {whose} cannot be read ({why}): {whose} is not judged"
             out.append(self._new(f"damaged/{file}", t_s, "damaged_page", text, rank, Severity.WARNING))
-        for key, text, q in self._device.missing(t_s, views):
+        for key, text, q in self._device.missing(views):
             out.append(self._new(key, t_s, "device_waits", text, q))
         for n, f in enumerate(contradicted, 1):
             text = f"proofs that the job has contradicted: {n}; the newest, cleared at {f.cleared_s or t_s:.1f} s: {f.kind}: {f.message}"

@@ -1,0 +1,76 @@
+"""What cannot be judged of ranks on a device backend is reported, and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distdiag.monitor.device_sight import SETTLED_BEATS, DeviceSight
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.layout import page_path
+from distdiag.page.writer import PageWriter
+
+
+class Rank:
+    """The page of a rank with one group of a device backend, in which 100 collectives and steps are made between polls."""
+
+    def __init__(self, pages: Path, backend: str = "nccl") -> None:
+        self.page = PageWriter(page_path(pages, 0))
+        h, slot = self.page.h, self.page.page.groups[0]
+        slot.backend, slot.name, slot.ranks = (self.page.text(t) for t in (backend, "0", "0-1"))
+        slot.completed = -1
+        h.n_groups, h.trace_signal = 1, 60
+        self.page.publish()
+        self.native = Path(self.page.path).with_name("r0.native")
+        self.native.write_bytes(b"")
+        self.view = RankView.open(self.page.path, 0)
+        self.sight = DeviceSight()
+
+    def poll(self, beats: int, completed: int) -> list[str]:
+        slot = self.page.page.groups[0]
+        self.page.h.beats += beats
+        self.page.h.step += 100
+        slot.enqueued += 100
+        slot.completed = completed
+        self.view.refresh(1.0)
+        return [text for _, text, _ in self.sight.missing({0: self.view})]
+
+    def close(self) -> None:
+        self.view.page = None
+        self.view.reader.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    it = Rank(tmp_path / "pages")
+    yield it
+    it.close()
+
+
+def test_missing_counters_are_reported_after_the_pulse_has_read_them_often_enough(rank: Rank) -> None:
+    assert rank.poll(1, -1) == []
+    assert [rank.poll(0, -1) for _ in range(100)] == [[]] * 100, "the pulse has not run meanwhile"
+    assert "no completed collectives are counted" in rank.poll(SETTLED_BEATS, -1)[0]
+
+
+def test_a_watchdog_that_notices_nothing_is_reported(rank: Rank) -> None:
+    assert rank.poll(1, 7) == []
+    assert "no completion after #7 was noticed" in rank.poll(SETTLED_BEATS, 7)[0]
+
+
+def test_counters_that_move_are_not_reported(rank: Rank) -> None:
+    assert [rank.poll(SETTLED_BEATS, 50 * n) for n in range(1, 4)] == [[]] * 3
+
+
+def test_without_the_compiled_module_host_waits_are_not_judged_and_that_is_reported(rank: Rank) -> None:
+    rank.native.unlink()
+    assert "native frames of rank 0 cannot be read" in rank.poll(1, 50)[0]
+
+
+def test_on_gloo_neither_is_needed(tmp_path: Path) -> None:
+    gloo = Rank(tmp_path / "pages", "gloo")
+    gloo.native.unlink()
+    assert gloo.poll(1, -1) == gloo.poll(SETTLED_BEATS, -1) == []
+    gloo.close()
