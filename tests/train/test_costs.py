@@ -146,6 +146,18 @@ def test_the_drawing_is_xml_with_all_three_charts_and_the_users_text_escaped() -
     assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
 
 
+def test_a_wide_interval_is_cut_off_in_the_drawing() -> None:
+    found = result_of([b for f in (1.0, 40.0, 1.0) for b in (block("single", 1, 100), block("ddp", 2, 50 * f))])
+    assert found.rows[1].speed_up_ci95[1] > 100
+    root = ElementTree.fromstring(svg.draw(found))
+    lines = list(root.iter("{http://www.w3.org/2000/svg}line"))
+    height = float(root.attrib["viewBox"].split()[3])
+    assert len(lines) < 30
+    for line in lines:
+        assert 0 <= float(line.attrib["x1"]) <= float(line.attrib["x2"]) <= 900
+        assert 0 <= min(float(line.attrib["y1"]), float(line.attrib["y2"])) <= height
+
+
 WRONG = {
     "allreduce --ranks 1,2": "--ranks compares strategies: allreduce has none",
     "step --ranks 0,2": "--ranks 0: no rank, nothing to measure",

@@ -17,6 +17,7 @@ COLOURS = {
 }  # fmt: skip
 _WIDTH, _LEFT, _BAR, _ROW = 900, 250, 470, 20
 _INK, _LINE = "#222222", "#D0D0D0"
+_MOST_OF_AXIS = 2.0  # a wide interval is cut off instead of compressing the chart
 
 
 def write(result: Result, path: str) -> None:
@@ -73,7 +74,7 @@ def _times(parts: list[str], rows: list[StepRow], y: float) -> float:
     y = _text(
         parts, 12, y, "time of a step, ms, with 95 % interval; light: exposed communication, or idle stages", size=13
     )
-    longest = max(r.ci95_ms[1] for r in rows)
+    longest = min(max(r.ci95_ms[1] for r in rows), _MOST_OF_AXIS * max(r.step_ms for r in rows))
     for r in rows:
         y += _ROW
         _text(parts, _LEFT - 8, y + 11, _name(r), "end")
@@ -82,7 +83,7 @@ def _times(parts: list[str], rows: list[StepRow], y: float) -> float:
         colour = COLOURS[r.strategy]
         _rect(parts, _LEFT, y, width - waiting, colour)
         _rect(parts, _LEFT + width - waiting, y, waiting, colour, 0.35)
-        low, high = (_LEFT + _BAR * v / longest for v in r.ci95_ms)
+        low, high = (_LEFT + _BAR * min(1.0, v / longest) for v in r.ci95_ms)
         _line(parts, low, y + 7, high, y + 7)
         text = f"{r.step_ms:,.1f} ms, epoch {r.epoch_s:,.0f} s"
         _text(parts, max(high, _LEFT + width) + 8, y + 11, text)
@@ -98,14 +99,15 @@ def _scaling(parts: list[str], rows: list[StepRow], y: float) -> float:
         return y - 30
     y = _text(parts, 12, y, "speed-up against the single process, over ranks (dashed: ideal)", size=13) + 12
     top_x = max(n for n, _ in points)
-    top_y = max(top_x, *(r.speed_up_ci95[1] if r.speed_up_ci95 else r.speed_up or 0.0 for _, r in points))
+    highest = max(r.speed_up_ci95[1] if r.speed_up_ci95 else r.speed_up or 0.0 for _, r in points)
+    top_y = max(top_x, *(r.speed_up or 0.0 for _, r in points), min(highest, _MOST_OF_AXIS * top_x))
     height, width = 220.0, float(_BAR)
 
     def at(n: float, value: float) -> tuple[float, float]:
         return _LEFT + width * (n - 1) / max(1, top_x - 1), y + height - height * value / top_y
 
     _line(parts, *at(1, 1), *at(top_x, top_x), _INK, "6 4")
-    for value in range(int(top_y) + 1):
+    for value in range(0, int(top_y) + 1, max(1, int(top_y) // 8)):
         _line(parts, *at(1, value), *at(top_x, value), _LINE)
         _text(parts, _LEFT - 8, at(1, value)[1] + 4, str(value), "end")
     for n in sorted({n for n, _ in points}):
@@ -121,7 +123,8 @@ def _scaling(parts: list[str], rows: list[StepRow], y: float) -> float:
             x, centre = at(n, r.speed_up or 0.0)
             parts.append(f'<circle cx="{x:.1f}" cy="{centre:.1f}" r="3.5" fill="{colour}"/>')
             if r.speed_up_ci95:
-                _line(parts, x, at(n, r.speed_up_ci95[0])[1], x, at(n, r.speed_up_ci95[1])[1], colour)
+                low, high = (min(v, top_y) for v in r.speed_up_ci95)
+                _line(parts, x, at(n, low)[1], x, at(n, high)[1], colour)
         _rect(parts, _LEFT + width + 30, legend - 10, 14, colour)
         _text(parts, _LEFT + width + 50, legend + 1, strategy)
         legend += _ROW
