@@ -31,6 +31,9 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 PHASES = ("start", "training", "checkpoint", "end")
 LIMIT_S = 90.0
+FULL_S = (
+    10.0  # with a full disk, so that there is something to write: the database may have room for the very last rows
+)
 JOB = """
 import os, sys, time
 from pathlib import Path
@@ -212,7 +215,7 @@ def many_readers(where: Path) -> tuple[str, str]:
 
 
 def disk_fills(where: Path) -> tuple[str, str]:
-    """Fill the run's file system to the last byte once both ranks are in the database."""
+    """Fill the run's file system to the last byte once both ranks are in the database; the job goes on for some polls."""
     job = Job(where)
     job.go("start")
     wait_for(lambda: job.reached("training") and ranks_written(where / "R") == 2)
@@ -220,6 +223,7 @@ def disk_fills(where: Path) -> tuple[str, str]:
         with open(where / "R" / f"filling{size}", "wb", buffering=0) as f, contextlib.suppress(OSError):
             while f.write(bytes(size)):
                 pass
+    time.sleep(FULL_S)
     return finish(job)
 
 

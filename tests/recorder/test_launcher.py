@@ -1,0 +1,45 @@
+"""What torchrun's process prints at its end: the verdict of a launch that failed, after its own traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import REPOSITORY, clean_env
+
+LAUNCHER = """
+import atexit, sys, time
+from distdiag import launcher
+atexit.register(launcher.at_end, sys.argv, float(sys.argv[-1]))
+if "fails" in sys.argv:
+    raise RuntimeError("the last line of torchrun's traceback")
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "older", "printed"),
+    [(["fails"], False, True), ([], False, False), (["--quiet", "fails"], False, False), (["fails"], True, False)],
+    ids=["failed", "ended well", "quiet", "a run of another launch"],
+)
+def test_the_verdict_of_a_failed_launch_is_printed_last(
+    options: list[str], older: bool, printed: bool, tmp_path: Path
+) -> None:
+    run = tmp_path / "R"
+    (run / ".jobs").mkdir(parents=True)
+    (run / ".jobs" / "0").write_text("token\n")
+    (run / "verdict.txt").write_text("distdiag: rank 1 crashed\n")
+    began = time.time() + (3600 if older else -3600)
+    quiet = [o for o in options if o.startswith("-")]
+    rest = [o for o in options if not o.startswith("-")]
+    arguments = ["-m", "distdiag.run", "--run-dir", str(run), *quiet, "train.py", *rest, str(began)]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, *arguments],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)}), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ("torchrun's traceback\n\ndistdiag: rank 1 crashed\n" in done.stderr) == printed, done.stderr
+    assert done.stderr.endswith("distdiag: rank 1 crashed\n") == printed
+    assert done.returncode == ("fails" in options)
