@@ -124,6 +124,8 @@ def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) 
             con.text_factory = lambda b: b.decode("utf-8", "replace")
             return fetch(con, sql, args)
         raise
+    except UnicodeDecodeError as e:  # Python decodes SQLite's message, which quotes the file
+        raise sqlite3.DatabaseError("malformed: SQLite's message about it is not UTF-8") from e
     finally:
         con.until_s = math.inf
 

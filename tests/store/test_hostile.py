@@ -54,6 +54,18 @@ def test_views_and_computed_columns_are_refused(tmp_path: Path, statements: tupl
     assert e.value.status is ReadStatus.CORRUPT
 
 
+def test_a_schema_that_is_no_text_is_damage(tmp_path: Path) -> None:
+    """SQLite's message quotes it, and Python cannot decode the message."""
+    run_with(
+        tmp_path,
+        "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET name = CAST(x'eeff' AS TEXT), sql = 'CREATE TABLE' WHERE name = 'event'",
+    )
+    with pytest.raises(RunUnreadable) as e:
+        open_run(tmp_path)
+    assert e.value.status is ReadStatus.CORRUPT
+
+
 def test_an_endless_query_ends(tmp_path: Path) -> None:
     with open_run(run_with(tmp_path)) as run, pytest.raises(RunUnreadable, match="more than"):
         run.query(f"{ENDLESS} SELECT count(*) FROM n")
