@@ -48,7 +48,7 @@ class Answer:
         boundaries: [step, wall clock in ns at its end], from the end of the step before the first one recorded.
         lines: [file, line, function, samples]: the main thread's innermost user frame, most frequent first.
         start_ms, stop_ms: What starting and stopping cost the training thread.
-        save_ms: How long a thread needed to write the trace.
+        save_ms: How long a thread needed to write the trace, mostly with the GIL.
     """
 
     number: int

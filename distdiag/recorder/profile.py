@@ -69,8 +69,13 @@ def _profiler_of_job(torch: Any) -> bool:
     One that records is found when ours is to start: this is known in its own thread only.
     """
     cls, warmup = torch.profiler.profile, torch.profiler.ProfilerAction.WARMUP
-    for o in gc.get_objects():
-        if issubclass(type(o), cls) and getattr(o, "current_action", None) == warmup:
+    objects = gc.get_objects()
+    types = {
+        id(t): t for t in map(type, objects)
+    }  # some hundred: asking each of 200,000 objects takes five times as long
+    ours = {i for i, t in types.items() if issubclass(t, cls)}
+    for o in objects if ours else ():
+        if id(type(o)) in ours and getattr(o, "current_action", None) == warmup:
             prepared = getattr(o, "profiler", None)
             if prepared is not None and prepared.kineto_results is None:
                 return True
@@ -254,7 +259,11 @@ class Profile:
             self._lines[absolute(code.co_filename), frame.f_lineno or 0, code.co_name] += 1
 
     def _save(self) -> None:
-        """Write the trace into the run directory; `save` of Kineto reports no error, so the file is checked."""
+        """Write the trace into the run directory.
+
+        Kineto's `save` reports no error, so the file is checked. It keeps the GIL nearly all of its time: 99 ms for three steps
+        of a ResNet-18 (2.5 MB) on two overloaded cores.
+        """
         if self._failed or self._result is None:
             return
         found, rank = self._found, self.r.h.rank

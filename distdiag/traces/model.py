@@ -40,7 +40,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     device_peak_bytes: int | None = None
     start_ms: float | None = None  # what starting and stopping the profiler cost the training thread, once
     stop_ms: float | None = None
-    save_ms: float | None = None  # in a thread
+    save_ms: float | None = None  # in a thread, mostly with the GIL
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):

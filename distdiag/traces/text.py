@@ -45,6 +45,14 @@ def lines(p: Profile) -> list[str]:
         out += table(("  operator", "ms", "calls"), [("  " + a, b, c) for a, b, c in rows])
         rows = [(f"  {place(x.file, x.line, x.function)}", _ms(x.ms)) for x in r.lines[:TOP]]
         out += table(("  line of the script (sampled)", "ms"), rows) if rows else []
+    measured = [r for r in p.ranks if r.stop_ms is not None]
+    if measured:
+        control = max((r.start_ms or 0.0) + (r.stop_ms or 0.0) for r in measured)
+        saving = max(r.save_ms or 0.0 for r in measured)
+        out += [
+            "",
+            f"cost, once: {_ms(control)} ms to start and stop; {_ms(saving)} ms to write the trace, mostly without Python",
+        ]
     out += [f"rank {m.rank}: no profile: {visible(m.reason)}" for m in p.missing]
     out += [f"note: {visible(n)}" for n in p.notes]
     return out
