@@ -12,7 +12,7 @@ from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.snapshot import Call, Group, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
-from tests.diagnosis.made import LOOP, findings, job, only, rank, waits_for_rank_one
+from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,22 @@ def test_a_stall_stays_open_when_its_ranks_are_killed() -> None:
     for t_s in (101.0, 101.25, 101.5):  # the waiter has gone on
         diagnosis.update(at(t_s, **dying, step=101, completed={"default_pg": 7}))
     assert diagnosis.open() == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "op", "name"),
+    [
+        ("forward", "broadcast", "DDP's buffers, before the forward"),
+        ("backward", "all_reduce", "DDP's gradients, in backward"),
+    ],
+)
+def test_a_collective_that_ddp_makes_is_named(phase: str, op: str, name: str) -> None:
+    """The user's line calls no collective."""
+    waits = Call(op=op, group="default_pg", seq=7, entered_s=50.0)
+    waiter = rank(0, blocked=waits, phase=phase, enqueued={"default_pg": 7}, activity="waiting")
+    late = rank(1, enqueued={"default_pg": 6})
+    assert f"({name}); it is busy" in only(findings(job(waiter, late), stall)).message
+    by_hand = msgspec.structs.replace(waiter, calls=(waits,))
+    assert name not in only(findings(job(by_hand, late), stall)).message
+    finished = msgspec.structs.replace(late, life="finished", activity="finished")
+    assert f"({name}); rank 0 waits for it" in only(proved(job(waiter, finished))).message

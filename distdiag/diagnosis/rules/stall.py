@@ -15,7 +15,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
-from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.terms.units import rough_duration, size_text
@@ -197,7 +197,7 @@ def _finding(s: Snapshot, r: RankState, victims: list[int], waited_s: float, lim
         waiting=tuple(where(s.ranks[v]) for v in victims),
         step=r.step,
         first_seen_s=s.t_s - waited_s,
-        message=_message(r, doing, call, victims, waited_s, left_open),
+        message=_message(r, doing, call, implicit_text(s.ranks[victims[0]], call), victims, waited_s, left_open),
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice=advice,
     )
@@ -207,6 +207,7 @@ def _message(
     r: RankState,
     doing: str,
     call: Call,
+    implicit: str,
     victims: list[int],
     waited_s: float,
     left_open: tuple[Call, tuple[int, ...]] | None,
@@ -224,4 +225,4 @@ def _message(
         )
     usual = f" (its longest so far: {rough_duration(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
     waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
-    return f"rank {r.rank} has not entered {op_text(call)}{size}; {does}; {waited}"
+    return f"rank {r.rank} has not entered {op_text(call)}{size}{implicit}; {does}; {waited}"

@@ -9,7 +9,7 @@ from distdiag.diagnosis.culprit.witnesses import Reason
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.conflict import EXHAUSTED_ADVICE
-from distdiag.diagnosis.text.incident import collective_text, verb
+from distdiag.diagnosis.text.incident import collective_text, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible
 
@@ -18,6 +18,8 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) 
     """Return who ended, how, and who waits for it where; of a rank that ended normally how it can have left."""
     wait, call, ended, culprits = verdict.wait, verdict.call, verdict.ended, verdict.culprits
     what = collective_text(snapshot, wait, call)
+    if call is not None and wait.ranks:
+        what += implicit_text(snapshot.ranks.get(min(wait.ranks)), call)
     ending = f"{rank_list(ended)} {_ending([snapshot.ranks[q] for q in ended])}"
     if verdict.reason is Reason.HISTORY:
         return (
