@@ -16,7 +16,7 @@ import torch
 
 from tests.jobs import launch, rows, shared
 
-pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(600)]
 
 # other kinds judge speed or the host, and may be true of a busy machine
 OF_THE_JOB = {
@@ -46,7 +46,7 @@ def test_a_strategy_trains_without_a_finding_and_resumes_to_the_same_result(stra
     options = ["-m", "distdiag.train", "--strategy", strategy, "--data", data, "--batch-size", "16", "--amp", "off"]
     options += ["--max-steps", "12", "--log-every", "4", "--checkpoint-every", "6", "--validate-every", "0"]
     recorded = ["--monitor", "--run-dir", tmp_path / "R"]
-    with launch([*options, *recorded, "--checkpoint-dir", tmp_path / "a"], timeout=140) as job:
+    with launch([*options, *recorded, "--checkpoint-dir", tmp_path / "a"], timeout=280) as job:
         assert job.wait() == 0, job.tail()
         losses = [float(x) for x in re.findall(r"step \d+/12  loss ([\d.]+)", job.stdout())]
     assert len(losses) == 3 and all(0 < loss < 10 for loss in losses)
@@ -56,7 +56,7 @@ def test_a_strategy_trains_without_a_finding_and_resumes_to_the_same_result(stra
     assert [rank for rank, _ in steps] == [0, 1]
 
     resumed = ["--resume", tmp_path / "a" / "step-00000006.pt", "--checkpoint-dir", tmp_path / "b"]
-    with launch([*options, *resumed], timeout=140) as job:
+    with launch([*options, *resumed], timeout=280) as job:
         assert job.wait() == 0, job.tail()
     ends = [torch.load(tmp_path / name / "step-00000012.pt", weights_only=True) for name in ("a", "b")]
     half = torch.load(tmp_path / "a" / "step-00000006.pt", weights_only=True)
