@@ -41,9 +41,9 @@ def _ui(
     warn: float,
     error: float,
 ) -> Ui:
-    from distdiag.tui import filters
+    from distdiag.tui.data import filters
+    from distdiag.tui.data.order import BY_KEY
     from distdiag.tui.once import needs_ascii
-    from distdiag.tui.order import BY_KEY
     from distdiag.tui.ui import Ui
 
     if sort not in BY_KEY:
@@ -169,7 +169,7 @@ def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bo
             "the live view needs a terminal", "`distdiag tui --once` prints one screen, also into a pipe"
         )
     from distdiag.tui.app import DistdiagApp
-    from distdiag.tui.text import quote
+    from distdiag.tui.draw.text import quote
 
     if not served:
         # Exported by some shells and CI systems, and stale after the first resize; Python would believe them more than

@@ -14,17 +14,17 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from distdiag.store.liveness import Monitor
-from distdiag.tui import filters
-from distdiag.tui.canvas import Canvas
 from distdiag.tui.commands import RankCommands, system_commands
+from distdiag.tui.data import filters
+from distdiag.tui.data.order import ORDERS
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.source import Source
+from distdiag.tui.draw.canvas import Canvas
+from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
+from distdiag.tui.draw.text import clean, clip, clock
 from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
-from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, line
-from distdiag.tui.order import ORDERS
 from distdiag.tui.screens import Pannable, pages
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.source import Source
-from distdiag.tui.text import clean, clip, clock
 from distdiag.tui.ui import METRICS, Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from textual.app import SystemCommand
 from textual.command import Hit, Hits, Provider
 
+from distdiag.tui.data.order import ORDERS
 from distdiag.tui.keys import KEYS
-from distdiag.tui.order import ORDERS
 
 if TYPE_CHECKING:
     from distdiag.tui.app import DistdiagApp

@@ -12,12 +12,12 @@ from textual.app import App
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui import once
-from distdiag.tui.text import quote
+from distdiag.tui.draw.text import quote
 
 if TYPE_CHECKING:
-    from distdiag.tui.canvas import Canvas
-    from distdiag.tui.snapshot import Snapshot
-    from distdiag.tui.source import Source
+    from distdiag.tui.data.snapshot import Snapshot
+    from distdiag.tui.data.source import Source
+    from distdiag.tui.draw.canvas import Canvas
     from distdiag.tui.ui import Ui
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distdiag.tui.lines import BLANK, Line, Part, fitted, joined, line, width_of
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.state import JobState, job_state
-from distdiag.tui.text import (
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.data.state import JobState, job_state
+from distdiag.tui.draw.lines import BLANK, Line, Part, fitted, joined, line, width_of
+from distdiag.tui.draw.text import (
     cells,
     clean,
     clip,

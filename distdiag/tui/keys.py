@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from distdiag.store.liveness import Monitor
-from distdiag.tui.lines import Line, Part, line
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.text import cells
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.draw.lines import Line, Part, line
+from distdiag.tui.draw.text import cells
 from distdiag.tui.ui import Ui
 
 

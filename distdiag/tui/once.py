@@ -15,12 +15,12 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
-from distdiag.tui.lines import BLANK, Line, ascii_line, fitted, plain
-from distdiag.tui.palette import code_256
-from distdiag.tui.palette import colours as area_colours
+from distdiag.tui.data.snapshot import Request, Snapshot, Taker
+from distdiag.tui.data.state import job_state
+from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, plain
+from distdiag.tui.draw.palette import code_256
+from distdiag.tui.draw.palette import colours as area_colours
 from distdiag.tui.screens import Page, pages, readers
-from distdiag.tui.snapshot import Request, Snapshot, Taker
-from distdiag.tui.state import job_state
 from distdiag.tui.ui import Ui
 
 SCHEMA = "distdiag.snapshot/1"

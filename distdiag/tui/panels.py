@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
-from distdiag.tui import severity
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.data.state import JobState, closing_lines
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.lines import Line, cut_line, fitted, line, rule
+from distdiag.tui.draw.text import cells, clean, clip, place, quote, seconds, wrap
 from distdiag.tui.header import overflow
-from distdiag.tui.lines import Line, cut_line, fitted, line, rule
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.state import JobState, closing_lines
-from distdiag.tui.text import cells, clean, clip, place, quote, seconds, wrap
 from distdiag.tui.ui import Ui
 
 _STATES = {

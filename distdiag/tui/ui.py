@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from distdiag.tui.filters import Filter
+from distdiag.tui.data.filters import Filter
 
 METRICS = ("delta", "self_ms", "wait_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "late_ms", "step_ms")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag.errors import DistdiagError, ExitCode, need
-from distdiag.tui.text import clean
+from distdiag.tui.draw.text import clean
 
 HOST = "127.0.0.1"
 COOKIE = "distdiag_token_{port}"  # browsers share the cookies of a host between its ports

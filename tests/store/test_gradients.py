@@ -16,7 +16,7 @@ from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run, open_run
 from distdiag.store.rows import CollectiveRow, DdpRow, StepRow
 from distdiag.store.writer import Writer
-from distdiag.tui.comm_data import read_comm
+from distdiag.tui.data.comm_data import read_comm
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distdiag.store import reader
+from distdiag.store import liveness, reader
 from tests.tui.synthetic import NOW, Scenario, make
 
 MakeRun = Callable[..., Path]
@@ -31,7 +31,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wall clock stands at `NOW`; nothing else of the environment shows on the screens."""
-    monkeypatch.setattr(reader, "time", SimpleNamespace(time=lambda: NOW))
+    for module in (reader, liveness):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
     for name in ("NO_COLOR", "FORCE_COLOR", "TEXTUAL_THEME", "COLORFGBG", "COLUMNS", "LINES", "DISTDIAG_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
 

@@ -15,9 +15,9 @@ from distdiag.store import rundir
 from distdiag.store.writer import Writer
 from distdiag.tui import keys
 from distdiag.tui.app import DistdiagApp
-from distdiag.tui.canvas import Canvas
-from distdiag.tui.lines import STYLES, hit_at
-from distdiag.tui.order import ORDERS
+from distdiag.tui.data.order import ORDERS
+from distdiag.tui.draw.canvas import Canvas
+from distdiag.tui.draw.lines import STYLES, hit_at
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.drive import Driver, showing
@@ -331,7 +331,7 @@ def test_rows_do_not_jump_under_the_cursor(tmp_path: Path) -> None:
 
 def test_first_screen_imports_neither_torch_nor_pandas() -> None:
     code = (
-        "import sys, distdiag.cli.tui, distdiag.tui.app, distdiag.tui.source\nfrom distdiag.tui.screens import pages\npages()\n"
+        "import sys, distdiag.cli.tui, distdiag.tui.app, distdiag.tui.data.source\nfrom distdiag.tui.screens import pages\npages()\n"
         "print(sorted({'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,11 +13,12 @@ from rich.style import Style
 
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import open_run
-from distdiag.tui import bars, history, palette
-from distdiag.tui.charts import Chart, Curve, buckets, draw, side_by_side
-from distdiag.tui.lines import line, plain, width_of
-from distdiag.tui.picture import svg
-from distdiag.tui.text import milliseconds
+from distdiag.tui.data import history
+from distdiag.tui.draw import bars, palette
+from distdiag.tui.draw.charts import Chart, Curve, buckets, draw, side_by_side
+from distdiag.tui.draw.lines import line, plain, width_of
+from distdiag.tui.draw.picture import svg
+from distdiag.tui.draw.text import milliseconds
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import Scenario
 

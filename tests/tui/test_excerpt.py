@@ -10,7 +10,7 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import Where
 from distdiag.store.writer import Writer
-from distdiag.tui import excerpt
+from distdiag.tui.draw import excerpt
 from tests.tui.drive import showing
 from tests.tui.synthetic import Scenario, findings, make, set_monitor
 

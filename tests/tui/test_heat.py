@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from distdiag.store.reader import open_run
-from distdiag.tui.canvas import Canvas
+from distdiag.tui.data.snapshot import Request, Taker
+from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.screens import heat
-from distdiag.tui.snapshot import Request, Taker
 from tests.tui.conftest import MakeRun
 from tests.tui.drive import Driver, showing
 from tests.tui.synthetic import Scenario

@@ -16,13 +16,13 @@ from distdiag.store.opening import ReadStatus, RunUnreadable
 from distdiag.store.reader import open_run
 from distdiag.store.rundir import DATABASE
 from distdiag.store.writer import Writer
-from distdiag.tui import filters
-from distdiag.tui.lines import ascii_line, plain, width_of
+from distdiag.tui.data import filters
+from distdiag.tui.data.order import ORDERS, ordered
+from distdiag.tui.data.snapshot import Request, Snapshot, Taker
+from distdiag.tui.data.state import job_state
+from distdiag.tui.draw.lines import ascii_line, plain, width_of
 from distdiag.tui.once import screen, take
-from distdiag.tui.order import ORDERS, ordered
 from distdiag.tui.screens import pages, readers
-from distdiag.tui.snapshot import Request, Snapshot, Taker
-from distdiag.tui.state import job_state
 from distdiag.tui.ui import METRICS, Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import HOSTILE, Scenario

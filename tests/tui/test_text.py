@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
-from distdiag.tui import severity
-from distdiag.tui.lines import fitted, hit_at, line, plain, width_of
-from distdiag.tui.panels import finding_lines
-from distdiag.tui.screens.findings import evidence_lines
-from distdiag.tui.snapshot import known_at
-from distdiag.tui.table import Column, choose
-from distdiag.tui.text import (
+from distdiag.tui.data.snapshot import known_at
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.lines import fitted, hit_at, line, plain, width_of
+from distdiag.tui.draw.table import Column, choose
+from distdiag.tui.draw.text import (
     bar,
     cells,
     clean,
@@ -37,6 +35,8 @@ from distdiag.tui.text import (
     to_ascii,
     wrap,
 )  # fmt: skip
+from distdiag.tui.panels import finding_lines
+from distdiag.tui.screens.findings import evidence_lines
 
 
 @settings(max_examples=60, deadline=None)

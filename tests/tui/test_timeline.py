@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import open_run
-from distdiag.tui.lines import width_of
-from distdiag.tui.palette import PHASES
+from distdiag.tui.data.snapshot import Request, Taker
+from distdiag.tui.draw.lines import width_of
+from distdiag.tui.draw.palette import PHASES
 from distdiag.tui.screens import timeline
-from distdiag.tui.snapshot import Request, Taker
 from tests.tui.conftest import MakeRun
 from tests.tui.drive import showing
 from tests.tui.synthetic import Scenario

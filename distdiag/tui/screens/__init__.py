@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
-from distdiag.tui.lines import Screenful
-from distdiag.tui.snapshot import PageReader, Request, Snapshot
+from distdiag.tui.data.snapshot import PageReader, Request, Snapshot
+from distdiag.tui.draw.lines import Screenful
 from distdiag.tui.ui import Ui
 
 

@@ -8,15 +8,15 @@ from typing import Any
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
-from distdiag.tui.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
+from distdiag.tui.data.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.state import job_state
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.severity import WARN
+from distdiag.tui.draw.table import Column, choose, header, row
+from distdiag.tui.draw.text import clean, clip, decimal, integer, percent, seconds, size
 from distdiag.tui.header import step_line, title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.panels import footer_panel
-from distdiag.tui.severity import WARN
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.state import job_state
-from distdiag.tui.table import Column, choose, header, row
-from distdiag.tui.text import clean, clip, decimal, integer, percent, seconds, size
 from distdiag.tui.ui import Ui
 
 __all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]

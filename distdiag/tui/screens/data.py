@@ -11,14 +11,14 @@ from typing import Any
 from distdiag.store.frames import Frame, RankRow
 from distdiag.store.reader import Run
 from distdiag.store.rows import LoaderRow
-from distdiag.tui import severity
+from distdiag.tui.data.order import Cached
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule, width_of
+from distdiag.tui.draw.table import Cell, Column, choose, header, row
+from distdiag.tui.draw.text import clean, integer, median_low, milliseconds, percent, place
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule, width_of
-from distdiag.tui.order import Cached
 from distdiag.tui.panels import summary_line
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.table import Cell, Column, choose, header, row
-from distdiag.tui.text import clean, integer, median_low, milliseconds, percent, place
 from distdiag.tui.ui import Ui
 
 

@@ -12,12 +12,12 @@ from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event
 from distdiag.terms.units import size_text
-from distdiag.tui import excerpt, severity
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw import excerpt, severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
+from distdiag.tui.draw.text import cells, clean, clip, clock, wrap
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
 from distdiag.tui.panels import finding_lines, where_text
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.text import cells, clean, clip, clock, wrap
 from distdiag.tui.ui import Ui
 
 _EVENTS = 5

@@ -10,14 +10,14 @@ from typing import Any
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import StepRow
-from distdiag.tui import bars
+from distdiag.tui.data.order import Cached
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw import bars
+from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, rule
+from distdiag.tui.draw.palette import HEAT_LEVELS
+from distdiag.tui.draw.text import clean, clip, fit, median_low, milliseconds, quantile
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Part, Screenful, fitted, line, rule
-from distdiag.tui.order import Cached
-from distdiag.tui.palette import HEAT_LEVELS
 from distdiag.tui.panels import finding_lines, summary_line
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.text import clean, clip, fit, median_low, milliseconds, quantile
 from distdiag.tui.ui import Ui
 
 NAMES = {

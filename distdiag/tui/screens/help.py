@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
-from distdiag.tui import filters, severity
+from distdiag.tui.data import filters
+from distdiag.tui.data.order import ORDERS
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, marked
+from distdiag.tui.draw.text import cells, wrap
 from distdiag.tui.header import title_line
 from distdiag.tui.keys import KEYS
-from distdiag.tui.lines import BLANK, Line, Screenful, line, marked
-from distdiag.tui.order import ORDERS
 from distdiag.tui.screens.ranks_columns import all_columns
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.text import cells, wrap
 from distdiag.tui.ui import Ui
 
 

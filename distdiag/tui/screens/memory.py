@@ -10,16 +10,16 @@ from typing import Any
 from distdiag.store.frames import Frame, RankRow
 from distdiag.store.reader import Run
 from distdiag.store.rows import GpuRow, HostRow, ProcessRow
-from distdiag.tui import severity
+from distdiag.tui.data.order import Cached
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.state import job_state
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.table import Cell, Column, choose, header, row
+from distdiag.tui.draw.text import cells, clean, decimal, gib, integer, median_low, percent, rate, spark, wrap
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
-from distdiag.tui.order import Cached
 from distdiag.tui.panels import summary_line
 from distdiag.tui.screens.ranks_columns import host_width, short_host
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.state import job_state
-from distdiag.tui.table import Cell, Column, choose, header, row
-from distdiag.tui.text import cells, clean, decimal, gib, integer, median_low, percent, rate, spark, wrap
 from distdiag.tui.ui import Ui
 
 HISTORY_S = 60.0

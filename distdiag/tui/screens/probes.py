@@ -11,12 +11,12 @@ import msgspec
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import ProbeResult
-from distdiag.tui.comm_data import CommData, read_comm
+from distdiag.tui.data.comm_data import CommData, read_comm
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.text import clean, clock, decimal, fit, size
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.panels import summary_line
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.text import clean, clock, decimal, fit, size
 from distdiag.tui.ui import Ui
 
 _STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}

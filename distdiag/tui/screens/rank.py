@@ -11,13 +11,11 @@ from distdiag.store import stacks as store
 from distdiag.store.frames import Frame, RankRow
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
-from distdiag.tui import severity
-from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, cut_line, fitted, joined, line, rule
-from distdiag.tui.panels import finding_lines, footer_panel
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.state import job_state
-from distdiag.tui.text import (
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.state import job_state
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, joined, line, rule
+from distdiag.tui.draw.text import (
     cells,
     clean,
     clip_left,
@@ -37,6 +35,8 @@ from distdiag.tui.text import (
     size,
     spark,
 )  # fmt: skip
+from distdiag.tui.header import title_line
+from distdiag.tui.panels import finding_lines, footer_panel
 from distdiag.tui.ui import Ui
 
 PHASES = (

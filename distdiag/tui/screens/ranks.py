@@ -9,19 +9,20 @@ from typing import Any
 
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
-from distdiag.tui import bars, history, severity
+from distdiag.tui.data import history
+from distdiag.tui.data.order import BY_KEY, Cached
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.state import JobState
+from distdiag.tui.draw import bars, severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
+from distdiag.tui.draw.rankmap import map_lines
+from distdiag.tui.draw.table import choose, header, row
+from distdiag.tui.draw.text import cells, clean, decimal, integer, milliseconds, percent, size
 from distdiag.tui.header import head
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
-from distdiag.tui.order import BY_KEY, Cached
 from distdiag.tui.panels import footer_panel
-from distdiag.tui.rankmap import map_lines
 from distdiag.tui.screens import comm
 from distdiag.tui.screens.ranks_columns import NOTHING, Capacity, Shown, columns_for
 from distdiag.tui.screens.ranks_groups import group_lines, groups
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.state import JobState
-from distdiag.tui.table import choose, header, row
-from distdiag.tui.text import cells, clean, decimal, integer, milliseconds, percent, size
 from distdiag.tui.ui import Ui
 
 MIN_ROWS = 6

@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distdiag.store.frames import RankRow
-from distdiag.tui import bars, severity
-from distdiag.tui.lines import Part
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.table import Cell, Column
-from distdiag.tui.text import cells, clean, decimal, delta, fit, gib, integer, milliseconds, place, seconds, short_size
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.draw import bars, severity
+from distdiag.tui.draw.lines import Part
+from distdiag.tui.draw.table import Cell, Column
+from distdiag.tui.draw.text import (
+    cells,
+    clean,
+    decimal,
+    delta,
+    fit,
+    gib,
+    integer,
+    milliseconds,
+    place,
+    seconds,
+    short_size,
+)
 from distdiag.tui.ui import Ui
 
 BAR_FROM = 72  # cells of a screen that has room for the bar of each row

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distdiag.tui.lines import Line, line, marked
-from distdiag.tui.order import ordered
+from distdiag.tui.data.order import ordered
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.draw.lines import Line, line, marked
+from distdiag.tui.draw.severity import Mark
+from distdiag.tui.draw.table import Column, choose, header, row
+from distdiag.tui.draw.text import delta, gib, integer, median_low, milliseconds
 from distdiag.tui.screens.ranks_columns import host_width, short_host
-from distdiag.tui.severity import Mark
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.table import Column, choose, header, row
-from distdiag.tui.text import delta, gib, integer, median_low, milliseconds
 from distdiag.tui.ui import Ui
 
 

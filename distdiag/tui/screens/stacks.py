@@ -11,11 +11,11 @@ from distdiag.store import stacks as store
 from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import Run
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.text import cells, clean, clip_left, clock, place, quote, seconds
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.panels import summary_line
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.text import cells, clean, clip_left, clock, place, quote, seconds
 from distdiag.tui.ui import Ui
 
 

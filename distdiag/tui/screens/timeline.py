@@ -13,15 +13,15 @@ from typing import Any
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import Frame, RankRow
 from distdiag.store.reader import Run
-from distdiag.tui import bars
+from distdiag.tui.data.order import Cached
+from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.state import job_state
+from distdiag.tui.draw import bars
+from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line
+from distdiag.tui.draw.palette import LETTERS
+from distdiag.tui.draw.text import cells, clean, clip, clock, fit, place, seconds
 from distdiag.tui.header import title_line
-from distdiag.tui.lines import BLANK, Line, Part, Screenful, fitted, line
-from distdiag.tui.order import Cached
-from distdiag.tui.palette import LETTERS
 from distdiag.tui.panels import footer_panel
-from distdiag.tui.snapshot import Request, Snapshot
-from distdiag.tui.state import job_state
-from distdiag.tui.text import cells, clean, clip, clock, fit, place, seconds
 from distdiag.tui.ui import Ui
 
 LABEL = 10

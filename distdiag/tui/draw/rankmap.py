@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.tui.lines import Line, Part
-from distdiag.tui.severity import OK, Mark
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.summary import Layout
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.data.summary import Layout
+from distdiag.tui.draw.lines import Line, Part
+from distdiag.tui.draw.severity import OK, Mark
 
 FROM_RANKS = 65  # fewer ranks are all in the table
 MAX_LINES = 20

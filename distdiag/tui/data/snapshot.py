@@ -12,7 +12,7 @@ from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor, number
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import Run
-from distdiag.tui.summary import Summary, summarise
+from distdiag.tui.data.summary import Summary, summarise
 
 HISTORY = 160  # steps of the history line
 

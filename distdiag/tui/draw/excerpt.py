@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.tui.text import clean
+from distdiag.tui.draw.text import clean
 
 AROUND = 2  # lines before and after
 MAX_BYTES = 1 << 20

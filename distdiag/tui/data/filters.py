@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distdiag.store.frames import RankTable
-from distdiag.tui import severity
+from distdiag.tui.draw import severity
 
 HELP = (
     ("node084", "host name contains it"),

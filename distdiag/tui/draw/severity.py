@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis.model.findings import Severity
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankRow, RankTable
-from distdiag.tui.text import clean, seconds
+from distdiag.tui.draw.text import clean, seconds
 
 STALE_S = 3.0  # a rank whose heartbeat is older than this shows the age
 

@@ -12,9 +12,9 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from distdiag.tui.lines import STYLES, Line, hit_at
-from distdiag.tui.palette import colours
-from distdiag.tui.picture import svg
+from distdiag.tui.draw.lines import STYLES, Line, hit_at
+from distdiag.tui.draw.palette import colours
+from distdiag.tui.draw.picture import svg
 
 
 class Canvas(Widget, can_focus=True):

@@ -8,8 +8,8 @@ from distdiag.diagnosis.model.findings import State, at_least, rank_list
 from distdiag.store.liveness import Monitor
 from distdiag.store.opening import ReadStatus
 from distdiag.store.rundir import CREATE
-from distdiag.tui.snapshot import Snapshot
-from distdiag.tui.text import clean, integer, quote, seconds
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.draw.text import clean, integer, quote, seconds
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import StepRow
-from distdiag.tui.lines import Part
-from distdiag.tui.palette import LETTERS, PHASES, SHORT, WORDS
-from distdiag.tui.text import cells
+from distdiag.tui.draw.lines import Part
+from distdiag.tui.draw.palette import LETTERS, PHASES, SHORT, WORDS
+from distdiag.tui.draw.text import cells
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 _COLUMNS = {"data": "data_ms", "forward": "forward_ms", "backward": "backward_ms", "optimizer": "optimizer_ms"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankTable
-from distdiag.tui import severity
-from distdiag.tui.text import median_low, quantile
+from distdiag.tui.draw import severity
+from distdiag.tui.draw.text import median_low, quantile
 
 _GONE = (Life.KILLED, Life.CRASHED, Life.SILENT)
 Waiting = tuple[str, str, int | None, int | None]  # op, group, seq, bytes

@@ -14,7 +14,7 @@ from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow
 from distdiag.terms.bandwidth import FACTORS
-from distdiag.tui.text import median_low, quantile
+from distdiag.tui.draw.text import median_low, quantile
 
 WINDOW_STEPS = 50
 GRADIENTS = "gradients"  # DDP's all-reduces of one backward pass, as its reducer times them

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distdiag.tui.snapshot import Snapshot
+from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.ui import Ui
 
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from distdiag.tui.lines import Line, Part, fitted, line, width_of
-from distdiag.tui.text import cells, clock, fit
+from distdiag.tui.draw.lines import Line, Part, fitted, line, width_of
+from distdiag.tui.draw.text import cells, clock, fit
 
 LABEL = 7  # cells left of the axis
 # seconds of one dot: the smallest that shows the whole span is taken, so that the picture changes seldom

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distdiag.tui.text import cells, clip, to_ascii
+from distdiag.tui.draw.text import cells, clip, to_ascii
 
 Part = tuple[str, str, str]
 Line = tuple[Part, ...]

@@ -9,8 +9,8 @@ from pathlib import Path
 from distdiag.store import rundir
 from distdiag.store.opening import ReadStatus, RunUnreadable
 from distdiag.store.reader import Run, open_run
+from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.screens import readers
-from distdiag.tui.snapshot import Request, Snapshot, Taker
 
 ATTEMPTS_EVERY_S = 2.0
 

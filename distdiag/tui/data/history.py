@@ -8,9 +8,9 @@ from typing import Any
 
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
-from distdiag.tui.charts import Chart, Curve, draw, side_by_side
-from distdiag.tui.lines import BLANK, Line
-from distdiag.tui.text import MISSING, decimal, milliseconds, percent, quantile
+from distdiag.tui.draw.charts import Chart, Curve, draw, side_by_side
+from distdiag.tui.draw.lines import BLANK, Line
+from distdiag.tui.draw.text import MISSING, decimal, milliseconds, percent, quantile
 
 RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same step time
 POINTS = 2048  # kept; of longer runs every k-th step

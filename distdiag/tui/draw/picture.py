@@ -8,8 +8,8 @@ from html import escape
 
 from rich.style import Style
 
-from distdiag.tui.lines import Line
-from distdiag.tui.text import cells
+from distdiag.tui.draw.lines import Line
+from distdiag.tui.draw.text import cells
 
 CELL_W, CELL_H, FONT = 8.4, 18.0, 14
 MARGIN, TITLE = 10, 34

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from distdiag.tui.lines import Line, Part
-from distdiag.tui.text import cells, fit
+from distdiag.tui.draw.lines import Line, Part
+from distdiag.tui.draw.text import cells, fit
 
 R = TypeVar("R")
 Cell = str | tuple[str, str]  # text, or text and style
