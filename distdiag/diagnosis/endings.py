@@ -240,7 +240,12 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
     by_site: dict[str, list[int]] = {}
-    dead = [states[q] for q, k in kinds.items() if k in ("mismatch", "echo", "timeout")]
+    # the launcher may end the others before their exception: what they waited in is known all the same
+    dead = [
+        states[q]
+        for q, k in kinds.items()
+        if k in ("mismatch", "echo", "timeout") or (k == "outside" and states[q].ended_waiting)
+    ]
     for state in dead:
         if state.place is not None:
             by_site.setdefault(state.place.key, []).append(state.rank)

@@ -250,3 +250,26 @@ def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual:
     f = only(findings(s, mismatch, rank_lost))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", odd)
     assert "rank 0 8x8, rank 1 9x8" in f.message and "split sizes" in f.advice
+
+
+def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:
+    """torchrun's SIGTERM may come before the exception of the rank that lost its peer."""
+    validate, backward = Site("/job/train.py", 14, "reduce_mean"), Site("/job/train.py", 38, "main")
+    aborted = rank(
+        0,
+        life="killed",
+        signal=6,
+        ended_s=99.0,
+        ended_waiting=True,
+        place=validate,
+        sites={validate.key: 1, backward.key: 60},
+    )
+    swept = rank(
+        1, life="killed", signal=15, ended_s=99.1, ended_waiting=True, place=backward, sites={backward.key: 60}
+    )
+    f = only(findings(job(aborted, swept), mismatch, rank_lost))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("mismatch", "shape", (0,), (1,))
+    busy = msgspec.structs.replace(
+        swept, ended_waiting=False
+    )  # killed in its own code: it tells nothing about the call
+    assert only(findings(job(aborted, busy), mismatch, rank_lost)).kind == "rank_lost"
