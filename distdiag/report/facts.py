@@ -295,6 +295,7 @@ def _collectives(run: Run) -> tuple[CollectiveSummary, ...]:
 
 def _collective(key: tuple[Any, ...], members: Sequence[tuple[Any, ...]]) -> CollectiveSummary:
     pgroup, op, dtype, size, ranks = key
+    ranks = ranks if isinstance(ranks, int) else None  # another table has text in a column of this name
     times = np.array([(d, s) for d, s, _ in members], dtype=np.float64)
     durations = times[:, 0][~np.isnan(times[:, 0])]
     p50 = step_tables.median(durations)

@@ -109,3 +109,10 @@ def test_a_long_series_is_folded_and_keeps_its_extremes(tmp_path: Path) -> None:
     assert len(points) == 50
     assert points[0].high_ms == 5000 and points[0].step_ms < 200
     assert [p.step_end for p in points[:-1]] == [p.step for p in points[1:]]
+
+
+def test_a_number_of_ranks_that_is_text_is_not_measured() -> None:
+    from distdiag.report import facts
+
+    found = facts._collective(("g", "all_reduce", "float32", 4, "many"), [(10.0, 0.0, None)])
+    assert (found.ranks, found.busbw_gbps) == (None, None)
