@@ -47,7 +47,7 @@ class Session:
         self.run_dir = run_dir
         self.pages = pages
         self.held: list[Kept] = []  # locks that keep the page directories
-        self.written: list[Kept] = []  # by signal handlers
+        self.written: list[Kept] = []  # by signal handlers of this process, not of its forked children
         self.pulse = Pulse(recorder)
         self.phases: Any = None
         self.server: Any = None
@@ -126,16 +126,20 @@ class Session:
         rank, h = self.recorder.h.rank, self.recorder.h
         number = signal.SIGRTMIN + 13
         if signal.getsignal(number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            faulthandler.register(number, file=self._written(f"r{rank}.trace"), all_threads=True, chain=False)
+            trace = self._opened(f"r{rank}.trace").fd  # the workers of a DataLoader write their stacks to it, too
+            faulthandler.register(number, file=trace, all_threads=True, chain=False)
             h.trace_signal = number
             self._native_frames(number - 1)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self._written(f"r{rank}.fatal"), all_threads=True)
 
+    def _opened(self, name: str) -> Kept:
+        """Create a file next to the page; it stays open for the life of the process."""
+        return Kept(os.open(self.pages / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+
     def _written(self, name: str) -> int:
-        """Create a file next to the page and return its descriptor, which stays open for the life of the process."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self.written.append(Kept(os.open(self.pages / name, flags, 0o600)))
+        """Create a file that forked children do not write to, and return its descriptor."""
+        self.written.append(self._opened(name))
         return self.written[-1].fd
 
     def _native_frames(self, number: int) -> None:
