@@ -146,3 +146,17 @@ def test_a_deadlock_stays_while_its_ranks_are_being_killed_and_ends_once_one_mov
     for t_s in (3.5, 3.75, 4.0):
         d.update(poll(t_s, False, 8))
     assert [f.cleared_s is None for f in d.findings] == [False]
+
+
+def test_a_straggler_is_not_seen_again_in_the_same_steps() -> None:
+    """Three evaluations must find it, and those after the last step of a short job find nothing new."""
+
+    def seen_at(*newest: int) -> list[Finding]:
+        d = Diagnosis(source=lambda _: None)
+        for i, step in enumerate(newest):
+            ranks = rank(0, step=step, steps=steps(wait_ms=80.0)), rank(1, step=step, steps=steps(80.0, "data", seed=1))
+            d.update(job(*ranks, t_s=100.0 + 2.0 * i), final=i == len(newest) - 1)
+        return [f for f in d.findings if f.kind == "straggler" and d.records[f.key].reported]
+
+    assert seen_at(60, 60, 60, 60, 60) == []
+    assert only(seen_at(60, 62, 64)).culprits == (1,)
