@@ -31,14 +31,14 @@ class Record:
     """One finding and its life.
 
     Attributes:
-        seen: Evaluations in a row that have found it; of a kind judged by steps only those with steps that are new.
-        step: The newest step when it was last counted.
+        seen: Evaluations in a row that have found it; of a kind judged by steps only those after which the job went on.
+        progress: Of the job when it was last counted: steps and collectives.
         absent: Evaluations in a row that have not.
     """
 
     finding: Finding
     seen: int = 1
-    step: int = -1
+    progress: int = -1
     absent: int = 0
     reported: bool = False
 
@@ -128,15 +128,15 @@ class Diagnosis:
 
     def _take(self, s: Snapshot, key: str, f: Finding) -> Finding | None:
         """Add one evaluation that found `f` to its record; return it if readers should see it (again)."""
-        step = max((r.step for r in s.ranks.values()), default=0)
+        progress = max((r.step + sum(r.enqueued.values()) for r in s.ranks.values()), default=0)
         record = self.records.get(key)
         if record is None:
-            record = self.records[key] = Record(f, step=step)
+            record = self.records[key] = Record(f, progress=progress)
         else:
             if record.finding.cleared_s is not None:
                 record.seen = 0
-            record.seen += kinds.of(f).while_blocked or step > record.step
-            record.step, record.absent = step, 0
+            record.seen += kinds.of(f).while_blocked or progress > record.progress
+            record.progress, record.absent = progress, 0
         first = record.finding.first_seen_s if record.reported else f.first_seen_s
         detected = record.finding.detected_s if record.reported else s.t_s
         fresh = msgspec.structs.replace(

@@ -151,12 +151,14 @@ def test_a_deadlock_stays_while_its_ranks_are_being_killed_and_ends_once_one_mov
 def test_a_straggler_is_not_seen_again_in_the_same_steps() -> None:
     """Three evaluations must find it, and those after the last step of a short job find nothing new."""
 
-    def seen_at(*newest: int) -> list[Finding]:
+    def seen_at(*newest: int, calls: int = 0) -> list[Finding]:
         d = Diagnosis(source=lambda _: None)
         for i, step in enumerate(newest):
-            ranks = rank(0, step=step, steps=steps(wait_ms=80.0)), rank(1, step=step, steps=steps(80.0, "data", seed=1))
+            more = {"step": step, "enqueued": {"default_pg": calls * i}}
+            ranks = rank(0, steps=steps(wait_ms=80.0), **more), rank(1, steps=steps(80.0, "data", seed=1), **more)
             d.update(job(*ranks, t_s=100.0 + 2.0 * i), final=i == len(newest) - 1)
         return [f for f in d.findings if f.kind == "straggler" and d.records[f.key].reported]
 
     assert seen_at(60, 60, 60, 60, 60) == []
     assert only(seen_at(60, 62, 64)).culprits == (1,)
+    assert only(seen_at(0, 0, 0, calls=9)).culprits == (1,)  # a loop without optimizer steps
