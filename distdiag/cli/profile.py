@@ -142,6 +142,7 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
 
     from distdiag.page import profile_files
     from distdiag.traces import merge
+    from distdiag.traces import saved as saved_profiles
     from distdiag.traces.analyse import Entry
     from distdiag.traces.model import Missing
     from distdiag.traces.profile import profile_of
@@ -173,7 +174,7 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
             notes.append(f"the merged trace was not saved: {e.strerror or e}")
     found = msgspec.structs.replace(found, trace=saved, notes=notes)
     try:
-        (folder / "profile.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        saved_profiles.write(folder, found)
     except OSError as e:
         found = msgspec.structs.replace(found, notes=[*notes, f"profile.json was not saved: {e.strerror or e}"])
     return found

@@ -15,7 +15,20 @@ from distdiag.errors import DistdiagError, ExitCode, need
 if TYPE_CHECKING:
     from distdiag.tui.ui import Ui
 
-SCREENS = ("ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "rank", "help")
+SCREENS = (
+    "ranks",
+    "comm",
+    "heat",
+    "memory",
+    "findings",
+    "data",
+    "stacks",
+    "probes",
+    "timeline",
+    "profile",
+    "rank",
+    "help",
+)
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.report.facts import RankSummary
 from distdiag.report.steps import PHASES, SeriesPoint
+from distdiag.traces.model import RankTimes
 
 COLOURS = {
     "data": "#E69F00",
@@ -95,6 +96,41 @@ def phases(ranks: Sequence[RankSummary]) -> str:
         axes.set_xlabel("ms per step (medians)")
         axes.grid(visible=False, axis="y")
         axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
+        return _svg(figure)
+
+
+PROFILE_COLOURS = {
+    "compute": "#56B4E9",
+    "compute and communication": "#0072B2",
+    "communication": "#E69F00",
+    "waiting for other ranks": "#BCC1C8",
+    "idle": "#E4E7EA",
+}
+
+
+def profile(ranks: Sequence[RankTimes]) -> str:
+    """Draw a bar per rank: its step in a profile."""
+    waits = [min(r.wait_ms or 0.0, r.exposed_ms) for r in ranks]
+    parts = [
+        [r.compute_ms - r.overlap_ms for r in ranks],
+        [r.overlap_ms for r in ranks],
+        [r.exposed_ms - w for r, w in zip(ranks, waits, strict=True)],
+        waits,
+        [r.idle_ms for r in ranks],
+    ]
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "profile"}):
+        figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
+        axes = figure.subplots()
+        y, left = np.arange(len(ranks)), np.zeros(len(ranks))
+        for (label, colour), values in zip(PROFILE_COLOURS.items(), parts, strict=True):
+            width = np.maximum(0.0, np.array(values))
+            axes.barh(y, width, 0.62, left=left, color=colour, label=label)
+            left += width
+        axes.set_yticks(y, [f"rank {r.rank}" for r in ranks])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms per step")
+        axes.grid(visible=False, axis="y")
+        axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
         return _svg(figure)
 
 

@@ -20,6 +20,8 @@ from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event, LoaderRow, ProbeResult
 from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.traces import saved as saved_profiles
+from distdiag.traces.model import Profile
 
 SCHEMA = "distdiag.report/1"
 MAX_COLLECTIVE_ROWS = 400_000
@@ -172,6 +174,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostSummary, ...]
     gpus: tuple[GpuSummary, ...]
     loaders: tuple[LoaderRow, ...]
+    profile: Profile | None  # the newest one of `distdiag profile`
     probes: tuple[ProbeResult, ...]
     events: tuple[Event, ...]
 
@@ -226,6 +229,7 @@ def read_facts(run: Run) -> RunFacts:
         hosts=_hosts(run),
         gpus=_gpus(run),
         loaders=tuple(run.loaders()),
+        profile=saved_profiles.newest(run.path),
         probes=tuple(run.probes()),
         events=tuple(run.events(100)),
     )

@@ -11,6 +11,7 @@ from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list
 from distdiag.report import words
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
 from distdiag.terms import units
+from distdiag.traces.text import ms_text, place
 
 MAX_RANKS = 64
 MAX_BARS = 32
@@ -33,7 +34,7 @@ def render(facts: RunFacts) -> str:
     environment.globals.update(
         ms=words.milliseconds, number=words.number, percent=units.percent, size=units.size_text, rate=units.rate_text,
         duration=units.duration, gradient_times=words.gradient_times, gradient_words=words.gradient_words, moment=words.moment,
-         rank_list=rank_list, Certainty=Certainty, Severity=Severity,
+         rank_list=rank_list, trace_ms=ms_text, place=place, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)
     timed = tuple(r for r in shown if r.step_ms is not None)
@@ -44,5 +45,8 @@ def render(facts: RunFacts) -> str:
         ranks=shown,
         collectives=facts.collectives[:MAX_COLLECTIVES],
         step_chart=Markup(charts.step_time(facts.series, facts.findings)) if len(facts.series) > 1 else None,
+        profile_chart=Markup(charts.profile(facts.profile.ranks[:MAX_BARS]))
+        if facts.profile and facts.profile.ranks
+        else None,
         phase_chart=Markup(charts.phases(notable_ranks(timed, MAX_BARS))) if timed else None,
     )

@@ -9,6 +9,7 @@ from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, state_words
 from distdiag.report.words import gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
+from distdiag.traces.text import lines as profile_lines
 
 WIDTH = 110
 MAX_RANKS = 32
@@ -25,6 +26,7 @@ def render(facts: RunFacts) -> str:
         _ranks(facts),
         _gradients(facts),
         _collectives(facts),
+        _profile(facts),
         _hosts(facts),
         _gpus(facts),
         _events(facts),
@@ -184,6 +186,15 @@ def _collectives(f: RunFacts) -> list[str]:
         [(c.op, c.pgroup, c.bytes, c.count, c.p50_us, c.p99_us, c.busbw_gbps, c.skew_p50_us, who)
          for c, who in list(zip(f.collectives, late, strict=True))[:MAX_COLLECTIVES]],
     )  # fmt: skip
+
+
+def _profile(f: RunFacts) -> list[str]:
+    if f.profile is None:
+        return []
+    return [
+        f"Profile {f.profile.number} (distdiag profile)",
+        *(f"  {line}".rstrip() for line in profile_lines(f.profile)),
+    ]
 
 
 def _hosts(f: RunFacts) -> list[str]:

@@ -13,7 +13,7 @@ from distdiag.traces import analyse
 from distdiag.traces.analyse import Entry, Key, Window
 from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes
 from distdiag.traces.read import Comm, Trace
-from distdiag.traces.text import place
+from distdiag.traces.text import ms_text, place
 
 LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not listed
 LEAST_MS = 0.05
@@ -147,6 +147,4 @@ def _verdict(ranks: Sequence[RankTimes], collectives: Sequence[CollectiveTimes])
     most, step = max(waits)
     if by_rank[late] < LATE_SHARE * total or most < LATE_WAIT * step:
         return None
-    return (
-        f"rank {late} comes last to the collectives: others wait up to {most:.2f} ms of a step of {step:.2f} ms for it"
-    )
+    return f"rank {late} comes last to the collectives: others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"

@@ -13,7 +13,8 @@ TOP = 5
 NAME = 60  # characters of an operator's name
 
 
-def _ms(value: float | None) -> str:
+def ms_text(value: float | None) -> str:
+    """Return `4.20`, `836`, `3,539`; the unit is in the heading."""
     return MISSING if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
@@ -41,9 +42,9 @@ def lines(p: Profile) -> list[str]:
         out += ["", *table(_COLLECTIVE_HEAD, [_collective(c) for c in p.collectives[:TOP]], left=2)]
     for r in p.ranks if p.comparison is None else ():
         out += ["", f"rank {r.rank}, most self time"]
-        rows = [(visible(o.name)[:NAME], _ms(o.self_ms), f"{o.calls:g}") for o in r.operators[:TOP]]
+        rows = [(visible(o.name)[:NAME], ms_text(o.self_ms), f"{o.calls:g}") for o in r.operators[:TOP]]
         out += table(("  operator", "ms", "calls"), [("  " + a, b, c) for a, b, c in rows])
-        rows = [(f"  {place(x.file, x.line, x.function)}", _ms(x.ms)) for x in r.lines[:TOP]]
+        rows = [(f"  {place(x.file, x.line, x.function)}", ms_text(x.ms)) for x in r.lines[:TOP]]
         out += table(("  line of the script (sampled)", "ms"), rows) if rows else []
     measured = [r for r in p.ranks if r.stop_ms is not None]
     if measured:
@@ -51,7 +52,7 @@ def lines(p: Profile) -> list[str]:
         saving = max(r.save_ms or 0.0 for r in measured)
         out += [
             "",
-            f"cost, once: {_ms(control)} ms to start and stop; {_ms(saving)} ms to write the trace, mostly without Python",
+            f"cost, once: {ms_text(control)} ms to start and stop; {ms_text(saving)} ms to write the trace, mostly without Python",
         ]
     out += [f"rank {m.rank}: no profile: {visible(m.reason)}" for m in p.missing]
     out += [f"note: {visible(n)}" for n in p.notes]
@@ -69,7 +70,7 @@ _HEAD = ("rank", "step", "compute", "comm", "overlap", "exposed", "waits for ran
 def _times(r: RankTimes) -> tuple[str, ...]:
     times = (r.step_ms, r.compute_ms, r.comm_ms, r.overlap_ms, r.exposed_ms, r.wait_ms, r.idle_ms)
     memory = r.device_peak_bytes if r.device_peak_bytes is not None else r.rss_peak_bytes
-    return (str(r.rank), *map(_ms, times), size_text(memory))
+    return (str(r.rank), *map(ms_text, times), size_text(memory))
 
 
 _COLLECTIVE_HEAD = ("collective", "group", "per step", "bytes", "skew", "transfer", "last to come")
@@ -82,15 +83,20 @@ def _collective(c: CollectiveTimes) -> tuple[str, ...]:
         visible(c.group or MISSING)[:30],
         f"{c.per_step:g}",
         size_text(c.bytes_per_step),
-        _ms(c.skew_ms),
-        _ms(c.transfer_ms),
+        ms_text(c.skew_ms),
+        ms_text(c.transfer_ms),
         late,
     )
 
 
 def _compared(c: Comparison) -> list[str]:
     rows = [
-        (f"{d.kind}: {visible(d.name)[:NAME]}", _ms(d.culprit_ms), _ms(d.peer_ms), f"{d.culprit_ms - d.peer_ms:+,.2f}")
+        (
+            f"{d.kind}: {visible(d.name)[:NAME]}",
+            ms_text(d.culprit_ms),
+            ms_text(d.peer_ms),
+            f"{d.culprit_ms - d.peer_ms:+,.2f}",
+        )
         for d in c.rows
     ]
     head = ("ms per step", f"rank {c.culprit}", f"rank {c.peer}", "difference")

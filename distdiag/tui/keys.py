@@ -51,11 +51,13 @@ KEYS: tuple[Key, ...] = (
     Key("7", "show('stacks')", "Stacks", "where is every rank in the code", "7"),
     Key("8", "show('probes')", "Probes", "what can this machine do", "8"),
     Key("9", "show('timeline')", "Timeline", "who stopped first, and who waits since", "9"),
+    Key("0", "show('profile')", "Profile", "where does the time of a step go", "0"),
     Key("escape", "back", "Back", "back to the screen before", "Esc", ("rank", "help")),
     Key("enter", "open", "", "open the rank (or the finding's rank) under the cursor", "Enter"),
     Key("n", "neighbour(1)", "Next rank", "next rank, in the order of the table", "n", ("rank",)),
     Key("p", "neighbour(-1)", "Previous", "previous rank", "p", ("rank",)),
     Key("r", "refresh_stacks", "Take stacks", "take new stacks of all ranks now (distdiag dump)", "r", ("stacks", "rank"), "live"),
+    Key("R", "record_profile", "Record", "record a profile of three steps (distdiag profile)", "R", ("profile", "ranks", "rank"), "live"),
     Key("t", "travel", "To that moment", "show the run at the moment this finding was raised", "t", ("findings",)),
     Key("left", "pan(-1)", "", "cursor one cell to the left; earlier", "←", ("heat", "timeline")),
     Key("right", "pan(1)", "", "cursor one cell to the right; later", "→", ("heat", "timeline")),
@@ -90,7 +92,20 @@ KEYS: tuple[Key, ...] = (
 
 # At most so many in the key bar; in this order they give way where it is narrow.
 _BAR_LIMIT = 12
-_GIVE_WAY = ("Zoom", "Probes", "Stacks", "Data", "Previous", "Filter", "Sort", "Mem", "Heat", "Comm")
+_GIVE_WAY = (
+    "Zoom",
+    "Record",
+    "Probes",
+    "Profile",
+    "Stacks",
+    "Data",
+    "Previous",
+    "Filter",
+    "Sort",
+    "Mem",
+    "Heat",
+    "Comm",
+)
 
 
 def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:

@@ -99,6 +99,11 @@ def test_a_job_with_a_straggler_is_profiled_while_it_runs(tmp_path: Path) -> Non
         assert more["exposed"] < -100  # the other one waits for it
         assert max(v for k, v in more.items() if k.startswith("faults.py:")) > 100
 
+        screen = distdiag("tui", "run", "--once", "--screen", "profile", "--size", "140x40", cwd=tmp_path).stdout
+        assert "profile 2: " in screen and "compared with rank 0" in screen and "faults.py:" in screen
+        report = distdiag("report", "run", "--format", "text", cwd=tmp_path).stdout
+        assert "Profile 2 (distdiag profile)" in report and "faults.py:" in report
+
         unknown = distdiag("profile", "run", "--ranks", "0,7", cwd=tmp_path)
         assert (unknown.returncode, "rank 7 is not alive" in unknown.stderr) == (2, True)
         assert sorted(p.name for p in (run / "profile").iterdir()) == [".lock", "1", "2"]

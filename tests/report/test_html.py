@@ -15,6 +15,7 @@ from distdiag.report.facts import RankSummary, notable_ranks
 from distdiag.report.words import visible
 from distdiag.store.writer import Writer
 from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run
+from tests.tui.test_profile_screen import a_profile, save
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7*7 }} $x^2$ \x1b[31m\x07\u202e\x00end'
 
@@ -93,6 +94,15 @@ def test_text_from_the_job_is_shown_and_never_obeyed(tmp_path: Path) -> None:
     assert "\\x1b[31m\\x07\\u202e\\x00end" in p.words
     assert not set(text) & set("\x1b\x07\x00\u202e")
     assert "\x1b" not in plain
+
+
+def test_the_newest_profile_has_a_section_and_its_names_are_never_markup(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r")
+    save(run, a_profile(40, HOSTILE))
+    text, p = page(run)
+    assert "rank 1 comes last" in p.words and "steps 120–122" in p.words and "train.py:88 main" in p.words
+    assert p.tags.count("svg") == 3 and "script" not in p.tags
+    assert not set(text) & set("\x1b\x07\x00\u202e")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 300])

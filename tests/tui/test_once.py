@@ -101,7 +101,7 @@ def test_in_a_pipe_it_is_plain_text_with_every_rank(runs: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    "screen", ["comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "rank", "help"]
+    "screen", ["comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "profile", "rank", "help"]
 )
 def test_every_screen_can_be_printed(runs: MakeRun, screen: str) -> None:
     result = tui(always(runs, Scenario(state="deadlocked", ranks=8)), "--once", "--screen", screen, "--size", "100x30")

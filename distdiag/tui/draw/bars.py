@@ -102,18 +102,18 @@ def gauge(share: float | None, width: int, *, colour: bool = True, style: str = 
     return [(text, f"area-{style}", ""), ("━" * (width - len(text)), "area-track", "")]
 
 
-def legend(width: int, *, colour: bool = True) -> list[Part]:
-    """Swatch (or letter) and word of each phase, as far as `width` has room; all short, or all long words."""
+def legend(width: int, *, colour: bool = True, parts: Sequence[str] = PHASES) -> list[Part]:
+    """Swatch (or letter) and word of each part, as far as `width` has room; all short, or all long words."""
     for names, gap in ((WORDS, "  "), (SHORT, "  "), (SHORT, " ")):
         swatch = "█ " if colour and names is WORDS else "█" if colour else ""
-        needed = sum(cells(names[p]) + len(swatch or "x ") + len(gap) for p in PHASES) - len(gap)
+        needed = sum(cells(names[p]) + len(swatch or "x ") + len(gap) for p in parts) - len(gap)
         if needed <= width:
             out: list[Part] = []
-            for i, p in enumerate(PHASES):
+            for i, p in enumerate(parts):
                 mark = swatch if colour else f"{LETTERS[p]} "
                 out += [
                     (mark, f"area-{p}" if colour else "", ""),
-                    (names[p] + (gap if i < len(PHASES) - 1 else ""), "muted", ""),
+                    (names[p] + (gap if i < len(parts) - 1 else ""), "muted", ""),
                 ]
             return out
     return []

@@ -12,6 +12,12 @@ WORDS = {"wait": "waiting"} | {p: p for p in PHASES if p != "wait"}
 SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "oth", "wait": "wait"}
 LETTERS = {"data": "d", "forward": "f", "backward": "b", "optimizer": "o", "other": "x", "wait": "·"}
 
+# a step in a profile
+PARTS = ("compute", "hidden", "transfer", "wait", "idle")
+WORDS |= {"compute": "compute", "hidden": "overlap", "transfer": "communication", "idle": "idle"}
+SHORT |= {"compute": "comp", "hidden": "overlap", "transfer": "comm", "idle": "idle"}
+LETTERS |= {"compute": "c", "hidden": "+", "transfer": "n", "idle": " "}
+
 HEAT_LEVELS = 16
 _VIRIDIS = (
     "#440154", "#481a6c", "#472f7d", "#414487", "#39568c", "#31688e", "#2a788e", "#23888e",
@@ -26,13 +32,23 @@ COLOURS: dict[str, tuple[str, str]] = {
     "optimizer": ("#009e73", "#009e73"),
     "other": ("#9a9a9a", "#8a8a8a"),
     "wait": ("#34383e", "#bcc1c8"),
+    "compute": ("#56b4e9", "#56b4e9"),
+    "hidden": ("#0072b2", "#0072b2"),
+    "transfer": ("#e69f00", "#e69f00"),
+    "idle": ("#1d2125", "#e4e7ea"),
     "track": ("#2e3338", "#c4c9cf"),
     "fill": ("#7f9fbf", "#4a6f95"),
     "hot": ("#d55e00", "#d55e00"),
     "band": ("#4a6076", "#a9bccf"),
 } | {f"heat{i}": (c, c) for i, c in enumerate(_VIRIDIS)}
 _INK, _PAPER = "#101214", "#ffffff"
-_WRITTEN_ON = {"backward": (_PAPER, _PAPER), "wait": ("#a8b0b8", "#4d545c"), "optimizer": (_INK, _INK)}
+_WRITTEN_ON = {
+    "backward": (_PAPER, _PAPER),
+    "hidden": (_PAPER, _PAPER),
+    "idle": ("#a8b0b8", "#4d545c"),
+    "wait": ("#a8b0b8", "#4d545c"),
+    "optimizer": (_INK, _INK),
+}
 _WRITTEN_ON |= {f"heat{i}": (_PAPER, _PAPER) for i in range(9)}
 _KINDS = ("area", "on", "in")
 

@@ -49,21 +49,22 @@ class Pannable(Protocol):
 
 def pages() -> dict[str, Page]:
     """All screens by name, in the order of their keys."""
-    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks, timeline
+    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, profile, rank, ranks, stacks, timeline
     from distdiag.tui.screens import help as help_screen
 
     every: list[Page] = [
         ranks.RanksPage(), comm.CommPage(), heat.HeatPage(), memory.MemoryPage(), findings.FindingsPage(), data.DataPage(),
-        stacks.StacksPage(), probes.ProbesPage(), timeline.TimelinePage(), rank.RankPage(), help_screen.HelpPage(),
+        stacks.StacksPage(), probes.ProbesPage(), timeline.TimelinePage(), profile.ProfilePage(), rank.RankPage(), help_screen.HelpPage(),
     ]  # fmt: skip
     return {p.name: p for p in every}
 
 
 def readers() -> dict[str, PageReader]:
     """What each screen reads beyond the frame."""
-    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, rank, ranks, stacks, timeline
+    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, profile, rank, ranks, stacks, timeline
 
     return {
         "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory.read, "findings": findings.read,
         "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read, "timeline": timeline.read,
+        "profile": profile.read,
     }  # fmt: skip
