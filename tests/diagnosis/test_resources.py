@@ -63,6 +63,30 @@ def test_growth_of_a_host_says_how_long_it_has() -> None:
     assert "full in 12 minutes" in only(grows(100e6, 30)).message and grows(100e6, 10) == []
 
 
+def test_growth_of_one_rank_while_the_others_do_not_grow_is_watched_less_long() -> None:
+    """A cache or a replay buffer fills on every rank that trains."""
+
+    def grows(per_s: float, *others: float, warm_s: float | None = 2.0, seconds: int = 16) -> list[Finding]:
+        rates = (per_s, *others)
+        ranks = [
+            rank(
+                q,
+                memory=tuple((float(t), int(3e8 + rate * t)) for t in range(seconds)),
+                warm_since_s=2.0 if q == 0 else warm_s,
+            )
+            for q, rate in enumerate(rates)
+        ]
+        return findings_of(job(*ranks, host_available_bytes=int(100e9)))
+
+    f = only(grows(30e6, 0.0))
+    assert (f.kind, f.cause, f.culprits) == ("memory", "growth", (0,))
+    assert only(grows(30e6, 1e6, 0.0)).culprits == (0,)
+    assert grows(30e6, 30e6) == [], "both grow, and the host lasts for half an hour"
+    assert grows(30e6, 5e6) == [], "the other grows, too"
+    assert grows(30e6, 0.0, warm_s=None) == [], "the other does not train: rank 0 learns from what it sends"
+    assert grows(30e6, 0.0, seconds=10) == []
+
+
 def test_imbalance_is_what_matters_on_this_host() -> None:
     def holds(more: float, host: float) -> list[tuple[int, ...]]:
         ranks = [

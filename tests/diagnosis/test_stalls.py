@@ -109,6 +109,36 @@ def test_a_rank_that_makes_steps_while_another_waits_within_one_is_late() -> Non
     assert findings(_staged(70.0, 99.7, phase="collective"), stall) == []
 
 
+def _ahead(steps: int, waiter_steps: int, waited_s: float, **late: Any) -> Snapshot:
+    """Rank 1 trains on, `steps` so far, while rank 0 waits in a barrier after its own."""
+    barrier = Call(op="barrier", group="default_pg", seq=7, entered_s=100.0 - waited_s)
+    step = Step(
+        step=steps, end_s=99.9, step_ms=20, data_ms=0, forward_ms=6, backward_ms=10, optimizer_ms=2, wait_ms=0, other_ms=2,
+        ready_s=None, batch=30, samples=8, loss=None,
+    )  # fmt: skip
+    return job(
+        rank(0, blocked=barrier, activity="waiting", phase="collective", enqueued={"default_pg": 7}, step=waiter_steps),
+        rank(1, **{"enqueued": {"default_pg": 6}, "steps": (step,), "step": steps} | late),
+    )
+
+
+def test_a_rank_that_trains_on_alone_while_the_others_wait_in_a_barrier_stalls_them_after_a_minute() -> None:
+    """Each rank trains until its own loss is small, and one never gets there."""
+    f = only(findings(_ahead(900, 120, waited_s=70.0), stall))
+    assert (f.kind, f.severity, f.culprits, f.victims) == ("stall", "warning", (1,), (0,))
+    assert "goes on training" in f.message and "780 steps ahead of rank 0" in f.message
+    assert findings(_ahead(900, 120, waited_s=40.0), stall) == [], "a longer round of local training"
+    assert findings(_ahead(900, 0, waited_s=70.0), stall) == [], "a stage that rank 0 has no part in"
+    assert findings(_ahead(100, 120, waited_s=70.0), stall) == [], "it catches up"
+    assert findings(_ahead(900, 120, waited_s=70.0, longest_usual_s=30.0), stall) == [], "it has come after as long"
+
+
+def test_a_team_of_some_ranks_that_trains_while_the_others_wait_is_no_stall() -> None:
+    s = _ahead(900, 120, waited_s=70.0, enqueued={"default_pg": 6, "team": 80})
+    s.groups["team"] = Group(name="team", ranks=(1,))
+    assert findings(s, stall) == []
+
+
 def test_a_stall_stays_open_when_its_ranks_are_killed() -> None:
     """A process that is being killed no longer sleeps in its call, for several polls on a busy machine."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
@@ -41,6 +41,10 @@ class Limits:
     that fills up: the more time is left, the longer it is watched."""
     patience_s: float = 500.0
     """Seconds, the most that is watched."""
+    alone_s: float = 10.0
+    """The same for ranks that grow while the others, which train as well, do not: a cache or buffer would fill on all ranks."""
+    flat: float = 0.1
+    """Share of the growth of these ranks below which another rank does not grow."""
     fit: float = 0.97
     """R^2 of a straight line."""
     halves: float = 2.0
@@ -116,12 +120,28 @@ def _growing(
     return rate if steady and never_down else None
 
 
+def _alone(s: Snapshot, growing: Mapping[int, float]) -> bool:
+    """True if at least as many ranks, which train as well, keep their memory while these grow."""
+    others = [r for q, r in s.ranks.items() if q not in growing]
+    if len(others) < len(growing) or len(s.ranks) < s.world_size or _model_parallel(s):
+        return False
+    return all(_flat(r, limits.flat * min(growing.values())) for r in others)
+
+
+def _flat(r: RankState, rate: float) -> bool:
+    """True if the memory of a rank that trains grows by less than `rate`, bytes per second."""
+    if r.life != Life.RUNNING or r.warm_since_s is None or not r.memory:
+        return False
+    points = [p for p in r.memory if p[0] >= max(r.warm_since_s + limits.settle_s, r.memory[-1][0] - limits.window_s)]
+    return len(points) > 1 and points[-1][1] - points[0][1] < rate * (points[-1][0] - points[0][0])
+
+
 def _growth(s: Snapshot) -> Finding | None:
     ranks = s.ranks
     host = {q: rate for q, r in ranks.items() if (rate := _growing(r, r.memory, limits.growth)) is not None}
     if host:
         left_s = s.host_available_bytes / sum(host.values()) if s.host_available_bytes else None
-        patience_s = min(limits.patience * (left_s or 0.0), limits.patience_s)
+        patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if _alone(s, host) else limits.patience_s)
         watched = {q: _growing(ranks[q], ranks[q].memory, limits.growth, patience_s) for q in host}
         host = {q: rate for q, rate in watched.items() if rate is not None}
         if host:

@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRe
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
-from distdiag.diagnosis.waits.delays import kept_waiting
+from distdiag.diagnosis.waits.delays import kept_waiting, outpaced
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -33,6 +33,8 @@ class Limits:
     )  # fmt: skip
     """Seconds that the others may wait for a rank, by what it does. A person asked at a terminal will not answer; a
     checkpoint to a slow disk takes its time."""
+    training_s: float = 60.0
+    """The same for a rank that goes on making steps, ahead of all ranks that wait for it."""
     first_step_s: float = 60.0
     """Seconds, before the first step: compilation, lazy initialisation, reading an index."""
     second_step_s: float = 30.0
@@ -70,11 +72,42 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if kept is None:
             continue
         (victims, waited_s), limit_s = kept, patience_s(state)
-        if waited_s < limit_s:
+        if waited_s < limit_s and (found := _trains_on(facts, state)) is not None:
+            yield found
+        elif waited_s < limit_s:
             usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}, {rough_duration(limit_s)} is usual for it"
             yield Abstained(usual, checked=True)
         else:
             yield _finding(s, state, victims, waited_s, limit_s)
+
+
+def _trains_on(facts: Facts, r: RankState) -> Finding | None:
+    """Return the stall of ranks that wait for one that goes on making steps; None if that is not unusual."""
+    found = outpaced(facts.snapshot, facts.graph, r.rank)
+    if found is None or found[1] < max(limits.training_s, limits.usual_factor * r.longest_usual_s):
+        return None
+    victims, waited_s, ahead = found
+    stack = r.phase_stacks.get("backward") or r.phase_stacks.get("optimizer") or r.user_stack
+    call = facts.snapshot.ranks[victims[0]].blocked
+    assert call is not None
+    return Finding(
+        kind=kind.name,
+        cause="user_code",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        culprits=(r.rank,),
+        victims=tuple(victims),
+        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
+        where=where_stack(r, stack, "user_code"),
+        waiting=tuple(where(facts.snapshot.ranks[v]) for v in victims),
+        step=r.step,
+        first_seen_s=facts.snapshot.t_s - waited_s,
+        message=f"rank {r.rank} has not entered {op_text(call)}{at(call.site)} and goes on training{at(stack[0] if stack else None)}, "
+        f"{ahead:,} steps ahead of {rank_list(victims)}, {verb(victims, 'which has', 'which have')} waited {rough_duration(waited_s)}",
+        cost=f"{len(victims)} of {facts.snapshot.world_size} ranks make no progress",
+        advice="check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, or "
+        "bound its steps; this is cleared if the rank comes",
+    )
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:

@@ -29,6 +29,26 @@ def kept_waiting(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], f
     return victims, s.t_s - begun_s
 
 
+def outpaced(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float, int] | None:
+    """Return (ranks that wait for this one, seconds that all of them have waited, steps by which it is ahead of them).
+
+    None unless it trains on alone: the others have trained, too, it has made more steps than any of them, and it has used no
+    group without them. A stage that only some ranks train, or a team of some ranks, is no such case.
+    """
+    state = s.ranks.get(rank)
+    victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)
+    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+    if state is None or not victims or len(since) < len(victims) or not state.steps:
+        return None
+    ahead = state.step - max(s.ranks[v].step for v in victims)
+    with_others = (name for name, issued in state.enqueued.items() if issued and name in s.groups)
+    if ahead <= 0 or not all(s.ranks[v].step for v in victims):
+        return None
+    if any(not set(victims) <= set(s.groups[name].ranks) for name in with_others):
+        return None
+    return victims, s.t_s - max(since), ahead
+
+
 def _moved_s(r: RankState) -> float | None:
     """Return when this rank last ended a step or called a collective."""
     times = [x.end_s for x in r.steps[-1:]] + [
