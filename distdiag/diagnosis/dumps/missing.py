@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from distdiag.diagnosis.dumps.culprits import Blame
-from distdiag.diagnosis.dumps.snapshot import LoadReport
+from distdiag.diagnosis.dumps.load_report import LoadReport
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, verb

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distdiag.diagnosis.dumps.culprits import Blame
-from distdiag.diagnosis.dumps.snapshot import LoadReport
+from distdiag.diagnosis.dumps.load_report import LoadReport
 
 # A rank was only on its way if others had waited for it less than this (and far less than the timeout) when its dump was
 # written, or not much longer than it has paused repeatedly.

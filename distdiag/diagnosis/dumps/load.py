@@ -1,0 +1,77 @@
+"""Reads flight-recorder dumps into one snapshot: the newest usable dump of each rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from distdiag.diagnosis.dumps.choice import choose, drop_earlier_runs, newest_ns
+from distdiag.diagnosis.dumps.content import DumpFile
+from distdiag.diagnosis.dumps.files import read_all
+from distdiag.diagnosis.dumps.guard import Announce
+from distdiag.diagnosis.dumps.load_report import LoadReport
+from distdiag.diagnosis.dumps.naming import name_ranks
+from distdiag.diagnosis.dumps.snapshot import SnapshotBuilder
+from distdiag.diagnosis.model.snapshot import Life, Snapshot
+
+ANALYSIS, ENTRY_BYTES = "", 1000  # of making the snapshot, after all files are read: its limits grow with the entries
+
+
+def load(
+    paths: str | Path | Iterable[str | Path],
+    announce: Announce = lambda _step, _bytes: None,
+    refused: Mapping[str, str] | None = None,
+) -> tuple[Snapshot, LoadReport]:
+    """Return all dumps in files and directories as one snapshot, and what could not be read.
+
+    In this process, without limits: `verdict.diagnose_dumps` calls it in a child.
+
+    Args:
+        announce: Called before each file and before the snapshot is made, with the bytes that it is made of.
+        refused: Files not to be read, with the reason.
+    """
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small containers live until the snapshot is made: garbage collection would find nothing
+    try:
+        return _load([Path(p) for p in given], announce, refused)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | None) -> tuple[Snapshot, LoadReport]:
+    read, bad, others = read_all(paths, announce, refused)
+    announce(ANALYSIS, sum(len(f.entries) for f in read) * ENTRY_BYTES)
+    report = LoadReport(bad=bad, others=others)
+    by_rank: dict[int, list[DumpFile]] = {}
+    for f in read:
+        if f.rank is None:
+            report.bad.append((str(f.path), "of which rank it is cannot be told: no number in its name or content"))
+        else:
+            by_rank.setdefault(f.rank, []).append(f)
+    age: dict[Path, int] = {}  # a dump without entries counts as new as the others
+    for f in read:
+        age[f.path.parent] = max(age.get(f.path.parent, 0), newest_ns(f))
+    drop_earlier_runs(by_rank, age, report.notes)
+    chosen = {r: choose(r, files, age, report.notes) for r, files in sorted(by_rank.items())}
+    report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
+    snapshot = SnapshotBuilder(chosen, report).snapshot()
+    known = [f for files in chosen.values() for f in files]
+    failed = {r for path, _ in report.bad if (r := _rank_of_bad(Path(path), known)) is not None}
+    absent = [r for r, st in snapshot.ranks.items() if st.life == Life.MISSING]
+    report.unreadable = tuple(r for r in absent if r in failed)
+    report.missing = tuple(r for r in absent if r not in failed)
+    damaged = sum(f.damaged for f in known)
+    if damaged:
+        report.notes.append(f"{damaged:,} entries without group, number or name were left out")
+    return snapshot, report
+
+
+def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
+    """Return the rank of a damaged file, by the names of the other files."""
+    probe = DumpFile(path, None, "", {}, {}, [])
+    beside = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
+    name_ranks([probe, *beside])
+    return probe.rank
