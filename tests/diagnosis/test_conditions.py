@@ -10,7 +10,7 @@ from distdiag.diagnosis.culprit.rank_condition import Condition, around
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.made import proved
-from tests.diagnosis.test_graph import call, key, rank, snapshot
+from tests.diagnosis.waits import call, key, rank, snapshot
 
 FILE = "/job/train.py"
 

@@ -14,7 +14,7 @@ from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
 from tests.diagnosis.test_conditions import FILE, places
-from tests.diagnosis.test_graph import call, key, only, rank, snapshot
+from tests.diagnosis.waits import call, key, only, rank, snapshot
 
 
 def part(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> list[str]:

@@ -1,0 +1,122 @@
+"""Ranks that wait for each other in a cycle, on snapshots written by hand: one situation of a real job each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from distdiag.diagnosis.waits import graph
+from tests.diagnosis.made import proved
+from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
+
+
+def test_groups_entered_in_different_order() -> None:
+    s = snapshot(
+        rank(0, call(group="a", seq=1, site=TRAIN)),
+        rank(1, call(group="b", seq=1, site=EVAL)),
+        rank(2, call(group="c", seq=1, site=SAVE)),
+        groups={"a": (0, 1), "b": (1, 2), "c": (2, 0)},
+    )
+    f = only(s)
+    assert summary(f) == ("deadlock", "group_cycle", (), (0, 1, 2))
+    assert {w.rank for w in f.where} == {0, 1, 2}
+
+
+def test_one_rank_was_given_another_group() -> None:
+    s = snapshot(
+        *(rank(r, call(group="default_pg")) for r in (0, 1, 3)),
+        rank(2, call(group="other", seq=1)),
+        groups={"other": (0, 1, 2, 3)},
+    )
+    assert summary(only(s)) == ("mismatch", "group", (2,), (0, 1, 3))
+
+
+def test_one_rank_of_a_cycle_stands_where_nobody_has_ever_been() -> None:
+    s = snapshot(
+        rank(0, call(group="pair", seq=3, site=SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
+        *(rank(r, call(), sites={key(TRAIN): 7}) for r in (1, 2, 3)),
+        groups={"pair": (0, 1)},
+    )
+    assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1, 2, 3))
+
+
+def test_one_rank_of_a_cycle_left_a_call_out_that_all_others_made() -> None:
+    """Pairs (0,1) and (2,3): rank 1 went on without the pair's call that 0, 2 and 3 have made 5 times."""
+    s = snapshot(
+        rank(0, call(group="a", seq=5, site=EVAL), sites={key(EVAL): 5, key(TRAIN): 6}),
+        rank(1, call(), sites={key(EVAL): 4, key(TRAIN): 7}),
+        *(rank(r, call(), sites={key(EVAL): 5, key(TRAIN): 7}) for r in (2, 3)),
+        groups={"a": (0, 1), "b": (2, 3)},
+    )
+    assert summary(only(s)) == ("deadlock", "missing_rank", (1,), (0, 2, 3))
+
+
+def p2p(op: str, peer: int | None, nth: int = 1, site: Site = SEND, tag: int = 0) -> Call:
+    return Call(op=op, group="default_pg", peer=peer, nth=nth, site=site, tag=tag, shape=(4,), dtype="float32")
+
+
+def messaging(r: int, c: Call, **more: Any) -> RankState:
+    peer = "any" if c.peer is None else c.peer
+    return rank(r, c, p2p_issued={f"{c.op}:{peer}:{c.tag}:default_pg": c.nth or 1, **more.pop("issued", {})}, **more)
+
+
+def test_a_ring_of_receives() -> None:
+    s = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4)) for r in range(4)))
+    f = only(s)
+    assert summary(f) == ("deadlock", "p2p_cycle", (), (0, 1, 2, 3))
+    assert f.collective is not None and f.collective.seq is None
+    tagged = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4, tag=r)) for r in range(4)))
+    assert "never match" not in only(tagged).advice  # each may well be sent with its tag: nobody has sent yet
+
+
+def test_tags_that_do_not_meet() -> None:
+    s = snapshot(messaging(0, p2p("send", 1, tag=1)), messaging(1, p2p("recv", 0, tag=2)))
+    assert summary(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
+    assert "tags 1 and 2 never match" in only(s).advice
+
+
+def test_a_message_that_has_met_its_other_end_waits_for_nobody() -> None:
+    s = snapshot(messaging(0, p2p("send", 1, nth=3)), messaging(1, p2p("recv", 0, nth=3)))
+    assert proved(s) == []
+
+
+def test_a_receive_of_one_rank_against_a_barrier_of_the_others() -> None:
+    s = snapshot(messaging(0, p2p("recv", 1)), *(rank(r, call("barrier", 3, SAVE)) for r in (1, 2, 3)))
+    assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1, 2, 3))
+
+
+@pytest.mark.parametrize(("others", "stuck"), [({}, True), ({"send:0:0:default_pg": 1}, False)])
+def test_receiving_from_any_source(others: dict[str, int], stuck: bool) -> None:
+    """Stuck only if no one can send: rank 1 has ended; a message it had issued before is still there."""
+    s = snapshot(messaging(0, p2p("recv", None)), rank(1, life=Life.FINISHED, p2p_issued=others))
+    assert bool(graph.build(s).stuck) is stuck
+
+
+def test_receiving_from_any_source_waits_for_the_living() -> None:
+    s = snapshot(messaging(0, p2p("recv", None)), rank(1, life=Life.FINISHED), rank(2))
+    g = graph.build(s)
+    assert (g.stuck, g.sinks) == (frozenset(), (2,))
+
+
+def test_two_incidents_are_two_findings() -> None:
+    pair = {"a": (0, 1), "b": (0, 1), "c": (2, 3), "d": (2, 3)}
+    s = snapshot(
+        *(
+            rank(r, call(group=g, seq=1, site=site))
+            for r, (g, site) in enumerate(zip("abcd", (TRAIN, EVAL, TRAIN, EVAL), strict=True))
+        ),
+        groups=pair,
+    )
+    assert [f.victims for f in proved(s)] == [(0, 1), (2, 3)]
+
+
+def test_a_cycle_has_those_behind_it_in_waiting() -> None:
+    s = snapshot(
+        rank(0, call(group="a", seq=1)), rank(1, call(group="b", seq=1, site=EVAL)), rank(2, call(site=SAVE)),
+        groups={"a": (0, 1), "b": (0, 1)},
+    )  # fmt: skip
+    f = only(s)
+    assert f.victims == (0, 1)
+    assert [w.rank for w in f.waiting] == [2]

@@ -1,0 +1,230 @@
+"""Ranks in one collective with different calls, on snapshots written by hand: one situation of a real job each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from tests.diagnosis.made import proved
+from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
+
+
+def test_a_barrier_on_one_rank_only() -> None:
+    """Rank 0 is in the barrier of its checkpoint, the others in the next step: majority, and history, say rank 0."""
+    s = snapshot(
+        rank(0, call("barrier", 7, SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
+        *(rank(r, call("broadcast", 7, root=0), sites={key(TRAIN): 7}) for r in (1, 2)),
+    )
+    f = only(s)
+    assert summary(f) == ("deadlock", "missing_rank", (0,), (1, 2))
+    assert [(w.rank, w.file, w.line, w.state) for w in f.where] == [(0, "/job/train.py", 58, "waiting")]
+    assert "barrier" in f.message and "train.py:58" in f.message and "broadcast" in f.message
+
+
+def test_two_ranks_history_decides() -> None:
+    """GIVEN a tie, THEN the one at a site the other never had is the odd one."""
+    s = snapshot(
+        rank(0, call("barrier", 7, SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
+        rank(1, call("all_reduce", 7, TRAIN), sites={key(TRAIN): 7}),
+    )
+    assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1,))
+
+
+def test_two_ranks_an_extra_call_paired_long_ago_decides() -> None:
+    """Both stand where both have been; rank 1 has also been at a place that rank 0 never saw."""
+    s = snapshot(
+        rank(0, call("all_reduce", 9, TRAIN), sites={key(TRAIN): 5, key(SAVE): 4}),
+        rank(1, call("barrier", 9, SAVE), sites={key(TRAIN): 4, key(SAVE): 4, key(EVAL): 1}),
+    )
+    assert summary(only(s)) == ("deadlock", "missing_rank", (1,), (0,))
+
+
+def test_opposite_order_blames_nobody() -> None:
+    both = {key(SAVE): 4, key(TRAIN): 4}
+    s = snapshot(
+        rank(0, call("broadcast", 9, SAVE, root=0), sites=both),
+        rank(1, call("all_reduce", 9, TRAIN, shape=(7,)), sites=both),
+    )
+    f = only(s)
+    assert summary(f) == ("deadlock", "order_mismatch", (), (0, 1))
+    assert [(w.rank, w.line) for w in f.where] == [(0, 58), (1, 88)]
+
+
+@pytest.mark.parametrize(("sent", "culprits"), [((146, 143), (2,)), ((146, 146), (0,)), ((146, 40), (0,))])
+def test_a_message_that_one_of_several_senders_left_out(sent: tuple[int, int], culprits: tuple[int, ...]) -> None:
+    """Rank 0 collects from ranks 1 and 2, then all meet in a broadcast; rank 2 came there with fewer messages sent, or not."""
+    recv = Call(op="recv", group="default_pg", peer=2, nth=sent[1] + 1, site=SEND)
+    s = snapshot(
+        rank(0, recv, enqueued={"default_pg": 75}, completed={"default_pg": 75},
+             p2p_issued={"recv:1:0:default_pg": sent[0], "recv:2:0:default_pg": sent[1] + 1}),
+        *(rank(r, call("broadcast", 76, SAVE, root=0), p2p_issued={"send:0:0:default_pg": n}) for r, n in zip((1, 2), sent, strict=True)),
+    )  # fmt: skip
+    f = only(s)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", culprits)
+    assert ("rank 2 has not sent what rank 0 waits for" in f.message) == (culprits == (2,))
+
+
+BOTH = {key(SAVE): 3, key(TRAIN): 90}
+
+
+def at_the_end_of_an_epoch(r: int, *visits: int) -> RankState:
+    """Stands in the barrier that both ranks know, at the newest of these sequence numbers."""
+    seen = {"default_pg": {key(SAVE): visits}}
+    return rank(r, call("barrier", visits[-1], SAVE), sites=BOTH, visits=seen)
+
+
+def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) -> RankState:
+    """Stands in the step of its loop; was in the barrier at these numbers."""
+    seen = {"default_pg": {key(SAVE): saved, key(TRAIN): trained}}
+    return rank(r, call("all_reduce", seq, TRAIN, shape=(7,)), sites=BOTH, visits=seen)
+
+
+@pytest.mark.parametrize(
+    ("waits", "trains", "culprits", "words"),
+    [
+        ((61, 121, 160), (160, 61, 121), (1,), "after 39 collectives; earlier, all ranks got there after 60"),
+        ((61, 121, 181), (181, 61, 121), (0,), "was due after 60"),
+        ((1, 61, 121, 160), (160, 1, 61, 121), (1,), "after 39"),
+        ((11, 61, 121, 160), (160, 11, 61, 121), (), "order"),  # no rhythm
+        ((61, 121, 200), (200, 61, 121), (), "order"),  # later than usual tells nothing
+        ((61, 121), (121, 61), (), "order"),  # one visit is no rhythm
+        ((61, 121, 160), (160, 61, 120), (), "order"),  # their pasts do not agree
+    ],
+)
+def test_two_ranks_that_know_both_places_the_rhythm_decides(
+    waits: tuple[int, ...], trains: tuple[int, ...], culprits: tuple[int, ...], words: str
+) -> None:
+    f = only(snapshot(in_the_loop(0, *trains), at_the_end_of_an_epoch(1, *waits)))
+    cause = "missing_rank" if culprits else "order_mismatch"
+    assert summary(f) == ("deadlock", cause, culprits, tuple(r for r in (0, 1) if r not in culprits))
+    assert words in f.message
+
+
+def test_the_longer_rhythm_counts() -> None:
+    """Both came as they always do: but who runs through the end of an epoch is in the rhythm of its steps as well."""
+    loop = in_the_loop(0, 181, 61, 121, trained=(177, 179, 181))
+    end = rank(
+        1,
+        call("barrier", 181, SAVE),
+        sites=BOTH,
+        visits={"default_pg": {key(SAVE): (61, 121, 181), key(TRAIN): (175, 177, 179)}},
+    )
+    assert summary(only(snapshot(loop, end))) == ("deadlock", "missing_rank", (0,), (1,))
+
+
+def test_the_operation_was_exchanged_on_one_rank() -> None:
+    near = Site("/job/train.py", 90, "step")
+    s = snapshot(
+        rank(0, call("reduce", 7, near, root=0), sites={key(near): 1, key(TRAIN): 6}),
+        *(rank(r, call("all_reduce", 7), sites={key(TRAIN): 7}) for r in (1, 2)),
+    )
+    assert summary(only(s)) == ("mismatch", "op", (0,), (1, 2))
+
+
+def test_ranks_that_ran_out_of_batches_are_to_blame_even_if_they_are_many() -> None:
+    s = snapshot(
+        rank(0, call("all_reduce", 7), sites={key(TRAIN): 7}),
+        *(rank(r, call("barrier", 7, SAVE), sites={key(TRAIN): 6, key(SAVE): 1}) for r in (1, 2)),
+    )
+    f = only(s, exhausted={1, 2})
+    assert summary(f) == ("deadlock", "missing_rank", (1, 2), (0,))
+    assert "ran out of batches" in f.message
+
+
+@pytest.mark.parametrize(
+    ("odd", "cause"),
+    [
+        ({"shape": (2048,)}, "shape"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"op": "broadcast", "root": 1}, "root"),
+    ],
+)
+def test_arguments_differ(odd: dict[str, Any], cause: str) -> None:
+    usual = {"op": "broadcast", "root": 0} if cause == "root" else {}
+    s = snapshot(rank(0, call(**usual)), rank(1, call(**usual)), rank(2, call(**{**usual, **odd})))
+    assert summary(only(s)) == ("mismatch", cause, (2,), (0, 1))
+
+
+def test_two_ranks_with_different_sizes_blame_nobody() -> None:
+    s = snapshot(rank(0, call(shape=(4,))), rank(1, call(shape=(5,))))
+    f = only(s)
+    assert summary(f) == ("mismatch", "shape", (), (0, 1))
+    assert "4 elements" in f.message and "5 elements" in f.message
+
+
+def test_the_rank_that_the_backend_aborted_tells_what_it_was_about_to_call() -> None:
+    """gloo: SIGABRT on one rank within 0.1 s, "connection reset" on the others; last words decide."""
+    last = (call(shape=(2048,)),)
+    s = snapshot(
+        rank(0, call()),
+        rank(
+            1,
+            life=Life.CRASHED,
+            exception="RuntimeError: Connection reset by peer",
+            calls=(call(),),
+            enqueued={"default_pg": 7},
+        ),
+        rank(2, life=Life.KILLED, signal=6, calls=last, enqueued={"default_pg": 7}),
+    )
+    f = only(s)
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (2,))
+    assert set(f.victims) == {0, 1}
+
+
+def test_after_a_mismatch_ranks_ahead_are_its_victims() -> None:
+    """Rank 3 issued the collective without waiting, and waits for the others in a group of its own."""
+    s = snapshot(
+        rank(0, call("barrier", 7, SAVE)),
+        rank(1, call()),
+        rank(2, call()),
+        rank(
+            3,
+            call(group="g", seq=2),
+            enqueued={"default_pg": 7},
+            completed={"default_pg": 6},
+            calls=(call(asynchronous=True),),
+        ),
+        groups={"g": (2, 3)},
+    )
+    f = only(s)
+    assert (f.culprits, f.victims) == ((0,), (1, 2, 3))
+
+
+def test_the_vote_waits_for_those_on_their_way() -> None:
+    ranks = [rank(0, call("barrier", 7, SAVE)), rank(1, call()), *(rank(r, enqueued={"default_pg": 6}) for r in (2, 3))]
+    assert proved(snapshot(*ranks)) == []
+    settled = only(snapshot(*ranks, stable_since_s=1.0))
+    assert settled.kind in ("deadlock", "mismatch")
+
+
+PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("gloo", {"op": "reduce_scatter_tensor"}, {"op": "all_reduce"}),  # gloo records one as the other
+    ("nccl", {"op": "barrier"}, {"op": "all_reduce", "shape": (1,)}),  # NCCL's barrier is one
+    ("gloo", {"op": "all_gather_into_tensor"}, {"op": "_all_gather_base"}),
+    ("gloo", {"op": "gloo:all_reduce"}, {"op": "all_reduce"}),
+    ("gloo", {"op": "something_new"}, {"op": "all_reduce"}),
+    ("nccl", {"op": "coalesced"}, {"op": "all_gather"}),
+    ("gloo", {"op": "all_to_all_single", "shape": (3,)}, {"op": "all_to_all_single", "shape": (9,)}),
+    ("nccl", {"op": "all_gather", "shape": (3,)}, {"op": "all_gather", "shape": (9,)}),
+    ("gloo", {"op": "broadcast", "shape": None}, {"op": "broadcast"}),
+    ("gloo", {"shape": (4, 2)}, {"shape": (8,)}),
+    ("gloo", {"dtype": "Float"}, {"dtype": "torch.float32"}),
+    ("gloo", {"dtype": "complex64"}, {"dtype": "float32", "shape": (1024,)}),
+    ("gloo", {"op": "broadcast", "root": None}, {"op": "broadcast", "root": 1}),
+]
+
+
+@pytest.mark.parametrize(("backend", "a", "b"), PAIRS)
+def test_in_doubt_calls_fit(backend: str, a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert proved(snapshot(rank(0, call(**a)), rank(1, call(**b)), backend=backend)) == []
+
+
+def test_two_calls_at_one_line_are_not_compared_with_each_other() -> None:
+    both = [
+        rank(r, call("all_reduce", 7, dtype=dtype), sites={key(TRAIN): 7}) for r, dtype in ((0, "Float"), (1, "Double"))
+    ]
+    f = only(snapshot(*both))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", ())
+    assert "the ranks at train.py:88" in f.advice and f.advice.count("train.py:88") == 1

@@ -1,0 +1,86 @@
+"""Deadlocks with ranks that have ended, on snapshots written by hand: one situation of a real job each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distdiag.diagnosis.model.snapshot import Life
+from distdiag.diagnosis.rules import RULES
+from tests.diagnosis.made import findings, proved
+from tests.diagnosis.waits import EVAL, TRAIN, call, key, only, rank, snapshot, summary
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "words"),
+    [
+        ({"life": Life.FINISHED, "exit_code": 0}, "rank_finished", "ended normally"),
+        ({"life": Life.FINISHED, "exit_code": 3}, "rank_exited", "exited with code 3"),
+        ({"life": Life.CRASHED, "exception": "IndexError: x"}, "rank_exited", "IndexError: x"),
+        ({"life": Life.KILLED, "signal": 9}, "rank_exited", "killed by signal 9"),
+        ({"life": Life.STOPPED}, "rank_stopped", "SIGSTOP"),
+    ],
+)
+def test_a_wait_on_a_rank_that_is_gone(end: dict[str, Any], cause: str, words: str) -> None:
+    s = snapshot(rank(0, call()), rank(1, call()), rank(2, enqueued={"default_pg": 6}, place=EVAL, **end))
+    f = only(s)
+    assert summary(f) == ("deadlock", cause, (2,), (0, 1))
+    assert f.certainty == "proved" and f.severity == "error"
+    assert words in f.message and "all_reduce #7" in f.message
+    assert [(w.rank, w.line) for w in f.where] == [(2, 120)]
+    assert [(w.rank, w.line) for w in f.waiting] == [(0, 88), (1, 88)]
+    assert f.collective is not None and (f.collective.op, f.collective.seq) == ("all_reduce", 7)
+
+
+def test_a_rank_that_is_reported_as_lost_is_not_a_deadlock_too() -> None:
+    s = snapshot(rank(0, call()), rank(1, life=Life.KILLED, signal=9))
+    assert [f.kind for f in findings(s, *RULES)] == ["rank_lost"]
+
+
+def test_a_stopped_rank_moves_no_data_even_if_it_has_issued_the_call() -> None:
+    s = snapshot(
+        rank(0, call()), rank(1, None, life=Life.STOPPED, enqueued={"default_pg": 7}, completed={"default_pg": 6})
+    )
+    assert summary(only(s)) == ("deadlock", "rank_stopped", (1,), (0,))
+
+
+def test_the_echo_of_a_death_is_not_its_cause() -> None:
+    s = snapshot(
+        rank(0, call()),
+        rank(1, life=Life.CRASHED, exception="RuntimeError: Connection closed by peer", ended_s=10.0),
+        rank(2, life=Life.CRASHED, exception="IndexError: list index out of range", ended_s=10.2),
+    )
+    f = only(s)
+    assert (f.culprits, f.victims) == ((2,), (0,))
+
+
+def test_a_finished_rank_that_is_not_needed_is_no_incident() -> None:
+    s = snapshot(
+        rank(0),
+        rank(1, call(group="g", seq=1)),
+        rank(2, call(group="g", seq=1)),
+        rank(3, life=Life.FINISHED),
+        groups={"g": (1, 2)},
+    )
+    assert proved(s) == []
+
+
+def test_a_rank_that_evaluated_alone_through_the_wrapped_model_waits_for_those_that_have_ended() -> None:
+    """Its extra forward was paired with the others' next one, long ago; all others are done now."""
+    s = snapshot(
+        rank(0, call("broadcast", 41), sites={key(TRAIN): 40, key(EVAL): 1}),
+        *(
+            rank(r, life=Life.FINISHED, exit_code=0, enqueued={"default_pg": 40}, sites={key(TRAIN): 40})
+            for r in (1, 2)
+        ),
+    )
+    assert summary(only(s)) == ("deadlock", "missing_rank", (0,), ())
+
+
+def test_a_rank_that_left_early_is_to_blame_though_the_other_goes_on_to_new_places() -> None:
+    s = snapshot(
+        rank(0, call("all_reduce", 41, EVAL), sites={key(TRAIN): 40, key(EVAL): 1}),
+        rank(1, life=Life.FINISHED, exit_code=0, enqueued={"default_pg": 40}, sites={key(TRAIN): 40}),
+    )
+    assert summary(only(s)) == ("deadlock", "rank_finished", (1,), (0,))
