@@ -17,7 +17,7 @@ from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.first_forward import FirstForward
-from distdiag.recorder.hooks.tensor_checks import NAMES_KEPT
+from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import unseen
 
@@ -43,7 +43,7 @@ class Model(ModelWords):
         self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
         self.forward = LastPlace(r)
         self.forward_site, self.forward_count = 0, -1  # of the last forward, and where it is counted
-        self.next_check = 0  # the step at which to look again at who has a gradient
+        self.next_check = 0  # the step at which to check gradients again
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
         self.unused_texts: set[str] = set()
@@ -54,6 +54,17 @@ class Model(ModelWords):
     def next_event(self) -> int:
         """The next step before whose optimizer there is something to read or to check."""
         return self.next_check if self.times is None else min(self.next_check, self.times.next_read)
+
+    def trained(self) -> list[tuple[str, Any]]:
+        """Return the parameters in DDP's order, without those that it ignores; cached."""
+        ddp = self.ref()
+        if ddp is None:
+            return []
+        if self.named is None:
+            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
+            named = ddp.module.named_parameters()
+            self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
+        return self.named
 
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None
@@ -108,7 +119,7 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
         first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
         if first is not None:
             m.hook = ph.watch_last_gradient(first)
-            ph.checks.local_gradients = True
+            ph.checks.nonfinite.local_gradients = True
     ph.ledger.next_look = 0
     m.times = DdpTimes(ddp, index_of(ph.page.page, slot), slot, m.synced_at)
 

@@ -1,7 +1,7 @@
-"""What stands in the place of torch's own methods in every step: the next batch, forward, the broadcast of buffers, backward.
+"""Hooks on the methods of torch that run in every step: the next batch, forward, DDP's broadcast of buffers, backward.
 
-Each is a thin body around the original, with one call before it and one after; `hot.usual` makes these calls of the general
-functions here. What they write in the page they write word by word: the cheapest way there is with cold caches.
+Each is a thin wrapper with one call before the original and one after. `accounts.usual` makes these two calls: the fast path in C,
+or the functions `general_*` here, the slow path. They write the page word by word, which is cheapest with cold caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Method = Callable[..., Any]
 
 
 def loader_next(ph: Phases, original: Method) -> Method:
-    """`_BaseDataLoaderIter.__next__`, or `next` of any iterator whose batches are counted."""
+    """Return the hook of `_BaseDataLoaderIter.__next__`, or of `next` for any iterator whose batches are counted."""
     led, words, loaders = ph.ledger, ph.words, ph.loaders
 
     def general_begins(_iterator: Any) -> int:
@@ -49,7 +49,7 @@ def loader_next(ph: Phases, original: Method) -> Method:
 
     def general_ends(iterator: Any, batch: Any, began: int) -> None:
         try:
-            # first what the rest of the step stands on: a batch of an unheard-of kind may not be looked into
+            # times first: reading a batch of an unknown type may raise
             words[_PHASE] = led.idle
             words[_SINCE] = t = now_ns()
             led.data_ns += t - began
@@ -81,7 +81,7 @@ def loader_next(ph: Phases, original: Method) -> Method:
 
 
 def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator[Any]:
-    """Watch an iterable of batches that is no DataLoader; yields what it yields."""
+    """Yield the batches of an iterable that is no DataLoader, and count them."""
     iterator = iter(iterable)
     ph.loaders.starts_plain(iterator, iterable, length, sys._getframe(1))
     following = loader_next(ph, next)
@@ -96,7 +96,7 @@ def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator
         except BaseException as e:
             hide_frame(e)
             raise
-        if not here:  # fetched ahead by a thread: its waits are nobody's, its batches count
+        if not here:  # prefetched by a thread: count its batches, not its waits
             _count(ph, iterator, batch)
         yield batch
 
@@ -106,14 +106,12 @@ def _count(ph: Phases, iterator: Iterator[Any], batch: Any) -> None:
     ph.loaders.gives(iterator, batch, now_ns())
 
 
-def ddp_forward(ph: Phases, original: Method) -> Method:
-    """`DistributedDataParallel.forward`."""
-    led, words, checks = ph.ledger, ph.words, ph.checks
-    models, pending, later = led.models, led.pending, led.later
-    led.cuda = _CUDA
+def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
+    led, words, samples = ph.ledger, ph.words, ph.checks.samples
+    models, later = led.models, led.later
 
     def general_begins(module: Any, inputs: tuple[Any, ...]) -> int:
-        """The time, odd where gradients are wanted: a nanosecond more or less."""
+        """Return the time in ns, made odd if gradients are wanted and even if not; 0: not recorded."""
         try:
             if get_ident() != led.main_thread:
                 return 0
@@ -133,17 +131,24 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
                         led.batch = ph.loaders.fed(module, inputs, site)
                         led.samples += led.batch
                     if later:
-                        checks.poll()
+                        samples.poll()
             if training and _CUDA:
                 _on_device(ph, inputs if m is not None else ())
             words[_PHASE] = _FORWARD if training else _VALIDATE
             words[_SINCE] = began = now_ns()
-            if first and m is not None:  # last: what it begins is ended in general_ends
+            if first and m is not None:  # last: general_ends ends it
                 m.first_forward = first_forward.watch()
             return began | 1 if training else began & ~1
         except Exception as e:
             failed(e)
         return 0
+
+    return usual(led, "forward_begins", general_begins)
+
+
+def _forward_ends(ph: Phases) -> Callable[[Any, int], None]:
+    led, words = ph.ledger, ph.words
+    models, pending = led.models, led.pending
 
     def general_ends(module: Any, began: int) -> None:
         try:
@@ -163,7 +168,14 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
         except Exception as e:
             failed(e)
 
-    begins, ends = usual(led, "forward_begins", general_begins), usual(led, "forward_ends", general_ends)
+    return usual(led, "forward_ends", general_ends)
+
+
+def ddp_forward(ph: Phases, original: Method) -> Method:
+    """Return the hook of `DistributedDataParallel.forward`."""
+    models = ph.ledger.models
+    ph.ledger.cuda = _CUDA
+    begins, ends = _forward_begins(ph), _forward_ends(ph)
 
     @wraps(original)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -190,7 +202,7 @@ def _on_device(ph: Phases, inputs: tuple[Any, ...]) -> None:
     if ph.device is None:
         return
     if inputs and isinstance(inputs[0], torch.Tensor):
-        ph.ledger.newest = weakref.ref(inputs[0])  # the loader's own is gone when it has been copied
+        ph.ledger.newest = weakref.ref(inputs[0])  # the loader's tensor is freed once it is copied to the device
     ph.device.begin(Phase.FORWARD)
 
 
@@ -198,11 +210,11 @@ def _on_device(ph: Phases, inputs: tuple[Any, ...]) -> None:
 def _forward_failed(ph: Phases, m: Model | None, error: BaseException) -> None:
     note_caught(ph.r, error)
     if m is not None and "finished reduction in the prior iteration" in str(error):
-        ph.checks.crashed_unused(m, error, m.forward_site)
+        ph.checks.unused.forward_failed(m, error, m.forward_site)
 
 
 def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
-    """`DistributedDataParallel._sync_buffers`, in which ranks wait for the one whose buffers they take."""
+    """Return the hook of `DistributedDataParallel._sync_buffers`, in which ranks wait for the rank that broadcasts its buffers."""
     led, words, models = ph.ledger, ph.words, ph.ledger.models
 
     def general_begins(module: Any) -> int:
@@ -243,9 +255,9 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
     return _sync_buffers
 
 
-def autograd_backward(ph: Phases, original: Method) -> Method:
-    """`torch.autograd.backward`."""
-    led, words, checks, loaders, place = ph.ledger, ph.words, ph.checks, ph.loaders, ph.backward
+def _backward_begins(ph: Phases) -> Callable[[Any], int]:
+    led, words, loaders, place = ph.ledger, ph.words, ph.loaders, ph.backward
+    nonfinite, replicas = ph.checks.nonfinite, ph.checks.replicas
     pending = led.pending
 
     def general_begins(tensors: Any) -> int:
@@ -255,11 +267,11 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
             site = place.look()
             micro_step = words[_MICRO_STEPS]
             words[_MICRO_STEPS] = micro_step + 1
-            led.loss = checks.loss(tensors, site, micro_step)
+            led.loss = nonfinite.loss(tensors, site, micro_step)
             if not led.trained:
                 loaders.trains()
             if led.reduced_elements:  # since the last step: parameters, averaged by hand
-                checks.averaged_elements = max(checks.averaged_elements, led.reduced_elements)
+                replicas.averaged_elements = max(replicas.averaged_elements, led.reduced_elements)
                 led.reduced_elements = 0
             led.ready_ns = 0
             if ph.device is not None:
@@ -287,6 +299,12 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
             failed(e)
         return 0
 
+    return usual(led, "backward_begins", general_begins, place)
+
+
+def _backward_ends(ph: Phases) -> Callable[[int], None]:
+    led, words = ph.ledger, ph.words
+
     def general_ends(began: int) -> None:
         try:
             words[_PHASE] = led.idle
@@ -300,8 +318,12 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
         except Exception as e:
             failed(e)
 
-    begins = usual(led, "backward_begins", general_begins, place)
-    ends = usual(led, "backward_ends", general_ends)
+    return usual(led, "backward_ends", general_ends)
+
+
+def autograd_backward(ph: Phases, original: Method) -> Method:
+    """Return the hook of `torch.autograd.backward`."""
+    begins, ends = _backward_begins(ph), _backward_ends(ph)
 
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ from distdiag.recorder.fast.accounts import LastPlace, usual
 from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
-from distdiag.recorder.hooks.tensor_checks import Checks, Gradients
+from distdiag.recorder.hooks.tensor_checks import Checks
+from distdiag.recorder.hooks.tensor_samples import Gradients
 from distdiag.recorder.state import failed, now_ns
 from distdiag.recorder.unseen import unseen
 
@@ -106,7 +107,7 @@ class Phases:
                 step = words[_STEP]
                 if step < 64 or step & 63 == 0:  # some of them; a call costs much here
                     with unseen():
-                        self.checks.after_optimizer(optimizer, step)
+                        self.checks.replicas.after_optimizer(optimizer, step)
         except Exception as e:
             failed(e)
 
@@ -169,7 +170,7 @@ class Phases:
 
     def watch_last_gradient(self, parameter: Any) -> Any:
         """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
-        gradients, checks, led = Gradients(parameter), self.checks, self.ledger
+        gradients, nonfinite, led = Gradients(parameter), self.checks.nonfinite, self.ledger
 
         def ready(p: Any) -> None:
             try:
@@ -180,7 +181,7 @@ class Phases:
                         return
                     total = gradients.sum(g)
                 if total - total:  # NaN where it is not finite
-                    checks.local_gradient(p, total, self.backward.site)
+                    nonfinite.local_gradient(p, total, self.backward.site)
             except Exception as e:
                 failed(e)
 

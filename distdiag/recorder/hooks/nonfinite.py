@@ -1,0 +1,151 @@
+"""Checks losses and gradients for NaN and inf, and reports them once the optimizer is about to use them."""
+
+from __future__ import annotations
+
+import weakref
+from math import isfinite
+from typing import Any
+
+import torch
+
+from distdiag.page.layout import SampleKind
+from distdiag.recorder import state
+from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.hooks.tensor_samples import PLAIN, Samples, capturing, own_part, sampled
+from distdiag.recorder.unseen import has_memory, unseen
+
+REPORTS = 4
+BAD_LOSSES = 8  # in a row, none of them followed by a step: more than a scaler needs to settle
+
+
+class NonFinite:
+    """The losses and gradients of this rank that are NaN or inf."""
+
+    def __init__(self, r: state.Recorder, ledger: Ledger, samples: Samples) -> None:
+        self.h, self.ledger, self.samples = r.h, ledger, samples
+        self._reported = 0
+        self.suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
+        self.local_gradients = False  # gradients are checked before they are averaged
+        self._probe: tuple[Any, list[Any]] | None = None  # (optimizer, parameters whose gradient is checked)
+
+    def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
+        """Return the scalar that backward is called on; None if it is no scalar or on a device."""
+        t = tensors[0] if type(tensors) in (tuple, list) and len(tensors) == 1 else tensors
+        if type(t) is torch.Tensor:
+            return self._loss(t, site, micro_step)
+        if not isinstance(t, torch.Tensor) or not has_memory(type(t)):
+            return None
+        with unseen():
+            return self._loss(t, site, micro_step)
+
+    def _loss(self, t: torch.Tensor, site: int, micro_step: int) -> float | None:
+        if t.dim() and t.numel() != 1:
+            return None
+        if t.is_cpu:
+            read = sampled(t, 1)  # from memory: an operator would show in the profile of the job
+            value = t.item() if read is None else read[0]
+            if self.ledger.bad_losses or value - value:  # NaN if it is not finite
+                self._loss_value(value, site, BAD_LOSSES)
+            return value
+        if micro_step % 8 == 0 and not capturing():
+            self.samples.when_copied(
+                t.detach().float().reshape(1), lambda v, s=site: self._loss_value(v[0].item(), s, 2)
+            )
+        self.samples.poll()
+        return None
+
+    def _loss_value(self, value: float, site: int, at_most: int) -> None:
+        """Suspect a loss that is not finite; report it when the optimizer steps, or after `at_most` such losses in a row.
+
+        A scaler drops the step of such a loss; then it does no harm.
+        """
+        if isfinite(value):
+            self.ledger.bad_losses = 0
+            return
+        self.ledger.bad_losses += 1
+        if self.ledger.bad_losses == 1:
+            self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
+            self._check_input(site)
+        elif self.ledger.bad_losses == at_most:
+            self._convict()
+
+    def _check_input(self, site: int) -> None:
+        """Record a batch that itself holds NaN: then the NaN began there, whatever else the loss depends on."""
+        if capturing():
+            return
+        t, step = self.ledger.newest and self.ledger.newest(), self.h.step + 1
+        # plain tensors only: reading a tensor that is sharded over ranks is a collective
+        if t is None or type(t) not in PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
+            return
+        found = torch.isnan(t.detach()).any()
+        if not t.is_cpu:
+            self.samples.when_copied(
+                found.float().reshape(1), lambda v: v[0] and self.samples.write(SampleKind.NAN_INPUT, step, 1.0)
+            )
+        elif found:
+            self.samples.write(SampleKind.NAN_INPUT, step, float("nan"), site=site)
+
+    def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
+        self.ledger.always = True
+        if len(self.suspects) < REPORTS:
+            self.suspects.append((kind, self.h.step + 1, value, p, site))
+
+    def _convict(self) -> None:
+        for kind, step, value, p, site in self.suspects:
+            if self._reported < REPORTS:
+                self._reported += 1
+                self.samples.write(kind, step, value, name="" if p is None else self._name_of(p), site=site)
+        self.suspects.clear()
+
+    def before_optimizer(self, optimizer: Any, step: int) -> None:
+        if not self.local_gradients:  # else this rank's own gradient was checked already
+            self._check_gradient(optimizer, step)
+        if self.suspects:
+            self._judge(optimizer)
+
+    def _judge(self, optimizer: Any) -> None:
+        """Check the gradients that the optimizer is about to use, or those after a step that was dropped."""
+        skipped = getattr(optimizer, "found_inf", None)  # GradScaler sets it to make a fused optimizer drop the step
+        checked = [p for _, _, _, p, _ in self.suspects if p is not None] or (self._probe or (None, []))[1]
+        found = (own_part(p.grad) for p in checked)
+        gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
+        if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
+            self._convict()
+        # a loss that stays NaN is reported even if the gradients are finite
+        self.suspects = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
+
+    def _check_gradient(self, optimizer: Any, step: int) -> None:
+        probe = self._probe
+        if probe is None or probe[0]() is not optimizer:
+            if probe is not None and step % 16:
+                return
+            params = [p for g in optimizer.param_groups for p in g["params"] if p.numel() <= 65536]
+            params.sort(key=lambda p: p.numel())
+            probe = self._probe = (weakref.ref(optimizer), params[:1])
+        if self._reported >= REPORTS:
+            return
+        for p in probe[1]:
+            g = own_part(p.grad)
+            if g is None or g.is_sparse or g.device.type != "cpu":
+                continue
+            # one pass over a small gradient: a sum is finite only if no element is NaN (or inf, but for +inf -inf)
+            total = float(g.sum())
+            if not isfinite(total) and getattr(optimizer, "found_inf", None) is None:
+                self._reported += 1
+                self.samples.write(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))
+                return
+
+    def local_gradient(self, p: Any, total: float, site: int) -> None:
+        """Report the last gradient before it is averaged if it is not finite: that began on this rank.
+
+        Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
+        """
+        if self._reported < REPORTS:
+            self._suspect(SampleKind.NONFINITE_LOCAL_GRADIENT, total, p, site)
+
+    def _name_of(self, p: Any) -> str:
+        for m in self.ledger.models.values():
+            for name, q in m.trained():
+                if q is p:
+                    return name
+        return ""

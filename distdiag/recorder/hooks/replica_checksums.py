@@ -1,0 +1,121 @@
+"""Samples checksums of parameters and buffers after the same steps on all ranks, to compare the replicas."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distdiag.page.layout import SampleKind
+from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.hooks.tensor_samples import Samples, capturing, sampled
+from distdiag.recorder.unseen import has_memory
+
+if TYPE_CHECKING:
+    from distdiag.recorder.hooks.ddp_models import Model
+
+CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
+
+
+def checksum_due(step: int) -> bool:
+    """True for steps 2, 4, 8, … 64, then every 64th: the same on all ranks."""
+    return step % 64 == 0 or (step < 64 and step >= 2 and step & (step - 1) == 0)
+
+
+class ReplicaChecksums:
+    """Checksums of what must be equal on all ranks."""
+
+    def __init__(self, ledger: Ledger, samples: Samples) -> None:
+        self.ledger, self.samples = ledger, samples
+        self.reduced = 0  # elements all-reduced since the last step
+        self.averaged_elements = 0  # the most that were all-reduced between a step and the next backward
+        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def after_optimizer(self, optimizer: Any, step: int) -> None:
+        """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
+        if not checksum_due(step):
+            return
+        params, elements = self._parameters(optimizer)
+        if not params:
+            return
+        # only parameters that are trained now: many jobs leave frozen ones in the optimizer
+        trained = sum(p.numel() for p in params if p.grad is not None) if self.reduced else 0
+        self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
+        if self.averaged_elements:
+            self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
+        self._checksum(SampleKind.PARAMETERS, params, step)
+        rates = [g.get("lr") for g in optimizer.param_groups]
+        if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
+            self.samples.write(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
+        buffers = [b for m in self.ledger.models.values() for b in self._buffers(m)]
+        if buffers:
+            self._checksum(SampleKind.BUFFERS, buffers, step)
+
+    def _parameters(self, optimizer: Any) -> tuple[list[Any], int]:
+        """Return (parameters, elements) of an optimizer that must be equal on all ranks; cached while their number stays.
+
+        With DDP: those that DDP wraps (layers that it ignores, such as experts, differ by design). None if some are sharded
+        (DTensor), as shards differ by design.
+        """
+        n = sum(len(g["params"]) for g in optimizer.param_groups)
+        mark = (n, len(self.ledger.models))
+        kept = self._parameters_of.get(optimizer)
+        if kept is None or kept[0] != mark:
+            params = [
+                p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
+            ]
+            whole = len(params) == n
+            wrapped = {id(p) for m in self.ledger.models.values() for _, p in m.trained()}
+            params = [p for p in params if id(p) in wrapped] or params
+            kept = (mark, params if whole else [], sum(p.numel() for p in params) if whole else 0)
+            self._parameters_of[optimizer] = kept
+        return kept[1], kept[2]
+
+    def _buffers(self, m: Model) -> list[torch.Tensor]:
+        """Return the floating-point buffers of a model. Their owners are cached: there are many modules, and buffers get replaced."""
+        ddp = m.ref()
+        if ddp is None:
+            return []
+        if m.buffer_places is None:
+            m.buffer_places = [(x, name) for x in ddp.module.modules() for name in x._buffers]
+        found = [x._buffers.get(name) for x, name in m.buffer_places]
+        return [b for b in found if b is not None and b.is_floating_point()]
+
+    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
+        tensors = [t for t in tensors if has_memory(type(t))]
+        chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
+        synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
+        m = self.ledger.averaged_by
+        group = str(m.pg.group_name) if m is not None else ""
+        what = repr([group, len(tensors), *(tuple(t.shape) for t in chosen)])
+        key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
+        buffers = kind is SampleKind.BUFFERS
+        value = 0.0
+        for i, t in enumerate(chosen):
+            some = sampled(t, CHECKSUM_ELEMENTS)
+            if some is None:
+                break
+            value += sum(map(abs, some) if buffers else some) * (1.0 + i / 16)
+        else:
+            return self.samples.write(kind, step, value, key=key)
+        if capturing():
+            return
+        with torch.no_grad():
+            parts = []
+            for i, t in enumerate(chosen):
+                flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()[:CHECKSUM_ELEMENTS]
+                some = flat[:: max(1, flat.numel() // CHECKSUM_ELEMENTS)][:CHECKSUM_ELEMENTS]
+                parts.append((some.double().abs() if buffers else some.double()).sum() * (1.0 + i / 16))
+            if not parts:
+                return
+            total = torch.stack(parts).sum()
+        if total.device.type == "cpu":
+            self.samples.write(kind, step, float(total), key=key)
+        else:
+            self.samples.when_copied(
+                total.reshape(1), lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x)
+            )

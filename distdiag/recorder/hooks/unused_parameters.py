@@ -1,0 +1,101 @@
+"""Checks which parameters of a DDP model get no gradient, and which frozen ones get one."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from distdiag.page.layout import Header, SampleKind
+from distdiag.recorder.hooks.tensor_samples import Samples
+from distdiag.recorder.state import guarded
+
+if TYPE_CHECKING:
+    from distdiag.recorder.hooks.ddp_models import Model
+
+NAMES_KEPT = 200
+UNUSED_TEXTS = 16
+# Parameters checked per step for a gradient, while the model is new and later; if there are more, they take turns.
+CHECKED, CHECKED_LATER, NEW_CHECKS = 64, 2, 128
+LATER_STEPS = 8  # at least, between two later checks
+_INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
+
+
+class UnusedParameters:
+    """The parameters of this rank's models without a gradient."""
+
+    def __init__(self, h: Header, samples: Samples) -> None:
+        self.h, self.samples = h, samples
+
+    def check(self, m: Model, step: int) -> None:
+        if m.frozen:
+            self._unfrozen(m, step)
+        named = m.trained()
+        slot = m.slot
+        slot.unused_checks = checks = slot.unused_checks + 1
+        each = 1 if checks < 4 else len(named) // (CHECKED if checks < NEW_CHECKS else CHECKED_LATER)
+        m.next_check = step + max(1 if checks < NEW_CHECKS else LATER_STEPS, each)
+        for _, p in named:  # mostly all have a gradient
+            if p.grad is None:
+                if slot.find_unused == 0 and not slot.static_graph:
+                    # A script may drop a gradient itself before the step. If backward left one out, DDP refuses the next
+                    # forward and names it: that is the proof. Until then it is unknown whether all have gradients.
+                    slot.unused_checks = checks - 1
+                    return
+                missing = [(n, p.numel()) for n, p in named if p.grad is None]
+                if len(missing) < len(named):
+                    self._write_unused(m, missing, step)
+                    self._write_never(m, missing)
+                return
+        if m.never is None or m.never:
+            self._write_never(m, [])
+
+    def _unfrozen(self, m: Model, step: int) -> None:
+        """Report parameters that were frozen when DDP was built and have a gradient now: DDP averages none of them."""
+        forwards = m.slot.forwards
+        if forwards == m.frozen_forwards:
+            return  # not in use any more: the module may have been wrapped again
+        m.frozen_forwards = forwards
+        frozen, at = m.frozen, m.frozen_next
+        m.frozen_next = at + CHECKED if at + CHECKED < len(frozen) else 0
+        if any(p.requires_grad and p.grad is not None for _, p in frozen[at : at + CHECKED]):
+            names = [n for n, p in frozen if p.requires_grad and p.grad is not None]
+            m.frozen = []
+            self.samples.write(SampleKind.UNFROZEN, step, float(len(names)), name=names[0], site=m.slot.site)
+
+    def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
+        m.slot.unused_hits += 1
+        m.slot.unused_step = step
+        names = json.dumps(missing[:NAMES_KEPT])
+        if names not in m.unused_texts:
+            if len(m.unused_texts) >= UNUSED_TEXTS:
+                return  # layers dropped at random: new sets of names in every step would fill the heap
+            m.unused_texts.add(names)
+        m.slot.unused = self.samples.page.text(names)
+        ddp = m.ref()
+        if step <= 1 and m.first_forward is not None and ddp is not None:  # the model may take another branch later
+            never = m.first_forward.never_called(ddp.module, [name for name, _ in missing])
+            m.slot.never_called = self.samples.page.text(json.dumps(never[:NAMES_KEPT]))
+
+    def _write_never(self, m: Model, missing: list[tuple[str, int]]) -> None:
+        now = {n for n, _ in missing}
+        never = now if m.never is None else m.never & now
+        if never != m.never:
+            m.never = never
+            m.slot.never_trained = self.samples.page.text(
+                json.dumps([x for x in missing if x[0] in never][:NAMES_KEPT])
+            )
+
+    @guarded
+    def forward_failed(self, m: Model, error: BaseException, site: int) -> None:
+        """Record the parameters that DDP's error lists. The message has their indices, the module their names."""
+        found = _INDICES.search(str(error))
+        named = m.trained()
+        missing: list[tuple[str, int]] = []
+        if found:
+            indices = [int(i) for i in found.group(1).split()]
+            missing = [(named[i][0], named[i][1].numel()) for i in indices if i < len(named)]
+        m.slot.unused_site = site
+        m.unused_texts.clear()  # reported
+        if missing:
+            self._write_unused(m, missing, self.h.step)
