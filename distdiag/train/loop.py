@@ -55,10 +55,55 @@ def train(config: TrainConfig) -> None:
     recorder.detach()
 
 
-def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
-    device, world_size = ranks.device, ranks.world_size
-    faults = Faults(config.inject, ranks.rank, world_size)
+@dataclass
+class _Job:
+    """What this rank trains, and the steps done so far."""
 
+    config: TrainConfig
+    ranks: Ranks
+    recorder: Recording
+    faults: Faults
+    amp: str
+    pixels: SharedPixels
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    source: BatchedInput | WorkersInput
+    probe: InTrainingProbe
+    checkpoints: Checkpoints
+    progress: Progress
+    batches_per_epoch: int
+    total_steps: int
+    step: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.batches_per_epoch // self.config.accumulate
+
+    @property
+    def ended(self) -> bool:
+        return self.step >= self.total_steps
+
+
+def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
+    job = _prepare(config, ranks, recorder)
+    for epoch in range(job.step // job.steps_per_epoch, config.epochs):
+        if job.ended:
+            break
+        recorder.epoch(epoch)
+        _train_epoch(job, epoch)
+        if config.validate_every and (job.ended or (epoch + 1) % config.validate_every == 0):
+            _validate(job, epoch)
+        every = config.checkpoint_every
+        if every == 0 or (every > 0 and job.ended and job.step % every):
+            _save(job)
+    job.progress.end(job.step, job.checkpoints.newest)
+    job.progress.lines(job.strategy.summary())
+
+
+def _prepare(config: TrainConfig, ranks: Ranks, recorder: Recording) -> _Job:
+    device = ranks.device
+    faults = Faults(config.inject, ranks.rank, ranks.world_size)
     with recorder.phase("init"):
         amp = ranks.together(lambda: resolve_amp(config.amp, device))
         pixels, origin = share_pixels(config, ranks)
@@ -66,12 +111,8 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         network = build_model(config.model)
         model_name, parameters = type(network).__name__, count_parameters(network)
         strategy = build_strategy(Setup(config, ranks, network, amp, faults))
-        model = strategy.model
-
         per_epoch = _batches_per_epoch(config, strategy, len(pixels.train))
-        steps_per_epoch = per_epoch // config.accumulate
-        total_steps = min(config.max_steps or math.inf, config.epochs * steps_per_epoch)
-
+        total_steps = int(min(config.max_steps or math.inf, config.epochs * (per_epoch // config.accumulate)))
         optimizer = torch.optim.SGD(
             strategy.network.parameters(),
             lr=config.lr,
@@ -81,19 +122,16 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         )
         faults.apply_to_optimizer(optimizer)
         probe = InTrainingProbe(catalog.parse_collectives(config.probe), config.probe_every, recorder.run_dir)
-        schedule = WarmupCosine(min(config.warmup_steps, int(total_steps) // 5), int(total_steps))
+        schedule = WarmupCosine(min(config.warmup_steps, total_steps // 5), total_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         source = _source(config, strategy, pixels.train, faults.batches(per_epoch), faults)
-
         torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on every rank draws its own dropout
-        step = 0
-        if config.resume:
-            step = resume(config, strategy, pixels, optimizer, scheduler)
+        step = resume(config, strategy, pixels, optimizer, scheduler) if config.resume else 0
 
     checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
     progress = Progress(config, ranks, recorder, device)
     about = f"{model_name} ({parameters:,} parameters)"
-    progress.begin(origin, pixels, about, why_amp(config.amp, amp, device), step, int(total_steps), strategy.data_ranks)
+    progress.begin(origin, pixels, about, why_amp(config.amp, amp, device), step, total_steps, strategy.data_ranks)
     progress.lines(strategy.about())
     recorder.meta(
         data=pixels.address.name,
@@ -103,77 +141,73 @@ def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         strategy=config.strategy,
         amp=amp,
         batch_size=config.batch_size,
-        max_steps=int(total_steps),
+        max_steps=total_steps,
         **({"resumed_from_step": step} if step else {}),
         **({"injected": ", ".join(f.spec for f in config.inject)} if config.inject else {}),
     )
+    return _Job(config, ranks, recorder, faults, amp, pixels, strategy, optimizer, scheduler, source, probe, checkpoints, progress,
+                per_epoch, total_steps, step)  # fmt: skip
 
-    def save() -> None:
-        with recorder.phase("checkpoint"), progress.paused():
-            checkpoints.save(
-                {
-                    "world_size": world_size,
-                    "options": options_of(config),
-                    "data": pixels.address.fingerprint,
-                    **strategy.state(optimizer),  # communication: fsdp and stages gather theirs
-                    "scheduler": scheduler.state_dict(),
-                    "scaler": strategy.scaler.state_dict(),
-                },
-                step,
-            )
 
-    for epoch in range(step // steps_per_epoch, config.epochs):
-        if step >= total_steps:
+def _train_epoch(job: _Job, epoch: int) -> None:
+    config, strategy, faults, progress, device = job.config, job.strategy, job.faults, job.progress, job.ranks.device
+    strategy.model.train()
+    start = (job.step - epoch * job.steps_per_epoch) * config.accumulate
+    batches = job.source.epoch(epoch, start)
+    if config.loader == "batched":  # the recorder hooks a DataLoader itself
+        batches = job.recorder.batches(batches, length=faults.batches(job.batches_per_epoch) - start)
+
+    for position, (images, labels) in enumerate(batches, start):
+        if position % config.accumulate == 0:
+            faults.before_step(job.step + 1)
+        images = normalise(images.to(device, non_blocking=True))
+        labels = labels.to(device, non_blocking=True)
+        images = faults.on_batch(job.step + 1, images)
+
+        completes_step = position % config.accumulate == config.accumulate - 1
+        # communication: the step's last batch exchanges the gradients; with stages, messages between neighbours
+        result = strategy.backward(images, labels, completes_step)
+        if result is not None:
+            progress.add(*result, labels)
+        if not completes_step:
+            continue
+        strategy.optimize(job.optimizer)
+        job.scheduler.step()
+        job.step += 1
+
+        if job.step % config.log_every == 0 or job.ended:
+            # communication: one all_reduce of 3 numbers
+            progress.report(epoch, job.step, float(job.scheduler.get_last_lr()[0]))
+        if config.checkpoint_every > 0 and job.step % config.checkpoint_every == 0:
+            _save(job)  # communication: gather of random states, barrier
+        job.probe.maybe_run(job.step)  # communication: with --probe, sometimes, on its own group
+        if job.ended:
             break
-        recorder.epoch(epoch)
-        model.train()
-        start = (step - epoch * steps_per_epoch) * config.accumulate
-        batches = source.epoch(epoch, start)
-        if config.loader == "batched":  # the recorder hooks a DataLoader itself
-            batches = recorder.batches(batches, length=faults.batches(per_epoch) - start)
 
-        for position, (images, labels) in enumerate(batches, start):
-            if position % config.accumulate == 0:
-                faults.before_step(step + 1)
-            images = normalise(images.to(device, non_blocking=True))
-            labels = labels.to(device, non_blocking=True)
-            images = faults.on_batch(step + 1, images)
 
-            completes_step = position % config.accumulate == config.accumulate - 1
-            # communication: the step's last batch exchanges the gradients; with stages, messages between neighbours
-            result = strategy.backward(images, labels, completes_step)
-            if result is not None:
-                progress.add(*result, labels)
-            if not completes_step:
-                continue
-            strategy.optimize(optimizer)
-            scheduler.step()
-            step += 1
+def _save(job: _Job) -> None:
+    with job.recorder.phase("checkpoint"), job.progress.paused():
+        job.checkpoints.save(
+            {
+                "world_size": job.ranks.world_size,
+                "options": options_of(job.config),
+                "data": job.pixels.address.fingerprint,
+                **job.strategy.state(job.optimizer),  # communication: fsdp and stages gather theirs
+                "scheduler": job.scheduler.state_dict(),
+                "scaler": job.strategy.scaler.state_dict(),
+            },
+            job.step,
+        )
 
-            if step % config.log_every == 0 or step == total_steps:
-                progress.report(
-                    epoch, step, float(scheduler.get_last_lr()[0])
-                )  # communication: one all_reduce of 3 numbers
-            if config.checkpoint_every > 0 and step % config.checkpoint_every == 0:
-                save()  # communication: gather of random states, barrier
-            probe.maybe_run(step)  # communication: with --probe, sometimes, on its own group
-            if step >= total_steps:
-                break
 
-        ended = step >= total_steps
-        if config.validate_every and (ended or (epoch + 1) % config.validate_every == 0):
-            with recorder.phase("validate"), progress.paused():
-                if ranks.control is not None:
-                    dist.barrier(group=ranks.control)  # communication: every rank has ended the epoch
-                # communication: rank 0's running statistics to all; sharded weights to all
-                test_loss, accuracy = validate(config, ranks, strategy.whole_network(), pixels.test, amp)
-            progress.validated(epoch, step, test_loss, accuracy)
-        if config.checkpoint_every == 0 or (config.checkpoint_every > 0 and ended and step % config.checkpoint_every):
-            save()
-        if ended:
-            break
-    progress.end(step, checkpoints.newest)
-    progress.lines(strategy.summary())
+def _validate(job: _Job, epoch: int) -> None:
+    with job.recorder.phase("validate"), job.progress.paused():
+        if job.ranks.control is not None:
+            dist.barrier(group=job.ranks.control)  # communication: every rank has ended the epoch
+        # communication: rank 0's running statistics to all; sharded weights to all
+        network = job.strategy.whole_network()
+        test_loss, accuracy = validate(job.config, job.ranks, network, job.pixels.test, job.amp)
+    job.progress.validated(epoch, job.step, test_loss, accuracy)
 
 
 def _batches_per_epoch(config: TrainConfig, strategy: Strategy, images: int) -> int:
