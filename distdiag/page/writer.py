@@ -53,28 +53,32 @@ _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
 _WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
 
+def _map_at(address: int, flags: int, fd: int) -> bool:
+    """Map a page's bytes at a fixed address, in place of what is mapped there; True if it worked (else see `errno`)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    fixed = 0x10  # MAP_FIXED
+    return libc.mmap(address, PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags | fixed, fd, 0) == address
+
+
 def _mapped(fd: int) -> mmap.mmap:
-    """Map a file of `PAGE_BYTES` without a descriptor of it: `mmap` keeps one, which the script could close and get again.
+    """Map a file of `PAGE_BYTES` without keeping a descriptor of it, as `mmap.mmap` does: the script could close and reuse it.
 
     Raises:
         OSError: it cannot be mapped.
     """
-    made = mmap.mmap(-1, PAGE_BYTES)  # memory of nothing, which the file then replaces at the same address
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-    at = ctypes.addressof(ctypes.c_char.from_buffer(made))
-    shared_fixed = mmap.MAP_SHARED | 0x10
-    if libc.mmap(at, PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, shared_fixed, fd, 0) != at:
+    made = mmap.mmap(-1, PAGE_BYTES)  # anonymous memory, which the file then replaces at the same address
+    if not _map_at(ctypes.addressof(ctypes.c_char.from_buffer(made)), mmap.MAP_SHARED, fd):
         raise OSError(ctypes.get_errno(), "the page cannot be mapped")
     return made
 
 
 class PageWriter:
-    """The rank's side: creates the page and hands out views of its slots.
+    """Creates a rank's page and writes it.
 
     Raises:
-        OSError: the space could not be allocated; the caller goes on without a page and says so.
+        OSError: the space could not be allocated; the caller continues without a page and reports it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,6 +109,10 @@ class PageWriter:
         self._call_numbers = itertools.count(1)  # calls may come from several threads
         self.path = path
         self._fresh = fresh
+
+    def make_private(self) -> None:
+        """Replace the mapping by private memory at the same address: all views stay valid, and the file is not written."""
+        _map_at(ctypes.addressof(self.page), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
 
     def word_of(self, slot: Structure, field: str) -> int:
         """Index in `words` of a 64-bit field of a slot of the page."""

@@ -7,7 +7,6 @@ as soon as torch is imported. Nothing here may delay, print into, or end the use
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -335,18 +334,9 @@ def _command() -> str:
 
 
 def _in_child(session: Session) -> None:
-    """Detach a forked child (mostly a DataLoader worker) from its parent's page.
-
-    Every view we hold points into the mapping, so the mapping itself is replaced, at the same address, by private memory.
-    """
+    """Detach a forked child (mostly a DataLoader worker) from its parent's page."""
     global current
-    page = session.recorder.page.page
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-    size = (ctypes.sizeof(page) + 4095) // 4096 * 4096
-    private_anonymous_fixed, read_write = 0x02 | 0x20 | 0x10, 0x1 | 0x2
-    libc.mmap(ctypes.addressof(page), size, read_write, private_anonymous_fixed, -1, 0)
+    session.recorder.page.make_private()
     current = None
     state.current = None
     session.server = None  # its threads stayed behind

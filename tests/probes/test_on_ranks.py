@@ -73,7 +73,7 @@ def test_step_compares_the_strategies(on_ranks: OnRanks, tmp_path, monkeypatch: 
 
     rows = {row.strategy: row for row in r.rows}
     assert list(rows) == ["single", "single-threads", "dataparallel", "ddp", "fsdp"]
-    assert "threads stand in" in rows["dataparallel"].label and rows["dataparallel"].parts_ms["replicate"] > 0
+    assert "(threads)" in rows["dataparallel"].label and rows["dataparallel"].parts_ms["replicate"] > 0
     assert rows["ddp"].exposed_ms is not None and rows["ddp"].ranks == 2
     # FSDP keeps half of everything on each of two ranks; DDP keeps all of it.
     assert rows["fsdp"].state_bytes < 0.6 * rows["ddp"].state_bytes

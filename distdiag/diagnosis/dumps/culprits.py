@@ -59,81 +59,103 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
     Args:
         stale: Ranks whose dump is older than the others': they may have entered a collective since.
     """
-    states = snapshot.ranks
-    absent = {r for r, st in states.items() if st.life == Life.MISSING}
     waiting = [r for r in graph.of_rank if r not in graph.stuck]
     if not waiting:
         return Blame()
-    lacking: dict[int, frozenset[int]] = {}  # by id of wait: members known not to have issued it
-    unclear: dict[int, frozenset[int]] = {}  # members without data
-    also: dict[int, frozenset[int]] = {}  # members that have it in flight, too
-    waits = [w for w in graph.waits if any(r in states for r in w.ranks)]
-    for w in waits:
-        lacking[id(w)] = w.missing - absent - set(stale)
-        unclear[id(w)] = w.missing & absent
-        also[id(w)] = _in_it(snapshot, w)
-        if not w.p2p and _done_somewhere(snapshot, w):
-            lacking[id(w)] = unclear[id(w)] = frozenset()
-        if not w.missing:
-            lacking[id(w)] = _not_begun(w, also[id(w)]) if not w.p2p else _not_met(snapshot, w)
-    onward = _edges(states, graph, waits, lacking, also)
-    awaited = frozenset().union(*lacking.values())
-    absentees = frozenset().union(*(lacking[id(w)] & w.missing for w in waits))
+    waits = [w for w in graph.waits if any(r in snapshot.ranks for r in w.ranks)]
+    members = _members(snapshot, waits, stale)
+    awaited = frozenset().union(*members.lacking.values())
     oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
-    culprits: set[int] = set()
-    silent: set[int] = set()
-    circle: set[int] = set()
-    in_flight: list[Wait] = []
-    crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
-    for component in components(onward, lambda v: onward.get(v, ())):
-        inside = set(component)
-        if any(t not in inside for v in component for t in onward[v]):
-            continue
-        ends = {v for v in component if v >= 0}
-        here = [waits[-v - 1] for v in component if v < 0]
-        unknown = frozenset().union(*(unclear[id(w)] for w in here))
-        order = _crossed(here, also)
-        if order:
-            crossed = order
-            few, many = order
-            culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
-        elif unknown:
-            silent |= unknown
-        elif ends & absentees:
-            culprits |= ends & absentees
-        elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle
-            circle |= ends
-        elif (
-            ends & awaited
-        ):  # all have issued it: an op that a device has not begun may be queued behind another that waits
-            culprits |= ends & awaited
-        else:
-            in_flight += here
-    culprits |= _device_stopped(snapshot, graph, stale) & awaited
+    ends = _ends(snapshot, graph, waits, members, awaited)
+    device_stopped = _device_stopped(snapshot, graph, stale)
+    culprits = ends.culprits | device_stopped & awaited
     lagging = _lagging(snapshot, graph, culprits, stale)
     culprits |= lagging.keys()
-    silent |= {q for w in oldest.values() for q in unclear[id(w)]}
-    main = _main(oldest, lacking, culprits)
+    silent = ends.silent.union(*(members.unclear[id(w)] for w in oldest.values()))
+    main = _main(oldest, members.lacking, culprits)
     victims = set(waiting) - culprits
     extra = _extra(snapshot, main, culprits, victims)
+    awaited_silently = (w for w in waits if members.unclear[id(w)] & silent)
     return Blame(
         culprits=() if extra else tuple(sorted(culprits)),
         extra=tuple(extra),
         victims=tuple(sorted((victims | culprits) - set(extra))) if extra else tuple(sorted(victims)),
         silent=tuple(sorted(silent)),
         main=main,
-        silent_in=max(
-            (w for w in waits if unclear[id(w)] & silent), key=lambda w: (not w.p2p, len(w.ranks)), default=None
-        ),
+        silent_in=max(awaited_silently, key=lambda w: (not w.p2p, len(w.ranks)), default=None),
         idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
-        device=tuple(sorted(culprits & _device_stopped(snapshot, graph, stale))),
-        waited_for_since_s={**_crossed_since(crossed), **lagging, **_since(waits, lacking, culprits)},
+        device=tuple(sorted(culprits & device_stopped)),
+        waited_for_since_s={**_crossed_since(ends.crossed), **lagging, **_since(waits, members.lacking, culprits)},
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in waits)))),
-        in_flight=tuple(in_flight) if not culprits and not silent and not circle else (),
-        crossed=crossed,
-        circle=tuple(w for w in waits if any(r in circle and c.started for r, c in w.calls.items())),
+        in_flight=tuple(ends.in_flight) if not culprits and not silent and not ends.circle else (),
+        crossed=ends.crossed,
+        circle=tuple(w for w in waits if any(r in ends.circle and c.started for r, c in w.calls.items())),
         oldest={r: w.calls[r] for r, w in oldest.items() if r in w.calls},
     )
+
+
+@dataclass
+class _Members:
+    """The members of each wait, by its id: known not to have issued it; without data; with it in flight, too."""
+
+    lacking: dict[int, frozenset[int]] = field(default_factory=dict)
+    unclear: dict[int, frozenset[int]] = field(default_factory=dict)
+    also: dict[int, frozenset[int]] = field(default_factory=dict)
+
+
+def _members(snapshot: Snapshot, waits: list[Wait], stale: tuple[int, ...]) -> _Members:
+    absent = {r for r, st in snapshot.ranks.items() if st.life == Life.MISSING}
+    out = _Members()
+    for w in waits:
+        lacking, unclear = w.missing - absent - set(stale), w.missing & absent
+        also = out.also[id(w)] = _in_it(snapshot, w)
+        if not w.p2p and _done_somewhere(snapshot, w):
+            lacking = unclear = frozenset()
+        if not w.missing:
+            lacking = _not_begun(w, also) if not w.p2p else _not_met(snapshot, w)
+        out.lacking[id(w)], out.unclear[id(w)] = lacking, unclear
+    return out
+
+
+@dataclass
+class _Ends:
+    """Where the chains of waits end; the fields have the meaning of those in `Blame`."""
+
+    culprits: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    circle: set[int] = field(default_factory=set)
+    in_flight: list[Wait] = field(default_factory=list)
+    crossed: tuple[tuple[Wait, frozenset[int]], ...] = ()
+
+
+def _ends(snapshot: Snapshot, graph: WaitGraph, waits: list[Wait], members: _Members, awaited: frozenset[int]) -> _Ends:
+    """Return the components of ranks and waits that nothing leads out of."""
+    onward = _edges(snapshot.ranks, graph, waits, members.lacking, members.also)
+    absentees = frozenset().union(*(members.lacking[id(w)] & w.missing for w in waits))
+    out = _Ends()
+    for component in components(onward, lambda v: onward.get(v, ())):
+        inside = set(component)
+        if any(t not in inside for v in component for t in onward[v]):
+            continue
+        ends = {v for v in component if v >= 0}
+        here = [waits[-v - 1] for v in component if v < 0]
+        unknown = frozenset().union(*(members.unclear[id(w)] for w in here))
+        order = _crossed(here, members.also)
+        if order:
+            out.crossed = order
+            few, many = order
+            out.culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
+        elif unknown:
+            out.silent |= unknown
+        elif ends & absentees:
+            out.culprits |= ends & absentees
+        elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle
+            out.circle |= ends
+        elif ends & awaited:  # all issued it: an op that a device has not begun may be queued behind one that waits
+            out.culprits |= ends & awaited
+        else:
+            out.in_flight += here
+    return out
 
 
 def _edges(

@@ -291,7 +291,7 @@ def label_of(case: Case, device: str, threads: int) -> str:
     labels: dict[str, Callable[[], str]] = {
         "single": lambda: "single process",
         "single-threads": lambda: f"single process, {threads} threads",
-        "dataparallel": lambda: "DataParallel" if device == "cuda" else "DataParallel (threads stand in)",
+        "dataparallel": lambda: "DataParallel" if device == "cuda" else "DataParallel (threads)",
         "ddp": lambda: "DDP",
         "fsdp": lambda: "FSDP (fully_shard)",
         "model": lambda: "model parallel",

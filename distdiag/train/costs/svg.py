@@ -65,8 +65,7 @@ def _line(parts: list[str], x1: float, y1: float, x2: float, y2: float, colour: 
 
 
 def _name(row: StepRow) -> str:
-    label = row.label.replace(" (threads stand in)", " (threads)")
-    return (f"{label} x {row.ranks}" if row.ranks > 1 else label) + (" *" if row.competing else "")
+    return (f"{row.label} x {row.ranks}" if row.ranks > 1 else row.label) + (" *" if row.competing else "")
 
 
 def _times(parts: list[str], rows: list[StepRow], y: float) -> float:
