@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 import time
 
+from distdiag.store.checked import schema
+
 CHECK_S = 5.0  # between two looks at the size while it is within the bound
 LOW_WATER = 0.9  # thinning goes on until the database is this fraction of the bound
 SLICE_ROWS = 20_000  # of step rows in one go: about 60 ms
@@ -12,18 +14,7 @@ NEWEST_S = 600.0  # raw rows and frames of the newest ten minutes are touched la
 FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of what remains of older frames, coarser each round
 GAUGE_EVERY_S = 60.0  # spacing of what remains of host, process and GPU rows
 
-_MEANS = [
-    "step_ms",
-    "data_ms",
-    "h2d_ms",
-    "forward_ms",
-    "backward_ms",
-    "optimizer_ms",
-    "other_ms",
-    "wait_ms",
-    "self_ms",
-    "loss",
-]
+_MEANS = [c for c in schema()["step_minute"] if c not in ("rank", "minute", "steps", "samples")]
 _TO_MINUTES = f"""
 INSERT INTO step_minute (rank, minute, steps, samples, {", ".join(_MEANS)})
 SELECT rank, CAST(coalesce(t_end_s, 0) / 60 AS INTEGER), count(*), sum(samples), {", ".join(f"avg({c})" for c in _MEANS)}

@@ -1,0 +1,56 @@
+"""The forms of a step (page record, snapshot, row, table, minute, screen frame) have the same fields under the same names."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.model.snapshot import Step
+from distdiag.page.layout import StepRecord
+from distdiag.store import rows
+from distdiag.store.checked import schema
+from distdiag.store.frames import TABLE_COLUMNS, RankRow
+from distdiag.store.rows import StepRow
+
+COLUMNS = list(schema()["step"])
+# Of the page's record: its number in the ring, flags and absolute times, which the snapshot has as seconds of the run.
+TIMES_OF_DAY = {"start_ns", "end_ns", "ready_ns", "arrived_ns"}
+
+
+def test_a_row_has_the_columns_of_the_table_in_their_order() -> None:
+    assert list(StepRow.__struct_fields__) == COLUMNS
+
+
+def test_every_duration_on_the_page_reaches_the_database() -> None:
+    measured = {name for name, *_ in StepRecord._fields_ if name.endswith("_ns")} - TIMES_OF_DAY
+    in_ms = {name.replace("_ns", "_ms") for name in measured}
+    assert in_ms <= set(Step.__struct_fields__)
+    assert in_ms - {"forward_wait_ms"} <= set(COLUMNS)  # it is taken off forward_ms
+
+
+def test_every_duration_of_a_snapshot_is_a_column() -> None:
+    durations = {name for name in Step.__struct_fields__ if name.endswith("_ms")}
+    assert durations - {"forward_wait_ms"} <= set(COLUMNS)
+
+
+def test_a_minute_keeps_columns_of_the_step_only() -> None:
+    assert set(schema()["step_minute"]) - {"minute", "steps"} <= set(COLUMNS)
+
+
+def test_the_screen_shows_columns_of_the_step_under_their_names() -> None:
+    shown = {name for name in RankRow.__struct_fields__ if name.endswith("_ms")} - {"delta_self_ms"}
+    assert shown <= set(COLUMNS)
+    assert list(TABLE_COLUMNS) == list(schema()["rank"])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        k
+        for k in vars(rows).values()
+        if isinstance(k, type) and issubclass(k, msgspec.Struct) and k is not rows.StepTotal
+    ],
+)
+def test_every_row_fits_a_table(kind: type[msgspec.Struct]) -> None:
+    """All but the totals of a step, which no table holds."""
+    assert any(set(kind.__struct_fields__) <= set(columns) for columns in schema().values())
