@@ -75,6 +75,9 @@ def diagnose(name: str, paths: Sequence[Path]) -> Profile:
     if not recorded:
         raise BadTrace(notes[0] if notes else "no trace")
     found, *_ = profile_of(name, 0, recorded, _absent(recorded), None)
+    world = max((r.trace.world_size or 0 for r in recorded.values()), default=0)
+    if world > len(recorded) + len(found.missing):
+        notes.append(f"traces of {len(recorded)} of {world:,} ranks: what the others did is not known")
     if unmarked:
         notes.append("no ProfilerStep in a trace (prof.step() in the script): the whole trace counts as one step")
     return msgspec.structs.replace(found, notes=[*found.notes, *notes])

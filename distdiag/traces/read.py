@@ -17,7 +17,7 @@ from distdiag.traces.model import Operator
 
 MAX_FILE_BYTES = 512 << 20  # unpacked
 MAX_EVENTS = 5_000_000
-MAX_US = 1e15  # of a time stamp: 30 years
+MAX_US = 1e16  # of a time stamp: older versions of Kineto write microseconds since 1970
 MAX_NS = 1 << 62
 _COMM_CALLS = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms", "nccl:", "gloo:")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -79,6 +79,7 @@ class Trace:
     """One rank's trace.
 
     Attributes:
+        world_size: Of the job; None if the file does not tell.
         base_ns: Wall clock of time 0; 0 if the file does not tell.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
@@ -93,6 +94,7 @@ class Trace:
     marks: list[tuple[int, float, float]] = field(default_factory=list)
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
+    world_size: int | None = None
 
     def us(self, wall_ns: int) -> float:
         """Return a wall-clock time as µs of this trace."""
@@ -147,6 +149,8 @@ def parse(data: bytes) -> Trace:
     info = found.distributedInfo if isinstance(found.distributedInfo, dict) else {}
     rank = info.get("rank")
     trace = Trace(rank if is_rank(rank) else None, base if 0 <= base < MAX_NS else 0)
+    world = info.get("world_size")
+    trace.world_size = world if is_rank(world) else None
     _sort(trace, found.traceEvents)
     return trace
 

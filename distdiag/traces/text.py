@@ -34,7 +34,8 @@ def lines(p: Profile) -> list[str]:
     out = [p.verdict, ""] if p.verdict else []
     if p.ranks:
         last = (p.first_step or 0) + p.steps - 1
-        out.append(f"steps {p.first_step} to {last}, ms per step" if p.first_step is not None else "ms per step")
+        steps = f"step {p.first_step}, ms" if p.steps == 1 else f"steps {p.first_step} to {last}, ms per step"
+        out.append(steps if p.first_step is not None else "ms per step")
         out += ["", *table(_HEAD, [_times(r) for r in p.ranks])]
     if p.comparison is not None:
         out += ["", *_compared(p.comparison)]

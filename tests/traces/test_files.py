@@ -58,6 +58,22 @@ def test_the_late_rank_of_a_cluster_is_named_although_its_clocks_differ(tmp_path
     assert "clocks of rank 1-2" in found.notes[0]
 
 
+def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_path: Path) -> None:
+    """Older versions of Kineto write no baseTimeNanoseconds; a trace of two of 128 ranks is what people send."""
+    for rank in range(2):
+        path = write_rank(tmp_path, rank, late_us=300.0 * rank)
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        del whole["baseTimeNanoseconds"]
+        whole["distributedInfo"]["world_size"] = 128
+        for e in whole["traceEvents"]:
+            e["ts"] = 1_682_725_898_236_567 + round(e["ts"])
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert [round(r.compute_ms, 3) for r in found.ranks] == [0.3, 0.6]
+    assert found.verdict is not None and found.verdict.startswith("rank 1 comes last")
+    assert "traces of 2 of 128 ranks" in "\n".join(found.notes)
+
+
 def test_ranks_that_come_together_get_no_verdict(tmp_path: Path) -> None:
     for rank in range(3):
         write_rank(tmp_path, rank, late_us=rank * 5.0)
