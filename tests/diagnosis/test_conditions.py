@@ -169,5 +169,5 @@ def test_the_finding_of_two_ranks_names_the_condition() -> None:
 
     f = said({FILE: text})
     assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "missing_rank", (0,), (1,))
-    assert f"only rank 0 gets there, by `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
+    assert f"only rank 0 runs it due to `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
     assert said({}).culprits == ()

@@ -169,7 +169,7 @@ def test_a_receive_whose_send_was_never_issued(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, job))
     assert f.culprits == (1,)
     assert f.victims == (2, 3)
-    assert "the send that meets rank 2's recv" in f.message
+    assert "the send that matches rank 2's recv" in f.message
 
 
 def test_messages_under_way_are_no_hang(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_devices_that_began_two_groups_in_another_order(tmp_path: Path) -> None:
         job.issue(r, "all_reduce", second, False)
     f = only(diagnose(tmp_path, job))
     assert said(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
-    assert "rank 2 came to all_reduce #21 (fsdp" in f.message and "same order" in f.advice
+    assert "rank 2 issued all_reduce #21 (fsdp" in f.message and "same order" in f.advice
 
 
 def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_group_that_one_member_never_made(tmp_path: Path) -> None:
             del dump["pg_config"]["1"]
         (tmp_path / f"rank{r}.json").write_bytes(as_json(dump))
     f = only(diagnose_dumps(tmp_path))
-    assert said(f) == ("deadlock", "missing_rank", (2,)) and "never made group eval" in f.message
+    assert said(f) == ("deadlock", "missing_rank", (2,)) and "never created group eval" in f.message
 
 
 def test_a_rank_that_left_a_dump_of_the_attempt_before_only(tmp_path: Path) -> None:

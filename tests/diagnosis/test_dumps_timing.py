@@ -115,7 +115,7 @@ def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
 def test_a_rank_that_came_when_the_others_had_given_up(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, late(tmp_path, after_s=240.0), after_s=HOUR_S))
     assert said(f) == ("timeout", "late_rank", (3,)) and f.victims == (0, 1, 2)
-    assert "its timeout is 120 s" in f.message and (f.where[0].rank, f.where[0].line) == (3, 99)
+    assert "the timeout is 120 s" in f.message and (f.where[0].rank, f.where[0].line) == (3, 99)
 
 
 def test_a_clock_that_is_wrong_makes_no_rank_late(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
     later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # alike at first: one skips a step
     assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
-    assert "does the same with" in later.message
+    assert "updates its parameters in the same way" in later.message
     assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # experts of a rank's own beside what is shared
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
@@ -181,7 +181,7 @@ def test_a_trial_of_a_ranks_own_may_fail() -> None:
     """It is an error as soon as others have it, too: then what they train is one thing after all."""
     mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
     f = only([f for f in found_in(job(rank(0), mine)) if f.kind == "nonfinite"])
-    assert (f.severity, f.culprits) == ("info", (1,)) and "by itself" in f.message
+    assert (f.severity, f.culprits) == ("info", (1,)) and "trains alone" in f.message
     other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
     f = only([f for f in found_in(job(other, mine)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("error", (1,))

@@ -130,7 +130,7 @@ def came_with(r: int, *dtypes: str) -> RankState:
 def test_a_dtype_that_is_new_at_its_site_is_the_wrong_one() -> None:
     f = only(snapshot(came_with(0, *["float64"] * 4), came_with(1, *["float64"] * 3, "float32")))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,))
-    assert "until then rank 1 came there with float64 (3 times)" in f.message
+    assert "before, rank 1 called it with float64 (3 times)" in f.message
     assert "on rank 1 cast the tensor to float64" in f.advice
 
 
@@ -140,7 +140,7 @@ def test_calls_after_the_conflict_are_no_history() -> None:
     after = call(seq=4, site=SITE, dtype="float64")
     odd = msgspec.structs.replace(odd, calls=(*odd.calls, after))
     f = only(snapshot(odd, came_with(1, "float32", "float32", "float32")))
-    assert f.culprits == (0,) and "rank 0 came there with float32 (twice)" in f.message
+    assert f.culprits == (0,) and "rank 0 called it with float32 (twice)" in f.message
 
 
 def test_two_dtypes_without_history_blame_nobody_and_both_edits_are_named() -> None:

@@ -417,7 +417,7 @@ def slow_devices(forward_ms: dict[int, float]) -> Snapshot:
 def test_a_slow_device_whose_host_is_not_late_is_named() -> None:
     f = only(stragglers(slow_devices({0: 60.0, 1: 60.0, 2: 100.0})))
     assert (f.cause, f.culprits, f.victims) == ("forward", (2,), (0, 1))
-    assert "its device takes 100 ms" in f.message and "its host is not late" in f.message
+    assert "takes 100 ms on its device" in f.message and "its host is not late" in f.message
 
 
 @pytest.mark.parametrize("forward_ms", [{0: 60.0, 1: 60.0, 2: 60.0}, {0: 60.0, 1: 61.0, 2: 70.0}])

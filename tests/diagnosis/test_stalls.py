@@ -126,7 +126,7 @@ def test_a_rank_that_trains_on_alone_while_the_others_wait_in_a_barrier_stalls_t
     """Each rank trains until its own loss is small, and one never gets there."""
     f = only(findings(_ahead(900, 120, waited_s=70.0), stall))
     assert (f.kind, f.severity, f.culprits, f.victims) == ("stall", "warning", (1,), (0,))
-    assert "goes on training" in f.message and "780 steps ahead of rank 0" in f.message
+    assert "keeps training" in f.message and "780 steps ahead of rank 0" in f.message
     assert findings(_ahead(900, 120, waited_s=40.0), stall) == [], "a longer round of local training"
     assert findings(_ahead(900, 0, waited_s=70.0), stall) == [], "a stage that rank 0 has no part in"
     assert findings(_ahead(100, 120, waited_s=70.0), stall) == [], "it catches up"

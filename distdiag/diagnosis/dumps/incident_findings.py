@@ -41,8 +41,8 @@ def late_rank(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRa
             for q in culprits
         ),
         waiting=where_of(snapshot, others, blame),
-        message=f"{rank_list(culprits)} issued {what} {rough_duration(max(late.late_s.values()))} after the first of its group, and its "
-        f"timeout is {rough_duration(late.timeout_s)}: the others had given up",
+        message=f"{rank_list(culprits)} issued {what} {rough_duration(max(late.late_s.values()))} after the first rank of its "
+        f"group; the timeout is {rough_duration(late.timeout_s)}, so the others had given up",
         cost="the job ends with a timeout",
         advice=f"see what {rank_list(culprits)} did before{at(next(iter(sites.values()), None))}; where that may take so long, give "
         "init_process_group or new_group a longer timeout",
@@ -113,23 +113,21 @@ def _words(
         )
     if unmade:
         message = (
-            f"{who} never made group {group_label(snapshot, unmade)}, which {rank_list(made_by)} {verb(made_by, 'has', 'have')} "
-            f"made and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, where the others wait"
+            f"{who} never created group {group_label(snapshot, unmade)}, which {rank_list(made_by)} {verb(made_by, 'has', 'have')} "
+            f"created and not used yet; {verb(made_by, 'it has', 'they have')} not entered {what}, where the others wait"
         )
         return message, NEW_GROUP_ADVICE
     if blame.circle and not culprits:
         texts = [f"rank {r:,} in {collective_text(snapshot, w, w.calls[r])}" for w in blame.circle for r in w.ranks]
         shown = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
         return (
-            f"ranks wait for each other in a circle: {shown}; each comes to what another has begun only after its own",
+            f"ranks wait for each other in a cycle: {shown}; on each rank, the op that another waits for is queued behind its own",
             "let every second rank receive before it sends, or use batch_isend_irecv",
         )
     if blame.crossed:
-        texts = [
-            f"{rank_list(ranks)} came to {collective_text(snapshot, w, any_call(w))}" for w, ranks in blame.crossed
-        ]
+        texts = [f"{rank_list(ranks)} issued {collective_text(snapshot, w, any_call(w))}" for w, ranks in blame.crossed]
         return (
-            f"{' first, and '.join(texts)} first: each waits for the other's ranks, which come to it second",
+            f"{' first, and '.join(texts)} first: each waits for ranks that run it second",
             "use the groups in the same order on all ranks that share them",
         )
     victims = f"{len(blame.victims):,} ranks wait" if len(blame.victims) > 8 else (
@@ -138,7 +136,7 @@ def _words(
     on_host = blame.main is not None and snapshot.groups[blame.main.group].backend == "gloo"
     if (main := blame.main) is not None and main.p2p and main.key[4] in culprits:
         sends = main.key[2] == "send"
-        what = f"the {'recv' if sends else 'send'} that meets rank {main.key[3]:,}'s {'send' if sends else 'recv'} ({group_label(snapshot, main.group)})"
+        what = f"the {'recv' if sends else 'send'} that matches rank {main.key[3]:,}'s {'send' if sends else 'recv'} ({group_label(snapshot, main.group)})"
     lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
     members = snapshot.groups[main.group].ranks if main is not None and not main.p2p else culprits
     here, elsewhere = tuple(q for q in culprits if q in members), tuple(q for q in culprits if q not in members)
@@ -213,7 +211,7 @@ def unmatched_messages(snapshot: Snapshot, loaded: LoadReport) -> Finding | None
             Where(r, site.file, site.line, site.function or None, "waiting") if (site := where.get(r)) else Where(r)
             for r in culprits or members
         ),
-        message=f"nobody meets {', '.join(texts)} ({group_label(snapshot, calls[0][1].group)}), and the other "
+        message=f"no matching call for {', '.join(texts)} ({group_label(snapshot, calls[0][1].group)}), and the other "
         f"{verb(texts, 'end has', 'ends have')} issued later messages",
         cost=NO_PROGRESS,
         advice="compare peers and tags at both ends of these messages: what one rank sends, the other must receive",

@@ -48,7 +48,7 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
     by_rank: dict[int, list[DumpFile]] = {}
     for f in read:
         if f.rank is None:
-            report.bad.append((str(f.path), "of which rank it is cannot be told: no number in its name or content"))
+            report.bad.append((str(f.path), "its rank is not known: no number in its name or content"))
         else:
             by_rank.setdefault(f.rank, []).append(f)
     age: dict[Path, int] = {}  # a dump without entries counts as new as the others
@@ -72,6 +72,6 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
 def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
     """Return the rank of a damaged file, by the names of the other files."""
     probe = DumpFile(path, None, "", {}, {}, [])
-    beside = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
-    name_ranks([probe, *beside])
+    siblings = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
+    name_ranks([probe, *siblings])
     return probe.rank

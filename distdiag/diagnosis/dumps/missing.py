@@ -1,4 +1,4 @@
-"""What dumps lack: ranks that left none, files that cannot be read."""
+"""Findings on what is missing: ranks that left no dump, files that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distdiag.diagnosis.waits.graph import Wait
 
 
 def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Where, ...]:
-    """Where each rank issued its oldest operation in flight, else its newest operation."""
+    """Return where each rank issued its oldest operation in flight, else its newest operation."""
     out = []
     for r in ranks:
         call = blame.oldest.get(r)
@@ -27,18 +27,18 @@ def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Wh
 
 
 def any_call(w: Wait) -> Call | None:
-    """The call of one of the ranks in a wait."""
+    """Return the call of one of the ranks in a wait."""
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
 
 
 def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: list[Finding]) -> list[Finding]:
-    """A rank that left no dump is said, always; it is to blame where somebody may be waiting for it.
+    """Return findings on every rank without a dump; such a rank is a culprit if another may be waiting for it.
 
-    Where another rank is to blame and this one is lacking in messages only, it may as well have waited for that one: its
-    neighbours in a pipeline do.
+    If another rank is to blame and only messages wait for this one, it may have waited for that rank itself, as its neighbours
+    in a pipeline do.
     """
     decided = any(f.severity == Severity.ERROR for f in found)
-    # a dump that cannot be read says as little; that it cannot is said with the file's name
+    # a dump that cannot be read is listed with its file, in `unreadable`
     damaged = tuple(r for r in loaded.unreadable if r in blame.silent) if not decided else ()
     blamed = tuple(r for r in loaded.missing if r in blame.silent) if decided else loaded.missing
     blamed = tuple(sorted({*blamed, *damaged}))
@@ -75,7 +75,7 @@ def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: li
                 kind="recorder",
                 cause="missing_dump",
                 severity=Severity.WARNING,
-                message=f"{rank_list(rest)} left no dump: dead, or stuck outside torch; nothing says that others wait for "
+                message=f"{rank_list(rest)} left no dump: dead, or stuck outside torch; no dump shows a rank that waits for "
                 f"{verb(rest, 'it', 'them')}",
                 cost=f"what {rank_list(rest)} did is not known",
                 advice="add the missing files, or see how those processes ended",
@@ -85,7 +85,7 @@ def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: li
 
 
 def unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
-    """Files that should have been dumps, in one finding."""
+    """Return one finding on the files that should have been dumps."""
     if not loaded.bad:
         return []
     named = {str(p) for p in given}
@@ -99,7 +99,7 @@ def unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
             cause="unreadable_dump",
             certainty=Certainty.PROVED,
             severity=Severity.ERROR if serious else Severity.WARNING,
-            message=f"{len(loaded.bad):,} {verb(loaded.bad, 'file is', 'files are')} no readable dump{whose}: {shown}{more}",
+            message=f"{len(loaded.bad):,} {verb(loaded.bad, 'file', 'files')} cannot be read as a dump{whose}: {shown}{more}",
             cost=f"what {rank_list(loaded.unreadable)} did is not known" if loaded.unreadable else "",
             advice="copy the file again, or leave it out; nothing in it was executed",
             evidence=tuple(path for path, _ in loaded.bad[:50]),

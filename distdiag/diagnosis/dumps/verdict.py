@@ -155,11 +155,11 @@ def _notes(loaded: LoadReport) -> list[str]:
     if loaded.stale:
         notes.append(
             f"the {verb(loaded.stale, 'dump', 'dumps')} of {rank_list(loaded.stale)} {verb(loaded.stale, 'is', 'are')} "
-            "older than the others': what is missing there may have come later"
+            "older than the rest: operations missing there may have been issued later"
         )
     if loaded.others:
         names = ", ".join(Path(p).name for p in loaded.others[:5]) + (" …" if len(loaded.others) > 5 else "")
-        notes.append(f"not looked at: {names}")
+        notes.append(f"not read: {names}")
     return notes
 
 

@@ -26,9 +26,9 @@ kind = kinds.COMM_BOUND
 @dataclass(frozen=True)
 class Limits:
     share: float = 0.3
-    """Share of the time that the rank which waits least must lose."""
+    """Share of the time that even the rank which waits least loses."""
     least_span_ms: float = 1000.0
-    """Milliseconds that the collectives of a loop without optimizer steps must cover."""
+    """Milliseconds that the collectives of a loop without optimizer steps must span."""
     measured: int = 3
     """Steps after the warm-up that DDP must have timed on all ranks before its times count."""
     small_bucket_bytes: int = 1 << 20
@@ -96,7 +96,9 @@ def _shared_waits(s: Snapshot) -> float:
 
 def _finding(ranks: list[int], share: float, of: str, gradients: _Gradients | None) -> Finding:
     message = f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late"
-    advice = "`distdiag probe allreduce` measures what this machine can do; synchronise less often, or in larger pieces"
+    advice = (
+        "`distdiag probe allreduce` measures what this machine can do; communicate less often, or in larger messages"
+    )
     if gradients is not None and gradients.share >= share / 2:  # the gradients are most of it
         b = gradients.buckets
         message += (
@@ -115,7 +117,7 @@ def _finding(ranks: list[int], share: float, of: str, gradients: _Gradients | No
 
 
 def _advice(gradients: _Gradients) -> Iterator[str]:
-    """Yield what reduces the exposed time of gradients. Only accumulation has an estimate: it pays the same once for k batches."""
+    """Yield what reduces the exposed time of gradients. Only for accumulation there is an estimate: one exchange for k batches."""
     b = gradients.buckets
     yield (
         "accumulate gradients over 2 batches, the first under `no_sync()`: "

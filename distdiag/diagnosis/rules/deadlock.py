@@ -1,7 +1,7 @@
-"""deadlock: ranks wait for something that no continuation of the living ranks can bring about. Proved, not timed out.
+"""deadlock: ranks wait for something that can no longer happen, whatever the living ranks do. Proved, not timed out.
 
-A cycle of waits, a wait for a rank that ended or is stopped, calls at different places of the program in one collective, a
-file lock held across a collective, or a rank that finished while the others continued.
+A cycle of waits, a wait for a rank that ended or is stopped, calls from different sites in one collective, a file lock held
+across a collective, or a rank that finished while the others continued.
 
 Faulty jobs: unet_cells, tensor_rows, mesh_factors, heat_halo, pipe_chunks, ring_attention, polite_night, contrastive_nb,
 fsdp_notes, spawn_early, health_check, plateau_break, shard_votes, gpipe_padding, cache_flock, quiet_except,
@@ -30,7 +30,7 @@ kind = kinds.DEADLOCK
 
 @dataclass(frozen=True)
 class Limits:
-    """None: a proof must be the same at two polls between which nothing moved; see `history`."""
+    """None: a proof must hold at two polls between which no rank made progress; see `history`."""
 
 
 limits = Limits()
@@ -44,7 +44,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
     yield from proved(facts)
     if facts.graph.stuck and not facts.waits_settled:
-        yield Abstained("ranks are stuck, but something moved since the last poll")
+        yield Abstained("ranks are stuck, but one made progress since the last poll")
 
 
 def proved(facts: Facts) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def _finished(facts: Facts) -> Finding:
         message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} continued"
         + (f" and waited in {op_text(call)}" if call and call.op else "")
         + paths.parting_text(paths.parting((), s.ranks[victims[0]].user_stack, facts.source)),
-        cost="the others wait for a rank that will not come, and fail",
+        cost="the others wait for a rank that has ended, and fail",
         advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for an "
         "exit (sys.exit, os._exit in a thread) on some ranks only",
     )

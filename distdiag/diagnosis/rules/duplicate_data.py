@@ -22,20 +22,20 @@ kind = kinds.DUPLICATE_DATA
 @dataclass(frozen=True)
 class Limits:
     fingerprints: int = 3
-    """Batches that must have equal fingerprints: one or two of a small set of labels are equal by chance."""
+    """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by chance."""
     epochs: int = 3
-    """Epochs after which a sampler that is still at epoch 0 was never given another."""
+    """Epochs after which a sampler that is still at epoch 0 counts as one without `set_epoch`."""
     checksums: int = 4
-    """Steps with equal checksums after which ranks without a process group do the same work."""
+    """Steps with equal checksums after which ranks without a process group count as doing the same work."""
     group_uses: int = 2
-    """Collectives of a smaller group up to which it counts as not used."""
+    """Up to this many collectives, a smaller group counts as not used."""
 
 
 limits = Limits()
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about data that is read twice."""
+    """Yield findings about data that several ranks or epochs share."""
     s = facts.snapshot
     loaders = facts.loaders
     if s.world_size > 1 and _same_work(s, loaders):
@@ -96,7 +96,7 @@ class _Doubled:
 
     @cached_property
     def made_up(self) -> bool:
-        """No loader: what is made up on the spot, to measure or to try something, is often equal on purpose."""
+        """True without a loader: data made up on the spot for a test or a measurement are often equal on purpose."""
         return all(self.loaders[q].fed for q in self.ranks)
 
     @cached_property
@@ -180,9 +180,9 @@ def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
 # (made up, only the labels are equal, all read one dataset without a DistributedSampler) -> (severity, advice); first match
 _SAME_BATCHES: tuple[tuple[tuple[bool | None, bool | None, bool | None], Severity, str], ...] = (
     ((True, None, None), Severity.INFO,
-     "unless the data are made up: draw them with a seed that differs between ranks (seed + rank), or from a shard per rank"),
+     "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank"),
     ((False, True, False), Severity.INFO,
-     "compare a few samples of two ranks; nothing to do if each rank reads shards of its own"),
+     "compare a few samples of two ranks; nothing to do if each rank reads its own shards"),
     ((False, None, None), Severity.WARNING, ""),
 )  # fmt: skip
 
@@ -217,7 +217,7 @@ def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
         "each rank, or others whose labels follow one pattern"
         if found.labels
         else f"{rank_list(found.ranks)} train on the same batches{at(x.site)}",
-        cost=f"{len(found.ranks) - len(found.groups)} of {s.world_size} ranks compute what another has computed",
+        cost=f"{len(found.ranks) - len(found.groups)} of {s.world_size} ranks repeat the work of another",
         advice=advice or sampler,
     )
 
@@ -235,7 +235,7 @@ def _same_work_finding(s: Snapshot, loaders: dict[int, Loader]) -> Finding:
         step=min(r.step for r in s.ranks.values()),
         message=f"there is no process group, and {rank_list(ranks)} train the same model on the same batches{at(site)}: their "
         "parameters are equal after the same steps",
-        cost=f"{len(ranks) - 1} of {s.world_size} ranks compute what another has computed",
+        cost=f"{len(ranks) - 1} of {s.world_size} ranks repeat the work of another",
         advice="call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
         "DistributedSampler; or start one rank",
     )
@@ -252,7 +252,7 @@ def _same_order_finding(s: Snapshot, loaders: dict[int, Loader], ranks: list[int
         where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
         step=min(r.step for r in s.ranks.values()),
         message=f"every epoch has the same order on all ranks{at(x.site)}: DistributedSampler shuffles by its "
-        f"epoch number, which stays {x.sampler_epoch}",
+        f"epoch number, which is still {x.sampler_epoch}",
         cost="training sees the same batches in the same order in every epoch",
         advice="call sampler.set_epoch(epoch) at the start of each epoch",
     )

@@ -1,4 +1,4 @@
-"""gpu: what a card's driver reports, what slows it, and cards that are idle or busy while the job is the opposite.
+"""gpu: errors that a card's driver reports, a slowed card, and one that is idle while the job runs or busy while it hangs.
 
 Faulty jobs: none in the collection, which runs without a GPU (tests/diagnosis/test_gpu_rule.py). Healthy look-alikes: all.
 """
@@ -21,17 +21,17 @@ kind = kinds.GPU
 @dataclass(frozen=True)
 class Limits:
     idle_pct: float = 2.0
-    """Per cent of use; a card with only a display server stays below."""
+    """Utilization in per cent; a card with only a display server stays below it."""
     still_s: float = 60.0
-    """Seconds for which a card is idle, or no rank makes a step."""
+    """Seconds that a card is idle, or that no rank makes a step."""
     still_steps: float = 5.0
-    """Usual steps, the same, if they are longer."""
+    """The same in normal step times, if that is longer."""
     idle_steps: int = 10
-    """Steps that a rank made meanwhile."""
+    """Steps that a rank made in that time."""
     busy_pct: float = 95.0
-    """Per cent of use of a kernel that spins."""
+    """Utilization in per cent of a kernel that spins."""
     throttled_share: float = 0.5
-    """Share of the last minute's samples."""
+    """Share of the last minute's samples that were throttled."""
 
 
 limits = Limits()
@@ -103,11 +103,11 @@ def _card(g: GpuState) -> Iterator[Finding]:
     elif g.ecc_uncorrected:
         yield _finding("ecc", who, Severity.INFO,
                        f"{name}: {g.ecc_uncorrected} uncorrected memory errors before this run, none since",
-                       "none so far", "have the card checked: they tend to come back")  # fmt: skip
+                       "none so far", "have the card checked: such errors tend to return")  # fmt: skip
     if g.throttled_share is not None and g.throttled_share > limits.throttled_share and g.throttle:
         yield _finding("throttled", who, Severity.WARNING,
                        f"{name}: throttled ({g.throttle}) in {g.throttled_share:.0%} of the last minute",
-                       "lower clocks on the rank that all wait for", "check cooling and power of that node")  # fmt: skip
+                       "lower clocks on a rank that all others wait for", "check cooling and power of that node")  # fmt: skip
     if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
         yield _finding("pcie_degraded", who, Severity.WARNING,
                        f"{name}: PCIe x{g.pcie_width} of x{g.pcie_width_max}", "slower copies to and from the host",

@@ -1,6 +1,6 @@
 """group_misuse: a rank calls a collective of a group that it is not a member of. torch warns, and the call returns at once.
 
-The rank goes on with its own values where the members have the group's.
+The rank continues with its own values; the members have the group's.
 
 Faulty jobs: outsider_sum. Healthy look-alikes: insider_sum.
 """
@@ -22,14 +22,14 @@ kind = kinds.GROUP_MISUSE
 @dataclass(frozen=True)
 class Limits:
     harmless: tuple[str, ...] = ("barrier", "monitored_barrier")
-    """Operations whose result nobody uses."""
+    """Operations without a result."""
 
 
 limits = Limits()
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield one finding for each site where ranks call a collective of a group of others."""
+    """Yield one finding for each site at which ranks call a collective of a group that they are not members of."""
     by_site: dict[tuple[str, str], dict[int, Sample]] = {}
     for state in facts.snapshot.ranks.values():
         for sample in state.samples:
@@ -37,7 +37,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
                 key = (sample.name, sample.site.key if sample.site else "")
                 by_site.setdefault(key, {})[state.rank] = sample
     if not by_site:
-        yield Abstained("no rank called a collective of a group of others", checked=True)
+        yield Abstained("no rank called a collective of a group that it is not a member of", checked=True)
     for (op, _), callers in by_site.items():
         yield _finding(facts, op, callers)
 
@@ -57,6 +57,6 @@ def _finding(facts: Facts, op: str, callers: dict[int, Sample]) -> Finding:
         first_seen_s=first.t_s,
         message=f"{rank_list(ranks)} {'calls' if len(ranks) == 1 else 'call'} {op}{at(first.site)} in a group "
         f"{'it is' if len(ranks) == 1 else 'they are'} not a member of: the call returns at once and does nothing",
-        cost="these ranks continue with their own values, where the members have the group's",
+        cost="these ranks continue with their own values; the members have the group's",
         advice="call it on the members only, and send the result to the other ranks if they need it",
     )

@@ -25,7 +25,7 @@ kind = kinds.INPUT_BOUND
 @dataclass(frozen=True)
 class Limits:
     share: float = 0.3
-    """Share of step time that the rank which waits least for its data must lose."""
+    """Share of step time that even the rank which waits least for its data loses."""
 
 
 limits = Limits()

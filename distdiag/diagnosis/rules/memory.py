@@ -25,42 +25,42 @@ Points = tuple[tuple[float, int], ...]  # (t_s, bytes), oldest first
 @dataclass(frozen=True)
 class Limits:
     growth_bytes: int = 192 * MIB
-    """Bytes of growth below which nothing is reported: allocators and caches reach as much in a healthy job."""
+    """Bytes of growth below which nothing is reported: the allocators and caches of a healthy job grow as much."""
     growth: tuple[tuple[int, float, float], ...] = ((10, 10.0, 0.25), (7, 6.0, 0.5))
-    """(samples, seconds, share of the first sample): one of them must be reached. Fast growth needs a shorter time."""
+    """(samples, seconds, growth as a share of the first sample): one triple must be reached. Fast growth needs less time."""
     device_growth: tuple[tuple[int, float, float], ...] = ((30, 30.0, 0.25),)
-    """The same for devices: torch reserves in leaps until it has seen every shape."""
+    """The same for devices: torch reserves in jumps until it has seen every shape."""
     settle_s: float = 2.0
     """Seconds after the warm-up that are left out."""
     window_s: float = 60.0
-    """Seconds of the course of memory that are judged."""
+    """Seconds of samples that are judged."""
     points: int = 60
-    """Samples of it, at most."""
+    """Samples of them, at most."""
     patience: float = 0.02
-    """Share of the time left until memory is full for which growth must last. What grows may be a cache or a replay buffer
-    that fills up: the more time is left, the longer it is watched."""
+    """Share of the time left until memory is full during which it must keep growing. It may be a cache or a replay buffer that
+    fills up: the more time is left, the longer it is watched."""
     patience_s: float = 500.0
-    """Seconds, the most that is watched."""
+    """Seconds that growth is watched, at most."""
     alone_s: float = 10.0
-    """The same for ranks that grow while the others, which train as well, do not: a cache or buffer would fill on all ranks."""
+    """The same if only these ranks grow while the others train, too: a cache or buffer would fill on all ranks."""
     flat: float = 0.1
-    """Share of the growth of these ranks below which another rank does not grow."""
+    """Share of their growth below which another rank counts as not growing."""
     fit: float = 0.97
-    """R^2 of a straight line."""
+    """R^2 of the straight line through the samples, at least."""
     halves: float = 2.0
-    """Factor by which the growth of the two halves may differ."""
+    """Factor by which the growth in the two halves of the samples may differ."""
     headroom: float = 0.95
-    """Share of a card that is in use."""
+    """Share of a card in use, above which an info is reported."""
     imbalance_bytes: int = 512 * MIB
-    """Bytes above the others. A rank that has read a file for all keeps some hundred MiB in its allocator: that is nothing."""
+    """Bytes above the others, at least. A rank that has read a file for all keeps some hundred MiB in its allocator."""
     imbalance_share: float = 0.6
-    """Share of the others' host memory that it must be above them."""
+    """The same as a share of the others' host memory."""
     imbalance_share_of_host: float = 0.02
-    """Share of the host's memory: less ends no job."""
+    """The same as a share of all memory of the host: less does not end a job."""
     imbalance_share_of_device: float = 0.5
-    """Share of the others' device memory that it must be above them."""
+    """The same as a share of the others' device memory."""
     imbalance_samples: int = 6
-    """Samples in a row."""
+    """Samples in a row that must be above."""
 
 
 limits = Limits()
@@ -121,7 +121,7 @@ def _growing(
 
 
 def _alone(s: Snapshot, growing: Mapping[int, float]) -> bool:
-    """True if at least as many ranks, which train as well, keep their memory while these grow."""
+    """True if at least as many other ranks train, too, and do not grow."""
     others = [r for q, r in s.ranks.items() if q not in growing]
     if len(others) < len(growing) or len(s.ranks) < s.world_size or _model_parallel(s):
         return False
@@ -163,7 +163,7 @@ def _growth(s: Snapshot) -> Finding | None:
 
 
 def _host_imbalance(s: Snapshot) -> Iterator[Finding]:
-    """One rank's host memory far above the others', after the first steps, for some samples in a row."""
+    """Yield ranks whose host memory is far above the others' after the first steps, for some samples in a row."""
     ranks = [r for r in s.ranks.values() if r.life == Life.RUNNING and r.warm_since_s is not None]
     if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
         return

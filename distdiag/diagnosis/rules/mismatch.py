@@ -26,7 +26,7 @@ kind = kinds.MISMATCH
 
 @dataclass(frozen=True)
 class Limits:
-    """None: calls differ or they do not. How long a rank on its way may still vote: `culprit.verdict.SETTLED_S`."""
+    """None: calls differ or they do not. `culprit.verdict.SETTLED_S`: how long the vote waits for ranks that have not arrived."""
 
 
 limits = Limits()
@@ -125,11 +125,11 @@ def _aborted(facts: Facts) -> Finding:
 
 
 def _sizes(s: Snapshot, ranks: tuple[int, ...], odd: tuple[int, ...]) -> tuple[str, str]:
-    """Return (what each rank brought to the call in which gloo aborted one of them, advice)."""
+    """Return (the tensor of each rank in the call in which gloo aborted one of them, advice)."""
     calls = {q: call for q in ranks if (call := last_wait(s.ranks[q])) is not None and call.shape is not None}
     brought = ", ".join(f"rank {q} {'x'.join(map(str, call.shape or ()))}" for q, call in sorted(calls.items())[:8])
     text = f"; first tensor: {brought}" if brought else ""
-    text += f"; until then {rank_list(odd)} came there with another size" if odd else ""
+    text += f"; before, {rank_list(odd)} called it with another size" if odd else ""
     return text, "compare what each rank sends with what its peer expects: split sizes and output shapes must agree"
 
 
@@ -145,9 +145,9 @@ def _why(facts: Facts) -> tuple[str, str]:
     mine, theirs = (paths.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
     behind = rank_condition.around(mine, theirs, facts.source)
     if behind is not None:
-        who = f"{rank_list(odd)} {'gets' if len(odd) == 1 else 'get'} there"
+        who = f"{rank_list(odd)} {'runs' if len(odd) == 1 else 'run'} it"
         call = f"make the call{at(mine[0])} on all ranks or on none"
-        return f"; only {who}, by `{behind.text}`{at(Site(behind.file, behind.line))}", call
+        return f"; only {who} due to `{behind.text}`{at(Site(behind.file, behind.line))}", call
     parting = paths.parting(mine, theirs, facts.source)
     return paths.parting_text(parting), paths.decision_advice(parting[0], odd) if len(parting) == 1 else compare
 
@@ -176,5 +176,5 @@ def _model(s: Snapshot, cascade: Cascade) -> Finding:
         first_seen_s=min((r.ended_s for r in ranks if r.ended_s is not None), default=s.t_s),
         message=f"the wrapped module differs between ranks: {groups}",
         cost="DDP refuses to start",
-        advice="build the same module, in the same order, on every rank; compare what the ranks' configurations say",
+        advice="build the same module, in the same order, on every rank; compare the ranks' configurations",
     )

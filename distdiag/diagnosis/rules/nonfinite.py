@@ -1,4 +1,4 @@
-"""nonfinite: a loss or gradient is NaN or infinite; on which rank first, and whether its batch already was.
+"""nonfinite: a loss or gradient is NaN or infinite; on which rank first, and whether its batch already had NaN.
 
 Faulty jobs: log_poisson, norm_grad. Healthy look-alikes: half_scaler.
 """
@@ -33,7 +33,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if found:
         yield _finding(s, found)
     elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
-        yield Abstained("no loss has been seen")
+        yield Abstained("no loss has been recorded")
 
 
 def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
@@ -64,7 +64,7 @@ def _finding(s: Snapshot, found: Found) -> Finding:
     x = chosen[0][1]
     cause = "loss" if x.kind == "nonfinite_loss" else "gradient"
     ranks = tuple(sorted({q for q, _ in chosen}))
-    alone = all(y.alone for _, y in found)  # it had trained by itself: a trial, which may be meant to fail
+    alone = all(y.alone for _, y in found)  # it trains alone: a trial, which may be meant to fail
     everywhere = len(ranks) == s.world_size
     alive = [r for r in s.ranks.values() if r.life != Life.MISSING]
     name = next((y.name for _, y in chosen if y.name), "")
@@ -82,8 +82,8 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         first_seen_s=min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
         message=_message(x, name, ranks, everywhere, sorted({q for q, _ in found} - set(ranks)))
         + (": the batch already had NaN" if from_input else "")
-        + (": it had trained by itself so far, nothing is averaged with others" if alone else ""),
-        cost="what that rank trains from here on is lost"
+        + (": it trains alone so far, and averages nothing with other ranks" if alone else ""),
+        cost="what this rank trains from here on is lost"
         if alone
         else "averaging carries it to every rank; what is trained from here on is lost",
         advice=_advice(x.step, from_input, everywhere),

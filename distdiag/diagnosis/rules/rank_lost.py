@@ -1,6 +1,6 @@
 """rank_lost: a rank was killed, crashed, or went silent while the job continues, and nothing in the job explains it.
 
-Of several ends the first that is no echo of another is the cause; see `endings`.
+If several ranks ended, the first end that no other end explains is the cause; see `endings`.
 
 Faulty jobs: video_oom, oom_rank, fused_norm, parquet_rows, custom_grad, label_guard, resume_opt, quiet_except.
 Healthy look-alikes: exit_zero, spawn_fine, no_dist.
@@ -28,7 +28,7 @@ kind = kinds.RANK_LOST
 @dataclass(frozen=True)
 class Limits:
     silent_s: float = 30.0
-    """Seconds without a heartbeat, while others wait: files of a network file system may be seen seconds late."""
+    """Seconds without a heartbeat while others wait. A network file system may show files seconds late."""
 
 
 limits = Limits()
@@ -58,7 +58,7 @@ def _crashed_at_exit(facts: Facts) -> Iterator[Finding]:
 
 
 def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
-    """Ranks of a node without heartbeat, while others wait for them. If nobody waits it may be its monitor that is gone."""
+    """Yield the ranks of a node without heartbeat that others wait for. If no rank waits, only its monitor may be gone."""
     ranks = tuple(
         q
         for q in sorted(graph.sinks)
@@ -91,13 +91,13 @@ def _lost(facts: Facts) -> Finding:
         name = signals.Signals(first.signal).name if first.signal else "a signal"
         message = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {name}{at(first.place)}"
         advice = _KILLED_ADVICE.get(
-            name, "read the rank's own stderr above: what did the library print before it died?"
+            name, "read the rank's own stderr above: what did the library print before the rank died?"
         )
     else:
         message = f"{who} ended by {(first.exception or f'exit code {first.exit_code}')[:200]}{at(first.place)}"
         advice = f"fix {place_text(first.place) or 'the exception'}"
         if echoes:
-            advice += "; the other ranks' errors are its echo"
+            advice += "; the other ranks' errors follow from it"
         condition = rank_condition.enclosing(first.place, facts.source) if not first.exception else None
         if condition is not None:
             message += f", under `{condition.text}` at line {condition.line}"
@@ -147,7 +147,7 @@ def _at_exit(crashed: list[RankState]) -> Finding:
 
 
 def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
-    """Every rank failed because another was gone; the first of them was not seen."""
+    """Return the finding of a job in which every rank failed because another was gone, and the first end is not known."""
     failed = [s.ranks[q] for q in ranks]
     first = min(failed, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
     return Finding(
@@ -158,7 +158,7 @@ def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
         victims=ranks,
         where=tuple(w for r in failed for w in where_stack(r, r.user_stack, "crashed", 2)),
         first_seen_s=first.ended_s,
-        message=f"{rank_list(ranks)} failed because another rank was gone; the first end that was seen is that of rank "
+        message=f"{rank_list(ranks)} failed because another rank was gone; the first known end is that of rank "
         f"{first.rank}: {(first.exception or '').splitlines()[0][:160] if first.exception else 'no exception'}{at(first.place)}",
         cost="the job ended",
         advice="read the ranks' own stderr from the top: the first error in it is the cause",
@@ -166,7 +166,7 @@ def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
 
 
 def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
-    """Ranks that never made a first collective together: nobody is to blame by what is known."""
+    """Return the finding of ranks that never completed a first collective: no culprit is known."""
     tried: list[RankState] = [s.ranks[q] for q in ranks]
     first = tried[0]
     return Finding(
@@ -178,7 +178,7 @@ def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
         where=tuple(w for r in tried for w in where_stack(r, r.user_stack, None, 2)),
         first_seen_s=min((r.ended_s for r in tried if r.ended_s is not None), default=None),
         message=f"{rank_list(ranks)} could not connect: {(first.exception or '').splitlines()[0][:160]}{at(first.place)}",
-        cost="the job did not begin",
+        cost="the job did not start",
         advice="check that every rank started, and that its address and port are reachable from the others; "
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
     )

@@ -26,13 +26,13 @@ class Limits:
     relative: float = 1e-5
     """Relative difference of parameter checksums; float32 sums in another order differ by less."""
     buffers_relative: float = 0.3
-    """The same for buffers: statistics of different batches of the same data differ by some per cent, and may."""
+    """The same for buffers: statistics of different batches normally differ by some per cent."""
     samples: int = 2
-    """Samples in common, and the newest in a row that differ."""
+    """Steps that all ranks must have sampled, and how many of the newest in a row must differ."""
     constant: float = 0.75
-    """Share of the newest distance that the first has if replicas do not move apart."""
+    """If the first distance is at least this share of the newest, the replicas do not move apart."""
     constant_at_first: float = 0.9
-    """The same, until there are four times as many steps: what moves apart does so by the root of the steps at least."""
+    """The same until there are four times as many steps: a distance that grows does so at least with the root of the steps."""
     no_exchange: tuple[str, ...] = (
         "init_process_group",
         "new_group",
@@ -42,18 +42,18 @@ class Limits:
         "gather",
         "scatter",
     )
-    """Operations that average nothing: jobs without any averaging use them, too."""
+    """Operations that do not average: jobs without any averaging use them, too."""
     metrics: float = 0.01
-    """Share of the parameters up to which what is reduced are metrics, not gradients."""
+    """Up to this share of the parameters, reduced elements are metrics, not gradients."""
     metrics_bytes: int = 1024
     """The same for one call, in bytes."""
     certain_step: int = 32
-    """Step up to which a cause is suspected: on few samples rates, gradients and the first values look alike."""
+    """Up to this step the cause is only suspected: too few samples to tell rates, gradients and first values apart."""
     averaged: float = 0.9
-    """Share of the steps in which gradients are averaged, from which on they are."""
+    """Share of the steps with averaged gradients from which on a model counts as averaged."""
     reduced: tuple[float, float] = (0.999, 1.05)
-    """Elements reduced per parameter between which all gradients are averaged. Fewer: some are meant to be a rank's own
-    (experts, personal layers), or they are averaged now and then. More: activations of a split model are reduced."""
+    """All gradients are averaged if the elements reduced per parameter are in this range. Fewer: some parameters belong to one
+    rank by design (experts, personal layers), or are averaged now and then. More: activations of a split model are reduced."""
 
 
 limits = Limits()
@@ -64,10 +64,10 @@ class _Drift:
     """Checksums that differ.
 
     Attributes:
-        cause: Of the finding, as the models' structure tells.
+        cause: Of the finding, by the structure of the models.
         steps: At which they differ.
         values: The newest checksums, by rank.
-        began_equal: They were equal at some steps before.
+        began_equal: True if they were equal at earlier steps.
     """
 
     cause: str
@@ -77,7 +77,7 @@ class _Drift:
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the drift of replicas, or why none is seen."""
+    """Yield the drift of replicas, or why there is none."""
     s = facts.snapshot
     if s.world_size < 2:
         yield Abstained("there is one rank only")
@@ -115,7 +115,7 @@ def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
         return Abstained(f"the checksums of {kind_of} agree", checked=True)
     cause = _cause(s, kind_of, steps)
     if cause is None:
-        return Abstained(f"{kind_of} differ, and may by the structure of the model", checked=True)
+        return Abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     spreads = [max(v) - min(v) for k in steps for v in [[samples[q][k].value for q in ranks]]]
     averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
@@ -125,7 +125,7 @@ def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
 
 
 def _constant(steps: list[int], spreads: list[float]) -> bool:
-    """True if replicas are as far apart as at the first sample; those that move apart are further with each step."""
+    """True if replicas are as far apart as at the first sample; those that drift move apart with each step."""
     return spreads[0] >= (limits.constant if steps[-1] >= 4 * steps[0] else limits.constant_at_first) * spreads[-1]
 
 
@@ -211,20 +211,20 @@ _WHAT = {
     "different_init": "gradients are averaged, but the replicas began with different values",
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "rates": "gradients are averaged, but learning rates differ",
-    "update": "gradients are averaged and the replicas were equal before, but not every rank does the same with its parameters",
+    "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
 }
 _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
     "wraps",
-    "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains a model "
-    "of its own on a part of them",
+    "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
+    "another model, on its part only",
     "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
-    "rates": "let the scheduler see the same on all ranks: a metric that is reduced over them, steps and not a rank's samples or "
-    "tokens, the same length of an epoch",
-    "update": "check whether weights are loaded, or a step skipped, clipped or scaled, by what only one rank sees; let all ranks "
-    "decide it together (all_reduce, broadcast), and reduce in one order on all ranks: that of a set differs",
+    "rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
+    "the same epoch length",
+    "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
+    "(all_reduce, broadcast), and reduce in one order on all ranks: the order of a set differs",
 }
 
 
@@ -308,7 +308,7 @@ def _by_value(values: dict[int, float]) -> dict[float, list[int]]:
 
 
 def _fewer(values: dict[int, float]) -> tuple[int, ...]:
-    """Return the ranks whose value fewer ranks have than another; nobody if no two agree."""
+    """Return the ranks whose value is not the most frequent one; none if no two agree."""
     by_value = _by_value(values)
     most = max(len(v) for v in by_value.values())
     return tuple(sorted(q for v in by_value.values() if len(v) < most for q in v)) if most > 1 else ()

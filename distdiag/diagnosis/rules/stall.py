@@ -1,4 +1,4 @@
-"""stall: ranks wait for one that is alive and busy, unusually long for this job. A suspicion, cleared if it recovers.
+"""stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared if it continues.
 
 Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
 quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited,
@@ -31,20 +31,20 @@ class Limits:
             "user_code": 20.0, "device": 20.0, "checkpoint": 60.0,
         })
     )  # fmt: skip
-    """Seconds that the others may wait for a rank, by what it does. A person asked at a terminal will not answer; a
-    checkpoint to a slow disk takes its time."""
+    """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
+    slow disk may be slow."""
     training_s: float = 60.0
-    """The same for a rank that goes on making steps, ahead of all ranks that wait for it."""
+    """The same for a rank that still makes steps, ahead of all ranks that wait for it."""
     first_step_s: float = 60.0
-    """Seconds, before the first step: compilation, lazy initialisation, reading an index."""
+    """Seconds before the first step: compilation, lazy initialisation, reading an index."""
     second_step_s: float = 30.0
-    """The same, if some collectives have been made already."""
+    """The same, after the first few collectives."""
     few_calls: int = 4
-    """Collectives up to which it is the start of the job."""
+    """Collectives that count as the start of the job."""
     usual_factor: float = 3.0
-    """Times the longest that this rank kept the others waiting before, and let them continue."""
+    """Multiple of the longest wait that this rank has caused so far without hanging."""
     error_factor: float = 3.0
-    """Times the patience, after which it is an error."""
+    """Multiple of the patience after which a stall is an error."""
 
 
 limits = Limits()
@@ -54,10 +54,10 @@ _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield one stall per living rank that others have waited for longer than usual."""
     if facts.stopped:
-        yield Abstained("the job is stopped for good by another finding", checked=True)
+        yield Abstained("another finding has already stopped the job", checked=True)
         return
     stalled = [f for f in facts.reported if f.kind == kind.name]
-    if stalled and (facts.ends or facts.waits_on):  # keep it as reported: ranks that are ending tell nothing new
+    if stalled and (facts.ends or facts.waits_on):  # keep it as reported: ranks that are ending give no new evidence
         yield from stalled
         return
     s, graph = facts.snapshot, facts.graph
@@ -75,14 +75,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if waited_s < limit_s and (found := _trains_on(facts, state)) is not None:
             yield found
         elif waited_s < limit_s:
-            usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}, {rough_duration(limit_s)} is usual for it"
+            usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}; its limit is {rough_duration(limit_s)}"
             yield Abstained(usual, checked=True)
         else:
             yield _finding(s, state, victims, waited_s, limit_s)
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
-    """Return the stall of ranks that wait for one that goes on making steps; None if that is not unusual."""
+    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not unusual."""
     found = outpaced(facts.snapshot, facts.graph, r.rank)
     if found is None or found[1] < max(limits.training_s, limits.usual_factor * r.longest_usual_s):
         return None
@@ -102,16 +102,16 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
         waiting=tuple(where(facts.snapshot.ranks[v]) for v in victims),
         step=r.step,
         first_seen_s=facts.snapshot.t_s - waited_s,
-        message=f"rank {r.rank} has not entered {op_text(call)}{at(call.site)} and goes on training{at(stack[0] if stack else None)}, "
+        message=f"rank {r.rank} has not entered {op_text(call)}{at(call.site)} and keeps training{at(stack[0] if stack else None)}, "
         f"{ahead:,} steps ahead of {rank_list(victims)}, {verb(victims, 'which has', 'which have')} waited {rough_duration(waited_s)}",
         cost=f"{len(victims)} of {facts.snapshot.world_size} ranks make no progress",
         advice="check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, or "
-        "bound its steps; this is cleared if the rank comes",
+        "bound its steps; this is cleared if the rank enters the collective",
     )
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
-    """Yield collectives that every member has issued on its device, and that do not complete: nobody is known to be late."""
+    """Yield collectives that every member has issued on its device and that do not complete: no rank is known to be late."""
     s = facts.snapshot
     for wait in facts.graph.waits:
         group = s.groups.get(wait.group)
@@ -162,7 +162,7 @@ def _loads_itself(r: RankState) -> bool:
 
 
 def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
-    """Return a collective that this rank has issued, in another thread or to wait for it later, and who has not entered it."""
+    """Return an open collective that this rank issued from another thread or asynchronously, and the ranks that have not entered it."""
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -212,7 +212,7 @@ def _finding(s: Snapshot, r: RankState, victims: list[int], waited_s: float, lim
     elif workers:
         advice = "check that line of the dataset: storage that hangs, a lock, a loop"
     elif left_open is not None:
-        advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or nobody: find what started it, maybe a thread"
+        advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or no rank may: find what started it, maybe a thread"
     else:
         advice = _DO.get(doing, _DO_OTHERWISE)
     return Finding(
@@ -249,7 +249,7 @@ def _message(
     does = f"it {_DOES.get(doing, 'is busy')}{at(r.place)}"
     worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
     if worker is not None:
-        does += f", and {'a worker of it' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"
+        does += f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"
     if left_open is not None:
         open_call, missing = left_open
         does += (

@@ -1,8 +1,8 @@
 """straggler: a rank is late in a sustained share of steps, and the others wait for it.
 
-Who is slow is found by who waits least (see `step_times`); the cost is counterfactual: the step time if this rank were
-like the others. If the slowest rank changes all the time the cause is `rotating` and nobody is blamed. A loop without
-optimizer steps is judged by who enters its collectives last.
+The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step time if this rank were
+like the others. If the slowest rank keeps changing, the cause is `rotating` and no rank is blamed. In a loop without
+optimizer steps, the straggler is the rank that enters its collectives last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
 Healthy look-alikes: bn_ice, ledger_shared, worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
@@ -40,44 +40,44 @@ kind = kinds.STRAGGLER
 @dataclass(frozen=True)
 class Limits:
     recurrence: float = 0.75
-    """Share of the window's steps in which it is the slowest. Chance gives 1 / ranks."""
+    """Share of the window's steps in which the rank is the slowest. Chance gives 1 / ranks."""
     least_ms: float = 3.0
-    """Milliseconds a step that the others would gain. Below it is the jitter of an idle host."""
+    """Milliseconds per step that the others would gain. An idle host's jitter is below this."""
     shares: tuple[tuple[float, float], ...] = ((3.0, 0.05), (1.6, 0.15))
-    """(its slowest phase is so many times the others', then this share of the step must be lost to it). A core that is slower
-    than its neighbour, or shared with another job, stretches all computing by some tens of per cent and is no fault of the
-    job; work or waiting that only one rank has is many times what the others have."""
+    """(ratio of its slowest phase to the others', share of the step that must then be lost). A slower core, or one shared with
+    another job, stretches all computation by some tens of per cent and is not the job's fault; extra work or waiting of one
+    rank is many times that of the others."""
     shares_quiet_host: tuple[tuple[float, float], ...] = ((3.0, 0.05), (1.6, 0.15), (1.3, 0.10))
     """The same if the host has cores to spare."""
     busy_host_pct: float = 85.0
-    """Per cent of all cores, above which ranks compete for them and their jitter says nothing about the job."""
+    """Use of all cores in per cent, above which ranks compete for them: their jitter is not evidence then."""
     starved: float = 0.1
-    """Share of the time in which a loader's workers could run and had no CPU; above it they lack one."""
+    """Share of the time that a loader's workers were runnable without a CPU; above it they lack one."""
     asleep: float = 0.3
-    """Cores used by a loader's workers; below it they wait for something other than a CPU."""
+    """Cores used by a loader's workers; below it they wait for something else than a CPU."""
     control_ms: float = 0.3
-    """Milliseconds of optimizer time from which on it tells how fast a rank's core is: that work is the same on all ranks."""
+    """Optimizer time in milliseconds from which on it measures a rank's core: that work is the same on all ranks."""
     concentrated: float = 0.75
-    """Share of the rank's excess that lies in optimizer.step, on a busy host. Two healthy ranks that shared two cores with
-    other work had 0.55; more work in optimizer.step has nearly all of it."""
+    """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that shared two cores with other
+    work had 0.55; with extra work in optimizer.step it is nearly 1."""
     enough: int = 24
-    """Ranks whose median is that of all; more cost time and tell nothing new."""
+    """Ranks that are enough for a median; more only cost time."""
     rotating_share: float = 0.35
-    """Share of the step that is lost to whoever is slow. Two ranks on shared cores lose a third to chance."""
+    """Share of the step that is lost to the slowest rank, if it keeps changing. Two ranks on shared cores lose a third by chance."""
     rotating_ms: float = 20.0
-    """Milliseconds a step, the same."""
+    """The same in milliseconds per step."""
     rotating_steps: int = 40
-    """Steps, so that every rank of a small job has its turn."""
+    """Steps that are judged, at least, so that every rank of a small job can be the slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
     device_ratio: float = 1.3
-    """Times the others' forward, by CUDA events: the same kernels on the same model of device differ by a few per cent."""
+    """Ratio to the others' forward, by CUDA events: the same kernels on equal devices differ by a few per cent."""
     device_share: float = 0.05
-    """Share of the step that the device's forward is longer."""
+    """Share of the step by which the device's forward is longer."""
     arrivals: int = 60
-    """Collectives of a loop without optimizer steps that are judged, the last ones."""
+    """Newest collectives that are judged, in a loop without optimizer steps."""
     arrivals_share: float = 0.15
-    """Share of the time between collectives that the others wait for the last."""
+    """Share of the time between collectives that the others wait for the last rank."""
 
 
 limits = Limits()
@@ -124,7 +124,7 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if isinstance(slow, Abstained):
         return slow
     if not _arrives_last(window, slow.ranks):
-        return _veto(f"{rank_list(slow.ranks)}: longest at work, but not last to arrive, so nobody waits")
+        return _veto(f"{rank_list(slow.ranks)}: works longest, but does not arrive last, so no rank waits for it")
     rest = [q for q in window.ranks if q not in slow.ranks]
     rest = rest[:: max(1, len(rest) // limits.enough)]
     found = _phase_of(s, window, slow, rest)
@@ -167,7 +167,7 @@ def _slowest(window: Window) -> tuple[list[int], int, list[float]]:
 
 
 def _slow_together(window: Window) -> tuple[list[int], int, list[float]]:
-    """The same for several ranks, half of them at most, that all work longer than the rest: those of a slow node, say."""
+    """Return the same for several ranks, at most half of them, that all work longer than the rest: a slow node, for example."""
     ranks, columns = window.ranks, window.columns
     totals = [sum(row) for row in window.rows]
     order = sorted(range(len(ranks)), key=lambda i: -totals[i])
@@ -203,7 +203,7 @@ def _arrives_last(window: Window, slow: list[int]) -> bool:
 def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple[int, str, float] | Abstained:
     """Return (the slowest rank, its phase, milliseconds above the others), if all slow ranks are slow in that phase."""
     steps, n = window.steps, len(window.columns)
-    # per step, so that a slow step of all ranks is nobody's fault
+    # per step, so that no rank is blamed for a step that is slow on all
     others = [statistics.median_low([self_ms(steps[k][i]) for k in rest]) for i in range(n)]
     usual = {
         p: statistics.median(statistics.median_low([part_ms(steps[k][i], p) for k in rest]) for i in range(n))
@@ -230,7 +230,7 @@ def _excess(
         steps: Of that rank.
         others: `self_ms` that is usual for the others, by step.
         usual: Milliseconds that are usual for them, by phase.
-        queued_ms: Of a step, in which this rank waited for a CPU, above the others: no work of its own.
+        queued_ms: Of a step, in which this rank waited for a CPU, above the others: not its own work.
     """
     excess = statistics.median(self_ms(x) - b for x, b in zip(steps, others, strict=True)) - queued_ms
     excesses = {p: statistics.median(part_ms(x, p) for x in steps) - usual[p] for p in PHASES}
@@ -243,9 +243,9 @@ def _excess(
         ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
     needed = [share for factor, share in (limits.shares if busy else limits.shares_quiet_host) if ratio >= factor]
     if busy and phase == "optimizer" and excesses[phase] < limits.concentrated * excess:
-        return _veto("its optimizer step is only a part of what it takes longer for: a slower core does as much")
+        return _veto("its optimizer step is only part of its excess: a slower core explains that")
     if not needed:
-        return _veto(f"its {phase} takes {ratio:.1f} times that of the others: a slower core does as much")
+        return _veto(f"its {phase} takes {ratio:.1f} times that of the others: a slower core explains that")
     if min(slow.gain_ms, excess) < max(limits.least_ms, needed[0] * slow.step_ms):
         return _veto(
             f"it costs {percent(min(slow.gain_ms, excess) / slow.step_ms)} of the step, below {percent(needed[0])}"
@@ -263,13 +263,16 @@ def _queued_ms(s: Snapshot, rank: int, others: list[int], slow: Slow) -> float:
 
 
 def busy_host(s: Snapshot) -> bool:
-    """True if ranks compete for cores, or that is not known."""
+    """True if ranks compete for cores, or if that is not known."""
     return s.host_cpu_pct is None or s.host_cpu_pct > limits.busy_host_pct
 
 
 def _lacks_cpu(s: Snapshot, slow: list[int], phase: str, rest: list[int]) -> bool:
-    """True if loader workers of a slow rank wait for a CPU. If all loaders are at their limit, the one that is slower by a
-    little makes all the waiting, and the others' queues are full because of it: what they could do is not known."""
+    """True if loader workers of a slow rank wait for a CPU.
+
+    If all loaders are at their limit, a slightly slower one causes all the waiting and fills the other queues: their own speed
+    is not known then.
+    """
     if phase != "data":
         return False
     busy = busy_host(s)
@@ -283,8 +286,10 @@ def _lacks_cpu(s: Snapshot, slow: list[int], phase: str, rest: list[int]) -> boo
 
 
 def _more_to_load(s: Snapshot, r: RankState, others: list[int]) -> bool:
-    """True if a rank's loader has more than twice the work of any other's, whatever CPU they get. Ranks take their batches in
-    step, so the time for which workers run or wait for a CPU is their work for the same number of batches."""
+    """True if a rank's loader has more than twice the work of any other's, whatever CPU they get.
+
+    Ranks take equally many batches, so the time for which workers run or wait for a CPU is the work for the same batches.
+    """
     busy = [s.ranks[k].workers_busy for k in others if any(x.workers for x in s.ranks[k].loaders)]
     known = [x for x in busy if x is not None]
     return r.workers_busy is not None and 0 < len(known) == len(busy) and r.workers_busy > 2 * max(known)
@@ -326,7 +331,7 @@ def _rotating(s: Snapshot, window: Window) -> Finding | None:
     tops = [column.index(max(column)) for column in columns]
     slowest = [ranks[at_top] for at_top in tops]
     changes = sum(a != b for a, b in itertools.pairwise(slowest))
-    # of many ranks not every one has its turn in so few steps: most of those that chance alone would pick
+    # of many ranks not every one is the slowest in so few steps: expect most of those that chance would pick
     by_chance = len(ranks) * (1 - (1 - 1 / len(ranks)) ** n)
     enough = len(ranks) if len(ranks) <= 8 else 0.75 * by_chance
     most = Counter(slowest).most_common(1)[0][1]
@@ -368,7 +373,7 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         if len(recent) < STEPS.least:
             continue
         q, count = Counter(a.late_rank for a in recent).most_common(1)[0]
-        # an asynchronous operation may be entered late and cost nobody anything
+        # entering an asynchronous operation late may cost nothing
         skew_ms = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
         period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
         enough = skew_ms >= max(limits.least_ms, limits.arrivals_share * period_ms)

@@ -1,7 +1,7 @@
 """uneven_batches: ranks cannot run the same number of steps, or their batches differ in size.
 
-`count` is predicted at the start of an epoch from the loaders' lengths, where the loop cannot end before its loader does,
-or seen when a rank ran out of batches while the others wait for it. `size`: DDP averages ranks, not samples.
+`count` is predicted at the start of an epoch from the loaders' lengths, if the loop cannot end before its loader; or it is
+found when a rank has run out of batches and the others wait for it. `size`: DDP averages ranks, not samples.
 
 Faulty jobs: strided_sampler, shard_stream, nlp_langs, budget_hours, batch_by_memory.
 Healthy look-alikes: joined_uneven, bucketed_lengths, agreed_stop.
@@ -32,13 +32,13 @@ kind = kinds.UNEVEN_BATCHES
 @dataclass(frozen=True)
 class Limits:
     size_steps: int = 24
-    """Steps after which a difference in local batch size is no accident of the last batch."""
+    """Steps that a difference in local batch size must last: the last batch of an epoch is often smaller."""
     size_window: int = 40
-    """Steps that are compared, the last ones."""
+    """Newest steps that are compared."""
     same_size: float = 0.9
-    """Share of a rank's steps with one size; below it the sizes vary on purpose: token budgets, buckets."""
+    """Share of a rank's steps with one size; below it, sizes vary on purpose: token budgets, buckets."""
     weighed: float = 0.5
-    """Exponent of the batch ratio above which the ratio of the losses follows it: the loss is a sum over samples."""
+    """The losses' ratio, as an exponent of the ratio of the batches. Above this the loss is a sum over samples, not a mean."""
 
 
 limits = Limits()
@@ -62,7 +62,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _seen(facts: Facts) -> Finding | None:
-    """The ranks that ran out of batches, if ranks are stuck or ended because of that."""
+    """Return the finding of ranks that ran out of batches, if ranks are stuck or ended because of that."""
     s = facts.snapshot
     stuck = not facts.kept and any(f.kind == kinds.DEADLOCK.name for f in facts.found)
     if not (stuck or facts.cascade.end is End.OUT_OF_BATCHES) or not uneven_ranks(s):
@@ -72,11 +72,11 @@ def _seen(facts: Facts) -> Finding | None:
 
 
 def _count(facts: Facts) -> Finding | Abstained:
-    """Lengths that cannot agree, at the start of an epoch."""
+    """Return the finding of loaders whose lengths differ, at the start of an epoch."""
     s = facts.snapshot
     loaders = facts.loaders
     if len(loaders) < 2:
-        return Abstained("not every rank trains from a DataLoader that is known")
+        return Abstained("not every rank trains from a known DataLoader")
     if any(x.length is None or x.site is None for x in loaders.values()):
         return Abstained("the length of a loader is not known")
     if any(r.life in DEAD for r in s.ranks.values()):
@@ -121,8 +121,10 @@ def _size(s: Snapshot) -> Finding | Abstained:
 
 
 def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
-    """True if the losses' ratio is that of the batches rather than 1: sums over samples, weighed on purpose. Late in training
-    losses scatter, and their ratio with them."""
+    """True if the ratio of the losses is that of the batch sizes: the loss is a sum over samples.
+
+    Late in training losses scatter, and their ratio with them.
+    """
     small, large = min(usual, key=lambda q: usual[q]), max(usual, key=lambda q: usual[q])
     losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None and x.loss > 0} for q in (small, large)]
     ratios = [math.log(losses[1][k] / losses[0][k]) for k in losses[0].keys() & losses[1].keys()]
@@ -134,7 +136,7 @@ def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
 
 
 def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
-    """The ranks with fewest batches are the culprits."""
+    """Return the finding on numbers of batches; the ranks with the fewest are the culprits."""
     fewest = min(counts.values())
     short = tuple(sorted(q for q, n in counts.items() if n == fewest))
     rest = tuple(sorted(q for q in counts if q not in short))
@@ -175,7 +177,7 @@ def _exhausted(loaders: dict[int, Loader]) -> tuple[int, ...]:
 
 
 def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
-    """Return where a rank waits or ended, once it does, and the loop that its batches are counted in."""
+    """Return where a rank waits or ended, if it does, and the loop in which its batches are counted."""
     loop = where(r, "data", x.site)
     there = r.blocked is not None or r.life in DEAD
     return (where(r), loop) if there and r.place is not None and r.place != x.site else (loop,)
@@ -199,7 +201,7 @@ def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:
             for q in odd or sorted(usual)
         ),
         step=min(r.step for r in s.ranks.values()),
-        message=f"local batch sizes differ, step after step: {text}",
+        message=f"local batch sizes differ in every step: {text}",
         cost=f"DDP averages ranks, not samples: a sample of the small batch weighs {largest / smallest:.1f}x as much",
         advice="use the same batch size on every rank, or weigh each rank's loss by its number of samples",
     )

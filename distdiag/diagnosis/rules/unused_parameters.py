@@ -1,7 +1,7 @@
-"""unused_parameters: parameters that got no gradient, by name; or a search for such that is paid for and finds none.
+"""unused_parameters: parameters that got no gradient, by name; or a search for unused parameters that finds none.
 
-DDP without find_unused_parameters refuses the forward after a backward that left one out. With it they are only never
-trained. Frozen ones (requires_grad False) are reported once as info, so that nobody takes them for unused.
+Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it, they are just never
+trained. Frozen ones (requires_grad False) are reported once as info, to tell them from unused ones.
 
 Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone, layer_drop, frozen_head.
 """
@@ -27,13 +27,13 @@ kind = kinds.UNUSED_PARAMETERS
 @dataclass(frozen=True)
 class Limits:
     some_checks: int = 30
-    """Checks of all gradients, where DDP expects unused parameters, before what never had one is mentioned."""
+    """Checks before parameters without gradient are reported as info, if DDP expects unused parameters."""
     never_checks: int = 100
-    """The same, before it is a warning: a branch that is taken rarely has had its turn."""
+    """The same before it is a warning: by then a rare branch has been taken."""
     not_needed_checks: int = 40
-    """Checks without a miss before find_unused_parameters is called unneeded."""
+    """Checks with a gradient for every parameter before find_unused_parameters is reported as not needed."""
     not_needed_share: float = 0.001
-    """Share of the step that the search takes; below it is not worth a line."""
+    """Share of the step that the search takes; below it, nothing is reported."""
 
 
 limits = Limits()
@@ -86,7 +86,7 @@ class _Case:
 
     @cached_property
     def expected(self) -> bool:
-        """DDP has been told that there may be unused parameters."""
+        """True if DDP expects unused parameters."""
         return bool(self.first.find_unused) or self.first.static_graph
 
     @cached_property
@@ -99,7 +99,7 @@ class _Case:
 
     @cached_property
     def lacking(self) -> list[int]:
-        """Ranks that were checked and miss no gradient."""
+        """Ranks that were checked and have all gradients."""
         ranks = self.snapshot.ranks
         return [q for q in self.with_models if q not in self.having and ranks[q].models[-1].unused_checks > 0]
 
@@ -122,13 +122,13 @@ class _Case:
 
 # The first row that holds gives the severity.
 _SEVERITY: tuple[tuple[str, Callable[[_Case], bool], Severity], ...] = (
-    ("never trained, although nobody asked a library to expect that",
+    ("never trained, and the flag was not set by a library",
      lambda c: c.expected and not c.refused and c.checks >= limits.never_checks and not c.first.flag_of_library,
      Severity.WARNING),
     ("DDP expects unused parameters", lambda c: c.expected, Severity.INFO),
     ("DDP has refused a forward", lambda c: bool(c.refused), Severity.ERROR),
     ("no backward is synchronised, or DDP does not check", lambda c: not c.refuses, Severity.INFO),
-    ("the ranks were checked at different steps, and nothing has come of it",
+    ("the ranks were checked at different steps, and no rank hangs",
      lambda c: c.differs and not c.stuck, Severity.INFO),
     ("DDP will refuse the next forward", lambda c: True, Severity.ERROR),
 )  # fmt: skip
@@ -137,7 +137,7 @@ _SEVERITY: tuple[tuple[str, Callable[[_Case], bool], Severity], ...] = (
 def _unused(case: _Case) -> Finding | None:
     unused = dict(p for m in case.having.values() for p in m.unused)
     differs = case.differs
-    if case.expected and not case.refused:  # branches that are skipped now and then are what the flag is for
+    if case.expected and not case.refused:  # the flag is for branches that are skipped now and then
         unused, differs = _never(case), False
         if not unused:
             return None
@@ -174,7 +174,7 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
         return Abstained("find_unused_parameters is not set", checked=True)
     checks = min(m.unused_checks for m in models)
     if s.usual_step_s is None or len(s.ranks) < s.world_size or any(m.search_ms is None for m in models):
-        return Abstained("what find_unused_parameters costs is not measured yet")
+        return Abstained("the cost of find_unused_parameters is not measured yet")
     if any(m.unused_hits for m in models):
         return Abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
     if checks < limits.not_needed_checks:
@@ -217,7 +217,7 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
         message=f"{count(len(names), 'parameter')} ({count(sum(unused.values()), 'element')}) {text}: "
         f"{_shown(names, len(names))}{at(site)}{_why(case.first)}",
         cost=crash if severity == Severity.ERROR else "they are never trained",
-        advice="freeze or remove them if they are meant to stay unused"
+        advice="freeze or remove them if they stay unused on purpose"
         if case.expected
         else "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass "
         "find_unused_parameters=True",
@@ -229,7 +229,7 @@ def _why(m: Model) -> str:
     if m.never_called is None or m.unused_step > 1:
         return ""
     if not m.never_called:
-        return "; forward did call their modules: what they compute does not reach the loss"
+        return "; forward called their modules, but their output does not reach the loss"
     names = tuple(n or "the model itself" for n in m.never_called)
     return f"; forward never called {_shown(names, len(names), 3)}"
 
@@ -248,7 +248,7 @@ def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:
         message=f"{m.frozen} of {m.frozen + m.parameters} parameters are frozen (requires_grad False), "
         f"so DDP does not wait for them: {_shown(names, m.frozen)}",
         cost="none, if that is intended",
-        advice="set requires_grad before wrapping in DDP if they are to be trained",
+        advice="set requires_grad before wrapping in DDP if you want to train them",
     )
 
 

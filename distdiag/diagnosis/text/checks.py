@@ -1,4 +1,4 @@
-"""What was checked and what could not be, and why a kind was not found."""
+"""Text about what was checked, what could not be checked, and why a kind was not found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.findings import Check, Finding
 
 
 def checked_lines(checks: Sequence[Check], width: int | None = None) -> list[str]:
-    """Return two lines: the kinds that were judged, and those that could not be, with the reason.
+    """Return two lines: the kinds that were checked, and those that could not be, with the reason.
 
     Args:
         width: Wrap to so many columns; None: one line each.
@@ -41,7 +41,7 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -
             + (f", {cleared} cleared" if cleared else "")
         ]
     elif not mine:
-        lines = [f"{kind}: no rule has judged it in this run"]
+        lines = [f"{kind}: not evaluated in this run"]
     else:
         lines = [f"{kind}: {'not found' if any(c.checked for c in mine) else 'not checked'}"]
     for c in mine:

@@ -1,4 +1,4 @@
-"""Wording for ranks whose calls in one collective differ: the two sides, and what would make them equal."""
+"""Text for ranks whose calls in one collective differ: the two sides, and how to make them equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXHAUSTED_ADVICE = "give every rank the same number of batches (drop_last, Distr
 
 
 def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
-    """Return which rank is in which call where, and what decided who is wrong."""
+    """Return which rank is in which call at which site, and why the culprit is wrong."""
     wait, culprits = verdict.wait, verdict.culprits
     what = wait.conflict or "op"
     sides = _sides(verdict)[:3]
@@ -30,7 +30,7 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
         end = _reason_text(snapshot, verdict, source)
     elif verdict.cause == "order_mismatch":
-        end = "; they make these calls in another order, or not equally often"
+        end = "; they make these calls in a different order, or not equally often"
     else:
         end = "; cannot tell which side is wrong"
     return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): it can never complete{end}"
@@ -50,13 +50,11 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     if behind is None or behind[0] != culprits:
         return first + parting_text(parting_of(snapshot, verdict.wait, culprits, source))
     _, (file, line, text) = behind
-    return (
-        f"{first}; only {rank_list(culprits)} {verb(culprits, 'gets', 'get')} there, by `{text}`{at(Site(file, line))}"
-    )
+    return f"{first}; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it due to `{text}`{at(Site(file, line))}"
 
 
 def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return what the culprit's argument was at this site until now; empty if it has not changed."""
+    """Return the culprit's argument in earlier calls at this site; empty if it has not changed."""
     rank = verdict.culprits[0]
     state, call = snapshot.ranks.get(rank), verdict.wait.calls.get(rank)
     found = arguments.changed(state, call, verdict.cause) if state is not None and call is not None else None
@@ -64,9 +62,7 @@ def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
         return ""
     value = {"shape": f"{found.before:,} elements", "root": f"root {found.before}"} if verdict.cause != "dtype" else {}
     times = "twice" if found.times == 2 else f"{found.times:,} times"
-    return (
-        f"; until then {rank_list(verdict.culprits)} came there with {value.get(verdict.cause, found.before)} ({times})"
-    )
+    return f"; before, {rank_list(verdict.culprits)} called it with {value.get(verdict.cause, found.before)} ({times})"
 
 
 def _skipped(snapshot: Snapshot, verdict: Verdict) -> skipped.Skipped | None:
@@ -111,7 +107,7 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
 
 
 def _deciding(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> Condition | None:
-    """Return the one condition on data at which the paths part; None if the condition asks for the rank, or is not known."""
+    """Return the one condition on data at which the paths diverge; None if it is on the rank, or not known."""
     if condition_of(snapshot, verdict.wait, source) is not None:
         return None
     found = parting_of(snapshot, verdict.wait, verdict.culprits, source)

@@ -1,4 +1,4 @@
-"""Wording for ranks that wait for each other."""
+"""Text for ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
 
 
 def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return with whom the culprit exchanged messages at its site until now, if that was always another rank."""
+    """Return the culprit's peer in earlier calls at its site, if that was always another rank."""
     state = snapshot.ranks.get(verdict.culprits[0])
     call = calls_of(verdict.waits).get(verdict.culprits[0])
     if state is None or call is None or not call[1].p2p:
@@ -81,10 +81,10 @@ def advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
 
 
 def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
-    """Return the smallest edit that opens the circle: one rank that makes the call another waits for before its own."""
+    """Return the smallest edit that breaks the cycle: one rank makes the call that another waits for before its own."""
     members = verdict.incident.members
     if any(len(w.missing & members) != 1 for w in verdict.incident.waits):
-        return ""  # several circles: one edit may not open all of them
+        return ""  # several cycles: one edit may not break all of them
     for rank in sorted(members):
         awaited = [w for w in verdict.waits if w.missing == {rank}]
         if rank not in calls or len(awaited) != 1 or awaited[0].conflict:

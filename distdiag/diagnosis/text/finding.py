@@ -1,4 +1,4 @@
-"""A finding in plain text: what and who, cost, where, do. Text of the job is data: control characters are shown, escaped."""
+"""A finding as plain text: what and who, cost, where, what to do. Control characters in the job's text are escaped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ printable = visible  # the same escapes on a terminal, in a report and on the sc
 
 
 def place(w: Where, short: bool = False) -> str:
-    """`train.py:88 in evaluate`."""
+    """Return `train.py:88 in evaluate`."""
     if w.file is None:
         return ""
     file = w.file.rsplit("/", 1)[-1] if short else w.file
@@ -47,7 +47,7 @@ def _places(places: tuple[Where, ...]) -> str:
 
 
 def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> list[str]:
-    """The four-line frame of a finding; lines that have nothing to say are left out.
+    """Return the lines of a finding: message, cost, where, do. Empty ones are left out.
 
     Args:
         ascii: Glyphs and typography reduced to ASCII.

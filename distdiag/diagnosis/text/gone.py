@@ -1,4 +1,4 @@
-"""Wording for ranks that wait for one that ended or is stopped."""
+"""Text for ranks that wait for one that ended or is stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distdiag.diagnosis.waits import compatible
 
 
 def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
-    """Return who ended, how, and who waits for it where; of a rank that ended normally how it can have left."""
+    """Return which rank ended, how, and which ranks wait for it where; if it ended normally, how it can have left the loop."""
     wait, call, ended, culprits = verdict.wait, verdict.call, verdict.ended, verdict.culprits
     what = collective_text(snapshot, wait, call)
     if call is not None and wait.ranks:

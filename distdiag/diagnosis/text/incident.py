@@ -1,4 +1,4 @@
-"""Wording and places that the findings about stuck collectives share."""
+"""Text and sites that the findings about stuck collectives share."""
 
 from __future__ import annotations
 

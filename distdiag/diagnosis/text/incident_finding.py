@@ -1,4 +1,4 @@
-"""The finding of one incident of the wait-for graph, in words; `conflict`, `cycle` and `gone` have those of each sort."""
+"""Makes the finding of one incident of the wait-for graph; `conflict`, `cycle` and `gone` have the text of each sort."""
 
 from __future__ import annotations
 

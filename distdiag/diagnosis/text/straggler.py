@@ -1,4 +1,4 @@
-"""The findings of rule `straggler`: what they say, where they point, what they advise."""
+"""The findings of rule `straggler`: message, sites, advice."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def device_finding(
         victims=rest,
         where=where_stack(slow, stack, "user_code") if stack else (where(slow, "user_code"),),
         step=slow.step,
-        message=f"rank {slow.rank}: its device takes {usual_ms + excess_ms:.0f} ms for the forward, the others' {usual_ms:.0f} ms, "
+        message=f"rank {slow.rank}: forward takes {usual_ms + excess_ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', "
         f"slowest in {count} of the last {len(window.columns)} steps; its host is not late",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} at least {excess_ms:.0f} ms per step: "
         f"{percent(excess_ms / step_ms)} of step time",
@@ -125,7 +125,7 @@ def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
 
 
 def periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
-    """Return the finding of a rank that is slow in every so-manyth step."""
+    """Return the finding of a rank that is slow in every n-th step."""
     r, n = s.ranks[found.rank], len(window.columns)
     rest = tuple(q for q in window.ranks if q != found.rank)
     steps = window.steps[found.rank]
@@ -183,7 +183,7 @@ def rotating_finding(s: Snapshot, window: Window, phase: str, changes: int, skew
         step=s.ranks[ranks[0]].step,
         message=f"no single rank is slow: the slowest changed {changes} times in {len(window.columns)} steps, "
         f"skew p50 {skew_ms:.0f} ms, mostly in {'code between steps' if phase == 'other' else phase}",
-        cost=f"{percent(skew_ms / step_ms)} of step time is waiting for whoever is slow",
+        cost=f"{percent(skew_ms / step_ms)} of step time is spent waiting for the slowest rank",
         advice="look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
     )
 
