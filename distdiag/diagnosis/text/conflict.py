@@ -50,7 +50,9 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     if behind is None or behind[0] != culprits:
         return first + parting_text(parting_of(snapshot, verdict.wait, culprits, source))
     _, (file, line, text) = behind
-    return f"{first}; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it due to `{text}`{at(Site(file, line))}"
+    return (
+        f"{first}; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it due to `{text}`{at(Site(file, line))}"
+    )
 
 
 def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
