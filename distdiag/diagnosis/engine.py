@@ -21,6 +21,7 @@ from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.rules import RULES, Rule
+from distdiag.diagnosis.waits import uncounted
 from distdiag.diagnosis.waits.graph import WaitGraph
 
 SLOW_PERIOD_S = 1.0  # between evaluations of the kinds that are not evaluated at every poll
@@ -69,6 +70,7 @@ class Diagnosis:
 
     def update(self, s: Snapshot, final: bool = False) -> list[Finding]:
         """Take a snapshot; return the findings that are new, changed or cleared."""
+        s = uncounted.resolved(s)
         facts = self._history.facts(s, self.source, self.open(), final)
         self.graph = facts.graph
         evaluated = self._evaluate(facts, [rule for rule in self.rules if rule.kind.every_poll])

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdiag.diagnosis.model.snapshot import Life, Snapshot
+from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.state import RankView
+from distdiag.terms.backends import blocks_host
 
 # Beats of the pulse, which reads the counters: 10 s. A watchdog notices completions within some 100 ms; a first collective may
 # take seconds to connect. On a busy machine the pulse is late, and time alone would tell nothing about the counters.
 SETTLED_BEATS = 40
+STILL_S = 10.0  # no rank has made progress for so long
 STEPS = 10  # that a rank makes meanwhile, and collectives
 
 
@@ -27,6 +31,27 @@ class DeviceSight:
 
     def __init__(self) -> None:
         self._counters: dict[tuple[int, int], _Counter] = {}
+
+    @staticmethod
+    def unknown_hosts(s: Snapshot) -> Iterator[tuple[str, str, int]]:
+        """Yield (key, text, rank) if no rank makes progress and no host is known to wait, while operations are in flight."""
+        ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.STARTING)]
+        still = [r for r in ranks if r.activity_since_s is not None and s.t_s - r.activity_since_s >= STILL_S]
+        if len(still) < len(s.ranks) or any(r.blocked is not None or r.host_wait == HostWait.DEVICE for r in ranks):
+            return
+        for r in still:
+            for name, issued in r.enqueued.items():
+                group = s.groups.get(name)
+                if group is None or blocks_host(group.backend) or r.completed.get(name, -1) >= issued or not issued:
+                    continue
+                text = (
+                    f"no rank has made progress for {STILL_S:.0f} s, and rank {r.rank} has operations of group {name} "
+                    f"({group.backend}) in flight, but its native frames do not show that its host waits for them"
+                    + (f" (it is in {r.host_wait_in})" if r.host_wait_in else "")
+                    + ": a hang there is not proved"
+                )
+                yield "unknown_hosts", text, r.rank
+                return
 
     def missing(self, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
         """Yield (key, text, rank) of what a proof of a hang would need and does not have."""

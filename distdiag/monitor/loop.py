@@ -270,7 +270,7 @@ class Monitor:
             self._look_s = self._time_between_looks_s(s.t_s)
         self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
-        self._write_own_faults(s.t_s)
+        self._write_own_faults(s)
         self.writer.commit()
 
     def _write_findings(self, s: Snapshot, changed: list[Finding]) -> None:
@@ -293,9 +293,9 @@ class Monitor:
             record.finding = f
         return f
 
-    def _write_own_faults(self, t_s: float) -> None:
+    def _write_own_faults(self, s: Snapshot) -> None:
         for f in self.own.faults(
-            t_s,
+            s.t_s,
             self.views,
             self.diagnosis.failures,
             self.writer,
@@ -304,6 +304,7 @@ class Monitor:
             self.sampling.gpus.silent_s(),
             self.pages.damaged,
             self.diagnosis.contradicted,
+            s,
         ):
             self.writer.finding(f)
 

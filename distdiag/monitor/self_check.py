@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.device_sight import DeviceSight
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
@@ -41,8 +42,9 @@ class OwnFaults:
         driver_silent_s: float | None = None,
         damaged: Mapping[str, tuple[int | None, str]] | None = None,
         contradicted: Iterable[Finding] = (),
+        snapshot: Snapshot | None = None,
     ) -> list[Finding]:
-        """New findings of kind `recorder`.
+        """Return the new findings of kind `recorder`.
 
         Args:
             t_s: Run time.
@@ -54,6 +56,7 @@ class OwnFaults:
             driver_silent_s: For how long NVIDIA's driver has not answered a request.
             damaged: Pages that cannot be read: rank and reason by file.
             contradicted: Proofs that the job has contradicted.
+            snapshot: The state of all ranks, as it was judged.
         """
         damaged = damaged or {}
         out: list[Finding | None] = []
@@ -64,6 +67,8 @@ class OwnFaults:
             text = f"the page of {whose} cannot be read ({why}): {whose} is not judged"
             out.append(self._new(f"damaged/{file}", t_s, "damaged_page", text, rank, Severity.WARNING))
         for key, text, q in self._device.missing(views):
+            out.append(self._new(key, t_s, "device_waits", text, q))
+        for key, text, q in self._device.unknown_hosts(snapshot) if snapshot is not None else ():
             out.append(self._new(key, t_s, "device_waits", text, q))
         for n, f in enumerate(contradicted, 1):
             text = f"proofs that the job has contradicted: {n}; the newest, cleared at {f.cleared_s or t_s:.1f} s: {f.kind}: {f.message}"

@@ -12,6 +12,7 @@ MAGIC = b"DISTDIAG"
 VERSION = 7
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
+BACKEND_FRAME = "backend:"
 STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
 
@@ -104,7 +105,8 @@ class Header(Structure):
         ("stack_depth", c_uint64),
         ("stack", c_uint64 * STACK),  # sites of the user's frames, innermost first
         ("stack_phase", c_uint64),  # the phase in which it was seen
-        ("raw_innermost", c_uint64),  # "queue.get": the innermost Python frame of all, torch's and stdlib's included
+        # "queue.get": the innermost Python frame of all, torch's and stdlib's included; BACKEND_FRAME before it: in a backend's code
+        ("raw_innermost", c_uint64),
         ("stack_ns", c_uint64),
         ("n_samples", c_uint64),
         ("n_scalars", c_uint64),

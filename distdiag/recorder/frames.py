@@ -2,6 +2,7 @@
 
 A frame is the user's unless its file belongs to Python's own library, to torch, to a package in site-packages, or to
 distdiag itself (its reference training job and its probes count as user code: they are what is being watched).
+The files of a process group written in Python are the backend's (`backend_files`), wherever they lie.
 If all frames are in packages (a console script of an installed trainer), the innermost frame outside torch and the
 standard library is used.
 """
@@ -13,7 +14,7 @@ import sys
 import sysconfig
 from types import CodeType, FrameType
 
-USER, PACKAGE, LIBRARY = 2, 1, 0
+USER, PACKAGE, LIBRARY, BACKEND = 2, 1, 0, -1
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WATCHED = (
@@ -29,13 +30,37 @@ _STDLIB = tuple(
 _kinds: dict[int, tuple[int, CodeType]] = {}
 _KINDS_MOST = 16_384  # code objects created in every step must not pile up
 _files: dict[str, str] = {}
+_backend: set[str] = set()  # files of process groups written in Python
+_backend_folders: tuple[str, ...] = ()
+
+
+def backend_files(file: str, package: str | None) -> None:
+    """Treat a file as the code of a backend from now on; the rest of its package, too, unless that lies with the user's code.
+
+    Args:
+        file: The file that defines a process group.
+        package: `__package__` of its module.
+    """
+    global _backend_folders
+    path = os.path.abspath(file)
+    if path in _backend or kind_of_file(path) == LIBRARY:
+        return
+    _backend.add(path)
+    top = path
+    for _ in (package or "").split(".") if package else ():
+        top = os.path.dirname(top)
+    if top != path and os.path.dirname(top) not in (os.path.abspath(sys.path[0]), os.getcwd()):
+        _backend_folders = (*_backend_folders, top + os.sep)
+    _kinds.clear()
 
 
 def kind_of_file(file: str) -> int:
-    """Return USER, PACKAGE or LIBRARY for a code object's file name."""
+    """Return USER, PACKAGE, LIBRARY or BACKEND for a code object's file name."""
     if file.startswith("<"):  # <frozen …>, <string>, generated code
         return LIBRARY
     path = os.path.abspath(file)
+    if path in _backend or path.startswith(_backend_folders):
+        return BACKEND
     if path.startswith(_WATCHED):
         return USER
     if path.startswith(_OURS):
@@ -43,6 +68,10 @@ def kind_of_file(file: str) -> int:
     if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
         return LIBRARY if f"-packages{os.sep}torch{os.sep}" in path else PACKAGE
     return LIBRARY if path.startswith(_STDLIB) else USER
+
+
+def _in_stdlib(path: str) -> bool:
+    return path.startswith(_STDLIB) and "-packages" + os.sep not in path
 
 
 def kind_of(code: CodeType) -> int:
@@ -100,6 +129,18 @@ def raw_name(frame: FrameType) -> str:
     """Return module stem and function of the innermost Python frame: `queue.get` for a frame in queue.py."""
     stem = os.path.splitext(os.path.basename(frame.f_code.co_filename))[0]
     return f"{stem}.{frame.f_code.co_name}"
+
+
+def in_backend(frame: FrameType | None) -> bool:
+    """True if the frame is a backend's, or a function of the standard library (`Event.wait`) that a backend called."""
+    if not _backend:
+        return False
+    while frame is not None:
+        kind = kind_of(frame.f_code)
+        if kind != LIBRARY or not _in_stdlib(os.path.abspath(frame.f_code.co_filename)):
+            return kind == BACKEND
+        frame = frame.f_back
+    return False
 
 
 def caller() -> FrameType | None:

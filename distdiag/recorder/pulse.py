@@ -15,9 +15,9 @@ import threading
 from types import CodeType
 from typing import Any
 
-from distdiag.page.layout import STACK, STILL_NS, Blocked, Header, word
+from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder import state
-from distdiag.recorder.frames import raw_name, user_stack
+from distdiag.recorder.frames import in_backend, raw_name, user_stack
 from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.state import guarded, now_ns
 
@@ -46,7 +46,8 @@ class Pulse:
         self._going_on.acquire()
         self._running = threading.Lock()  # held while the thread runs
         self._gpu: int | None = None  # NVML's index, once looked up
-        self._raw: dict[int, tuple[int, CodeType]] = {}  # by id of the code, which is kept
+        # by id of the code, which is kept, and whether a backend is in it
+        self._raw: dict[tuple[int, bool], tuple[int, CodeType]] = {}
 
     def start(self) -> None:
         """Begin to beat."""
@@ -106,12 +107,13 @@ class Pulse:
         frame = sys._current_frames().get(self.r.main_thread or 0)
         if frame is None:
             return
-        code = frame.f_code
-        known = self._raw.get(id(code))
+        code, waits = frame.f_code, in_backend(frame)
+        known = self._raw.get((id(code), waits))
         if known is None:
             if len(self._raw) >= 4096:
                 self._raw.clear()
-            known = self._raw[id(code)] = self.r.page.text(raw_name(frame)), code
+            name = BACKEND_FRAME + raw_name(frame) if waits else raw_name(frame)
+            known = self._raw[id(code), waits] = self.r.page.text(name), code
         words, at = self.r.page.words, _STACK
         phase = words[_PHASE]
         sites = [self.r.site(f) for f in user_stack(frame, STACK)]

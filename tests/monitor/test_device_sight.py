@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Snapshot
 from distdiag.monitor.device_sight import SETTLED_BEATS, DeviceSight
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import page_path
@@ -74,3 +76,31 @@ def test_on_gloo_neither_is_needed(tmp_path: Path) -> None:
     gloo.native.unlink()
     assert gloo.poll(1, -1) == gloo.poll(SETTLED_BEATS, -1) == []
     gloo.close()
+
+
+def stuck(host: str | None, **more: object) -> Snapshot:
+    """Two ranks that have made no progress for 20 s; rank 0 has a collective in flight, its host in a function `f`."""
+    ranks = {
+        q: RankState(rank=q, activity_since_s=80.0, host_wait=host, host_wait_in="f in libx.so", enqueued={"g": 7 - q})
+        for q in (0, 1)
+    }
+    ranks[1] = msgspec.structs.replace(ranks[1], **more)
+    return Snapshot(t_s=100.0, world_size=2, ranks=ranks, groups={"g": Group(name="g", ranks=(0, 1), backend="other")})
+
+
+def test_a_job_that_stands_still_with_hosts_nobody_understands_is_reported() -> None:
+    ((_, text, rank),) = DeviceSight.unknown_hosts(stuck("no"))
+    assert rank == 0 and "group g (other) in flight" in text and "f in libx.so" in text
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        stuck("device"),
+        stuck("no", activity_since_s=99.0),
+        stuck("no", blocked=Call(op="new_group", group="g", seq=1)),
+        stuck("no", life=Life.FINISHED),
+    ],
+)
+def test_hosts_that_wait_move_or_are_explained_are_not_reported(s: Snapshot) -> None:
+    assert list(DeviceSight.unknown_hosts(s)) == []

@@ -164,3 +164,26 @@ def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
         assert received == [46]
     finally:
         signal.signal(46, before)
+
+
+TORCH, OURS = "/v/site-packages/torch/lib/libtorch_cpu.so", "/v/site-packages/distdiag/recorder/fast/_native.so"
+BINDINGS, PYTHON, LIBC = "/v/site-packages/torch/lib/libtorch_python.so", "/usr/bin/python3.11", "/lib/libc.so.6"
+
+
+@pytest.mark.parametrize(
+    ("libraries", "in_python", "expected"),
+    [
+        ([OURS, LIBC, "/x/libdev.so", TORCH, TORCH, BINDINGS, PYTHON], "", "f2"),  # inside an operation of torch
+        ([OURS, LIBC, TORCH, TORCH, TORCH, BINDINGS, PYTHON], "", None),  # torch computes
+        ([OURS, LIBC, TORCH, TORCH, TORCH, BINDINGS, PYTHON], "dev.spin", None),  # the same, for a backend in Python
+        ([OURS, LIBC, "/lib/libffi.so.8", PYTHON], "dev.spin", "dev.spin"),  # a backend in Python sleeps
+        ([OURS, "", TORCH, BINDINGS, PYTHON], "dev.spin", "dev.spin"),  # it asks its Work again and again
+        ([OURS, "/x/tokenizer.so", PYTHON, TORCH, TORCH], "", None),  # the user's own library
+        ([OURS, "/x/libgomp.so.1", TORCH, TORCH, BINDINGS, PYTHON], "", None),  # a parallel region
+        ([OURS, "/x/libnvrtc.so.12", TORCH, TORCH, BINDINGS, PYTHON], "", None),  # compiles a kernel
+        ([OURS, "/v/site-packages/torchvision/_C.so", TORCH, TORCH, TORCH, PYTHON], "", None),  # a package's operation
+    ],
+)
+def test_a_backend_nobody_knows(libraries: list[str], in_python: str, expected: str | None) -> None:
+    names = [f"f{i}" for i in range(len(libraries))]
+    assert native.unknown_backend(libraries, names, in_python) == expected

@@ -178,3 +178,35 @@ def test_the_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.Monk
         "0": "7",
         str(group_counters.SECOND_RECORDER): "3",
     }
+
+
+class Mute:
+    """A process group of a backend that has no sequence numbers; `inner` is what torch asks for each device."""
+
+    _device_types = ("cpu",)
+
+    def __init__(self, inner: object = None) -> None:
+        self.inner = inner
+
+    def _get_sequence_number_for_group(self) -> int:
+        raise RuntimeError("ProcessGroup other does not yet support sequence numbers.")
+
+    def _get_backend(self, device: str) -> object:
+        if self.inner is None:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return self.inner
+
+
+def test_without_sequence_numbers_the_calls_of_python_are_counted() -> None:
+    g = Group(Mute(), GroupSlot(enqueued=3), 0, [0, 1])
+    assert g.counter is None and group_counters._issued(g) == 3
+    g.message_begins()
+    g.message_ends()
+    assert (g.slot.enqueued, g.offset) == (3, 0)
+
+
+def test_a_backend_that_torch_does_not_know_counts_its_own_collectives() -> None:
+    gloo = Gloo()
+    g = Group(Mute(gloo), GroupSlot(), 0, [0, 1])
+    gloo.collective()
+    assert group_counters._issued(g) == 1

@@ -218,7 +218,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     # in the first of them; `blocked` is set from it only while the host is known to wait for the device.
     queued: tuple[Call, ...] = ()
     host_wait: str | None = None  # by the native frames of the main thread: device, communicator, no; None: not known
-    host_wait_in: str = ""  # the native function that shows it
+    host_wait_in: str = ""  # the native function that shows it; of a host that is not known to wait, the one it is in
     wait_measured: bool = True  # False where the waits for other ranks lie on a device and nothing measures them
     blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these would do
     calls: tuple[Call, ...] = ()  # newest last; as far back as is known

@@ -295,6 +295,13 @@ def call_at(st: RankState, group: str, seq: int) -> Call | None:
     return None
 
 
+def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
+    """Why a collective that every member has issued cannot complete: op, root, dtype or shape; None if it can."""
+    wait = Wait((group, seq))
+    _judge(snapshot, wait)
+    return wait.conflict
+
+
 def _judge(snapshot: Snapshot, w: Wait) -> None:
     """Set `conflict` and `sides` where the calls that have arrived cannot complete together."""
     if w.p2p:

@@ -39,7 +39,7 @@ class HostWaits:
         self._ranks: dict[int, _Rank] = {}
 
     def of(self, rank: int) -> tuple[str, str] | None:
-        """(what the host waits for, the native function that shows it); None where it is not known."""
+        """(what the host waits for, the native function that shows it, or that it is in); None where it is not known."""
         r = self._ranks.get(rank)
         return (str(r.kind), r.name) if r is not None and r.kind is not None else None
 
@@ -78,7 +78,15 @@ class HostWaits:
         sample = native.read(v.file("native"))
         if sample is None or sample.taken_ns < r.asked_ns:
             return
-        kind, name = native.host_wait(r.symbols.names(sample))
+        names = r.symbols.names(sample)
+        kind, name = native.host_wait(names)
+        if kind == HostWait.NO:
+            libraries = r.symbols.libraries(sample)
+            function = native.unknown_backend(libraries, names, v.in_backend())
+            if function is not None:
+                kind, name = HostWait.DEVICE, function
+            else:
+                name = native.innermost(libraries, names)
         if kind != r.kind:
             r.kind, r.name, r.since_s, r.confirmed = kind, name, now_s, False
         elif now_s - r.since_s >= AGREE_S:

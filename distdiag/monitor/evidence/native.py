@@ -2,6 +2,9 @@
 
 The rank's signal handler writes return addresses (`recorder/fast/c/native.c`); here they get names, from the symbol tables of
 the libraries they lie in. Reading a library's table takes milliseconds, so a few libraries that hold no answer are left out.
+
+Names tell for CUDA, HIP and NCCL. A backend that nobody knows is recognised by where its code is called from: an operation of
+torch does not return because a library is in it that is neither torch's nor one that torch computes with.
 """
 
 from __future__ import annotations
@@ -30,6 +33,16 @@ _DEVICE = re.compile(
 _COMMUNICATOR = re.compile(r"^p?(nccl|rccl)(comminit|commsplit|getuniqueid)|initNCCLComm|newCommunicator", re.I)
 # Their tables are large, and neither name is theirs to decide: the call into the device library lies further in.
 _NO_ANSWER = re.compile(r"^(libtorch_|libpython|python|libc\.|libc-|libm\.|libstdc\+\+|ld-|libgcc)")
+
+
+# How a library takes part: system libraries are passed over, and so are this package's signal handler and ctypes.
+_NEUTRAL = re.compile(r"^(libc[.-]|libpthread|libstdc\+\+|ld-|libgcc|libm[.-]|librt|libdl|libffi|_ctypes|_native)")
+_PYTHON = re.compile(r"^(libpython|python)")
+_ACCESSOR = 2  # frames in torch: `Work.is_completed()` has no more, an operation has
+# What computes on the host for torch. The libraries of GPUs are judged by names alone: some compile for seconds on the host.
+_COMPUTES = re.compile(
+    r"^lib(torch|c10|caffe2|shm|gomp|iomp|omp|mkl|openblas|blas|dnnl|tbb|cu|nv|hip|hsa|roc|rccl|nccl|MIOpen|amd)", re.I
+)
 
 
 class HostWait(StrEnum):
@@ -81,10 +94,18 @@ class Symbols:
     def _find(self, address: int) -> tuple[int, int, int, str] | None:
         return next((m for m in self._maps if m[0] <= address < m[1]), None)
 
-    def names(self, sample: Sample) -> list[str]:
-        """Symbol of each frame, innermost first; "" where it has none."""
+    def _update(self, sample: Sample) -> None:
         if not self._maps or any(self._find(a) is None for a in sample.addresses):
             self._maps = _executable_maps(self.pid)
+
+    def libraries(self, sample: Sample) -> list[str]:
+        """Path of the library of each frame, innermost first; "" where it has none."""
+        self._update(sample)
+        return [m[3] if (m := self._find(a)) is not None else "" for a in sample.addresses]
+
+    def names(self, sample: Sample) -> list[str]:
+        """Symbol of each frame, innermost first; "" where it has none."""
+        self._update(sample)
         out = []
         for address in sample.addresses:
             m = self._find(address)
@@ -104,6 +125,41 @@ def host_wait(names: list[str]) -> tuple[HostWait, str]:
         if _DEVICE.search(name):
             return HostWait.DEVICE, name
     return HostWait.NO, ""
+
+
+def unknown_backend(libraries: list[str], names: list[str], in_python: str = "") -> str | None:
+    """Return the function of an unknown backend that the main thread waits in; None if it is in none.
+
+    It is in one if a library that is no package's lies inside an operation of torch, or if the innermost Python frames are a
+    backend's and no operation of torch runs inside them.
+
+    Args:
+        libraries: Of each frame, innermost first, as `names` are.
+        in_python: The backend's innermost Python function, if the main thread is in one.
+    """
+    foreign, depth = None, 0
+    for path, name in zip(libraries, names, strict=True):
+        file = os.path.basename(path)
+        if not file or _NEUTRAL.match(file):
+            continue
+        if _PYTHON.match(file):
+            return in_python or None
+        if _COMPUTES.match(file):
+            depth += not file.startswith("libtorch_python")
+            if foreign is not None or depth > _ACCESSOR:
+                return foreign
+        elif "-packages/" not in path and "/lib-dynload/" not in path:
+            foreign = foreign or name or file
+    return None
+
+
+def innermost(libraries: list[str], names: list[str]) -> str:
+    """Return the innermost function that is not a system library's, with its library; "" if there is none."""
+    for path, name in zip(libraries, names, strict=True):
+        file = os.path.basename(path)
+        if file and not _NEUTRAL.match(file):
+            return f"{name} in {file}" if name else file
+    return ""
 
 
 def _executable_maps(pid: int) -> list[tuple[int, int, int, str]]:

@@ -84,6 +84,7 @@ def waited_for(queued: tuple[Call, ...]) -> Call | None:
     waited for by those who issue them. A single asynchronous one without `wait()` is all that can keep the device.
     """
     for c in queued:
-        if c.left_s is not None or c.entered_s is None:
+        in_call = not c.asynchronous and not c.p2p  # the host has not left it: a barrier waits inside
+        if c.left_s is not None or c.entered_s is None or in_call:
             return c
     return queued[0] if len(queued) == 1 else None

@@ -82,6 +82,8 @@ class RankView(Waits):
             blocked = self._blocked(page, idle, enqueued, completed, record)
         calls, queued = tuple(self.calls), ()
         kind, function = host_wait or (None, "")
+        if kind == HostWait.DEVICE and (self.s(h.counted_ns) or 0.0) < (self.still_since_s or 0.0):
+            kind = None  # its counters are older than its last progress
         if self.device_groups:
             calls, queued = self._device_queue(page, calls, enqueued, completed, record)
             if blocked is None and life in (Life.RUNNING, Life.STARTING):

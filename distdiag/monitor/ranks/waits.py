@@ -11,7 +11,7 @@ from distdiag.monitor.evidence.ask import FlightRecord, wall_offset_ns
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks import device_queue
 from distdiag.monitor.ranks.follow import PageView
-from distdiag.page.layout import CALLS, Blocked, Header, Page
+from distdiag.page.layout import BACKEND_FRAME, CALLS, Blocked, Header, Page
 from distdiag.terms.backends import blocks_host
 from distdiag.terms.ranks import unfold_ranks
 
@@ -86,6 +86,15 @@ class Waits(PageView):
         if h.counted_ns < h.blocked_since_ns:
             return None  # its counters are older than its wait
         return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
+
+    def in_backend(self) -> str:
+        """Return the Python function of a backend that the main thread was last seen in; "" if it was not, or moved since."""
+        assert self.page is not None
+        h, since_s = self.page.header, self.still_since_s
+        name = self.text(h.raw_innermost)
+        if not name.startswith(BACKEND_FRAME) or since_s is None or (self.s(h.stack_ns) or 0.0) < since_s:
+            return ""
+        return name.removeprefix(BACKEND_FRAME)
 
     def in_cpp_wait(self) -> bool:
         """True if the main thread was last sampled in torch's code that calls C++, as functional collectives do."""

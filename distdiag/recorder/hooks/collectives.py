@@ -163,7 +163,7 @@ class Collectives(CallEntries):
         batch = g.coalescing
         if batch is not None and batch.seq:
             return batch.seq
-        seq = g.pg._get_sequence_number_for_group() - g.offset + 1
+        seq = (g.slot.enqueued if g.counter is None else g.counter() - g.offset) + 1
         if batch is not None:
             batch.seq = seq
         return seq

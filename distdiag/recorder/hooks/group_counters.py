@@ -8,8 +8,10 @@ at each of them and taken off again.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -17,6 +19,7 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
+from distdiag.recorder.frames import backend_files
 from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host
 from distdiag.terms.ranks import fold_ranks
@@ -40,12 +43,15 @@ class Group:
     """What is known of one process group in this process."""
 
     __slots__ = (
-        "_offsets", "coalescing", "connected", "members", "offset", "on_device", "open_messages", "pg", "slot", "slot_index",
-        "to_global",
+        "_offsets", "coalescing", "connected", "counter", "members", "offset", "on_device", "open_messages", "pg", "slot",
+        "slot_index", "to_global",
     )  # fmt: skip
 
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
         self.pg, self.slot, self.slot_index = pg, slot, slot_index
+        self.counter = _counter(
+            pg
+        )  # of the backend's collectives; None: it has none, and what Python issues is counted
         self.members = members
         self.to_global = dict(enumerate(members))
         self.offset = 0  # of the backend's counter over the number of collectives
@@ -80,14 +86,14 @@ class Group:
 
     def message_begins(self) -> None:
         """A point-to-point call: what the counter shows beyond the collectives issued so far will be the offset."""
-        if not self.open_messages:  # DDP may have issued some since we last looked
-            self.slot.enqueued = self.pg._get_sequence_number_for_group() - self.offset
+        if not self.open_messages and self.counter is not None:  # DDP may have issued some since we last looked
+            self.slot.enqueued = self.counter() - self.offset
         self.open_messages += 1
 
     def message_ends(self) -> None:
         self.open_messages -= 1
-        if not self.open_messages:
-            offset = self.pg._get_sequence_number_for_group() - self.slot.enqueued
+        if not self.open_messages and self.counter is not None:
+            offset = self.counter() - self.slot.enqueued
             if offset != self.offset:
                 self.shift(offset)
 
@@ -128,6 +134,7 @@ class Groups:
             except (ValueError, RuntimeError, KeyError, AssertionError):
                 backend = ""
             slot.backend = self.page.text(backend)
+            _own_code(pg, backend)
             slot.ranks = self.page.text(fold_ranks(list(members)))
             slot.generation = max(self.generation, 1)
             slot.completed = -1
@@ -141,7 +148,7 @@ class Groups:
 
     def _calibrate(self, g: Group) -> None:
         """Where the backend's counter and the flight recorder's differ already (we came late), take the difference."""
-        count = g.pg._get_sequence_number_for_group()
+        count = g.counter() if g.counter is not None else 0
         if count <= 0:
             return
         status = flight_recorder_status()
@@ -197,10 +204,46 @@ def _issued(g: Group) -> int | None:
     """Collectives of a group so far; None where it is no more."""
     if g.slot.destroyed:
         return None
+    if g.counter is None:
+        return g.slot.enqueued
     try:
-        return g.pg._get_sequence_number_for_group() - g.offset
+        return g.counter() - g.offset
     except RuntimeError:  # it was shut down between two beats
         return None
+
+
+def _counter(pg: Any) -> Callable[[], int] | None:
+    """Return what counts a group's collectives; None if its backend has no sequence numbers.
+
+    torch asks the backends that it knows by name only; of others, the backend itself is asked.
+    """
+    counters = [lambda: pg._get_sequence_number_for_group()]
+    if hasattr(pg, "_get_backend"):
+        counters += [lambda d=device: pg._get_backend(d)._get_sequence_number_for_group() for device in _devices(pg)]
+    for counter in counters:
+        try:
+            counter()
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+            continue
+        return counter
+    return None
+
+
+def _devices(pg: Any) -> list[Any]:
+    try:
+        return list(pg._device_types)
+    except (RuntimeError, AttributeError):
+        return []
+
+
+def _own_code(pg: Any, backend: str) -> None:
+    """Take the Python files of a group's backend out of the user's code."""
+    creator = getattr(getattr(dist.Backend, "_plugins", {}).get(backend.upper()), "creator_fn", None)
+    for what in (*type(pg).__mro__, creator):
+        module = sys.modules.get(getattr(what, "__module__", None) or "")
+        file = getattr(module, "__file__", None)
+        if module is not None and file and file.endswith(".py") and module.__name__ != "__main__":
+            backend_files(file, module.__package__)
 
 
 def flight_recorder_status() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
@@ -90,7 +91,7 @@ class ReplicaChecksums:
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
         m = self.ledger.averaged_by
-        group = str(m.pg.group_name) if m is not None else ""
+        group = dist._world.pg_names.get(m.pg, "") if m is not None else ""
         what = repr([group, len(tensors), *(tuple(t.shape) for t in chosen)])
         key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
         buffers = kind is SampleKind.BUFFERS

@@ -1,0 +1,68 @@
+"""What hosts wait for on a backend that counts no completed operations: inferred from what every rank has issued.
+
+An operation that not every rank of its group has issued cannot be complete, nor can one whose calls are incompatible. So
+the oldest such operation of a rank is what its device is in, and what its host waits for while it waits for the device. Nothing
+is inferred for hosts that are not known to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.waits import graph, messages
+from distdiag.terms.backends import blocks_host
+
+NEWEST = 32  # collectives of a group that are compared: a host does not run ahead of its device by more
+
+
+def resolved(s: Snapshot) -> Snapshot:
+    """Return the snapshot with what each rank waits for whose host waits for its device, if no counter shows it."""
+    unknown = [r for r in s.ranks.values() if _unknown(r)]
+    if not unknown:
+        return s
+    found = {r.rank: _waiting(s, r) for r in unknown}
+    changed = {q: r for q, r in found.items() if r is not None}
+    return replace(s, ranks=s.ranks | changed) if changed else s
+
+
+def _unknown(r: RankState) -> bool:
+    waits = r.host_wait == "device" and r.life in (Life.RUNNING, Life.STARTING)
+    return waits and r.blocked is None and not r.queued
+
+
+def _waiting(s: Snapshot, r: RankState) -> RankState | None:
+    heads = sorted(_open(s, r), key=lambda c: float("inf") if c.entered_s is None else c.entered_s)
+    if not heads:
+        return None
+    # A message may lie in a buffer: a send is what the device is in only if nothing else is.
+    head = next((c for c in heads if c.op != "send"), heads[0])
+    stack = r.user_stack if head.site is None else (head.site, *r.user_stack[1:])
+    return replace(r, blocked=head, queued=tuple(heads), activity="waiting", user_stack=stack)
+
+
+def _open(s: Snapshot, r: RankState) -> Iterator[Call]:
+    """Yield the oldest operation of each group, and every message, that this rank has issued and that cannot be complete."""
+    for name, issued in r.enqueued.items():
+        group = s.groups.get(name)
+        if group is None or name in r.completed or issued <= 0 or blocks_host(group.backend):
+            continue
+        seq = _first_open(s, name, group.ranks)
+        if seq <= issued:
+            yield graph.call_at(r, name, seq) or Call(op="", group=name, seq=seq, on_device=True)
+    for call in r.calls:
+        if call.on_device and call.p2p and call.peer is not None and call.nth is not None:
+            peer = s.ranks.get(call.peer)
+            if peer is not None and not messages.met(r, peer, call, call.nth):
+                yield replace(call, completed_s=None)
+
+
+def _first_open(s: Snapshot, name: str, members: tuple[int, ...]) -> int:
+    """Return the number of a group's first collective that cannot be complete."""
+    by_all = min(s.ranks[q].enqueued.get(name, 0) if q in s.ranks else 0 for q in members)
+    for seq in range(max(1, by_all - NEWEST), by_all + 1):
+        if graph.conflict_at(s, name, seq):
+            return seq
+    return by_all + 1

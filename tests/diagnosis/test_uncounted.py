@@ -1,0 +1,93 @@
+"""Waits on a backend that counts no completed operations: inferred from what all ranks have issued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.waits.uncounted import resolved
+from tests.diagnosis.made import proved
+
+HOST = Site("/job/train.py", 99, "log")
+
+
+def issued(op: str, number: int, at_s: float, line: int, group: str = "default_pg", peer: int | None = None) -> Call:
+    place: dict[str, Any] = {"peer": peer, "nth": number} if peer is not None else {"seq": number}
+    return Call(
+        op=op, group=group, site=Site("/job/train.py", line, "main"), entered_s=at_s, left_s=at_s, completed_s=at_s,
+        on_device=True, shape=(4,), dtype="float32", **place,
+    )  # fmt: skip
+
+
+def rank(q: int, *calls: Call, host: str | None = "device") -> RankState:
+    enqueued: dict[str, int] = {}
+    messages: dict[str, int] = {}
+    for c in calls:
+        if c.p2p:
+            messages[f"{c.op}:{c.peer}:{c.tag}:{c.group}"] = c.nth or 0
+        else:
+            enqueued[c.group] = c.seq or 0
+    return RankState(
+        rank=q, place=HOST, user_stack=(HOST,), host_wait=host, calls=calls, enqueued=enqueued, p2p_issued=messages
+    )
+
+
+def job(*ranks: RankState, backend: str = "other") -> Snapshot:
+    everyone = tuple(r.rank for r in ranks)
+    groups = {n: Group(name=n, ranks=everyone, backend=backend) for n in ("default_pg", "a", "b")}
+    return Snapshot(t_s=100.0, world_size=len(ranks), ranks={r.rank: r for r in ranks}, groups=groups)
+
+
+COMMON = (issued("all_reduce", 1, 1.0, 10), issued("all_reduce", 2, 2.0, 10))
+
+
+def test_an_extra_broadcast_of_one_rank_is_proved() -> None:
+    s = job(rank(0, *COMMON, issued("all_reduce", 3, 3.0, 10)), rank(1, *COMMON, issued("broadcast", 3, 3.0, 14)))
+    diagnosis = Diagnosis(source=lambda file: None)
+    diagnosis.update(s)
+    (found,) = diagnosis.update(replace(s, t_s=101.0))
+    assert found.kind in ("deadlock", "mismatch") and {(w.rank, w.line) for w in (*found.where, *found.waiting)} >= {
+        (0, 10),
+        (1, 14),
+    }
+
+
+def test_groups_in_another_order_are_a_cycle() -> None:
+    a, b = issued("all_reduce", 1, 3.0, 20, "a"), issued("all_reduce", 1, 3.0, 30, "b")
+    (found,) = proved(resolved(job(rank(0, *COMMON, a), rank(1, *COMMON, b))))
+    assert (found.kind, found.cause) == ("deadlock", "group_cycle")
+
+
+def test_a_receive_whose_message_was_not_sent() -> None:
+    s = job(rank(0, issued("recv", 1, 1.0, 20, peer=1)), rank(1, issued("recv", 1, 1.0, 30, peer=0)))
+    (found,) = proved(resolved(s))
+    assert (found.kind, found.cause) == ("deadlock", "p2p_cycle")
+
+
+def test_a_send_may_have_left_in_a_buffer() -> None:
+    sends = issued("send", 1, 1.0, 20, peer=1), issued("all_reduce", 1, 2.0, 10)
+    s = resolved(job(rank(0, *sends), rank(1, host="no")))
+    assert s.ranks[0].blocked is not None and s.ranks[0].blocked.op == "all_reduce"
+
+
+def test_what_all_have_issued_alike_shows_no_wait() -> None:
+    s = job(rank(0, *COMMON), rank(1, *COMMON))
+    assert resolved(s) is s
+
+
+def test_a_host_that_computes_may_still_come() -> None:
+    s = job(rank(0, *COMMON, issued("all_reduce", 3, 3.0, 10)), rank(1, *COMMON, host="no"))
+    assert resolved(s).ranks[1].blocked is None
+    assert resolved(s).ranks[0].blocked is not None
+    assert proved(resolved(s)) == []
+
+
+def test_counters_and_backends_that_block_the_host_are_left_to_their_own_evidence() -> None:
+    ahead = (*COMMON, issued("all_reduce", 3, 3.0, 10))
+    s = job(rank(0, *ahead), rank(1, *COMMON, host="no"), backend="gloo")
+    assert resolved(s) is s
+    counted = job(replace(rank(0, *ahead), completed={"default_pg": 3}), rank(1, *COMMON))
+    assert resolved(counted).ranks[0].blocked is None
