@@ -57,6 +57,11 @@ class Step(Probe):
             write(result, options.svg)
         return [result]
 
+    def on_paper(self, options: Options) -> list[Result]:
+        from distdiag.train.costs.on_paper import compute
+
+        return [compute(options)]
+
     def run(self, job: Job) -> Result | None:
         began = time.monotonic()
         batch = make_batch(job)

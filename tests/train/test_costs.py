@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import parse
+from distdiag.probekit.command.paper import PerParameter
 from distdiag.probekit.measure.noise import BlockNoise, usable_cpus
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.terms.statistics import interval_of_rounds
@@ -132,7 +133,7 @@ def test_the_formula_gives_the_bytes_that_training_has() -> None:
     quarter = expected_state("fsdp", 4, count)
     assert quarter is not None and quarter.total == pytest.approx(measured.total / 4)
     assert expected_state("pipeline", 4, count) is None, "unknown without the stages"
-    stage = expected_state("pipeline", 4, count, largest_stage=10, slots=2)
+    stage = expected_state("pipeline", 4, count, 10, PerParameter(4, 4, 8))
     assert stage == StateBytes(40, 40, 80)
 
 

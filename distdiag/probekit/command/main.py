@@ -103,7 +103,7 @@ def _run(options: Options, place: RankPlace | None) -> int:
     if options.save:
         rendering.refuse_overwrite(options.save, options.force)
     reference = baseline.load(options.against) if options.against else None
-    run = beside_run.find_run(options) if place is None or place.rank == 0 else None
+    run = beside_run.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
     if run is not None and run.live:
         print(run.warning(options), file=sys.stderr)
 
@@ -136,6 +136,8 @@ def exit_code(results: list[Result]) -> ExitCode:
 
 def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     """Return the results of ranks started here, or of the launcher's ranks if this process is one of them."""
+    if options.paper is not None:
+        return _on_paper(options, place)
     deadline_s = environment.process_started_s() + options.budget_s - _TEARDOWN_S
     whole = options.name == catalog.ALL
     if options.name == "gpu":
@@ -175,6 +177,21 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     if error is not None:
         raise error.as_error()
     return results or []
+
+
+def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
+    """Return the memory of a training step by formula: no rank is started.
+
+    Raises:
+        DistdiagError: a launcher started this process; wrong options.
+    """
+    if place is not None:
+        raise DistdiagError(
+            f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
+        )
+    probe = catalog.load(options.name)
+    probe.check(options)
+    return probe.on_paper(options)
 
 
 def _gpu_count() -> int:

@@ -11,6 +11,7 @@ import click
 from distdiag.command_line import SectionedCommand, read
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
+from distdiag.probekit.command.paper import OPTIMIZERS, RANKS, Paper, parse_paper
 from distdiag.probekit.ranks.injection import Injection, parse_injection
 from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
 
@@ -18,6 +19,7 @@ DEFAULT_BUDGET_S = 10.0
 QUICK_BUDGET_S = 6.0
 ALL_BUDGET_S = 60.0
 RANKS_BUDGET_S = 150.0  # of `step --ranks`: some 13 cases in five rounds
+DEFAULT_STEP_MS = 10.0
 LEAST_BUDGET_S = 2.0  # below the start of Python, torch and two ranks nothing could be measured
 FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
 
@@ -61,7 +63,7 @@ class Options:
     dataset: str | None = None
     batch_size: int = 128
     workers: list[int] = field(default_factory=list)
-    step_ms: float = 10.0
+    step_ms: float = DEFAULT_STEP_MS
     model: str | None = None
     strategies: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
@@ -69,6 +71,8 @@ class Options:
     block_s: float = 0.0
     """Seconds of measuring in one launch of such a comparison; no option."""
     svg: str | None = None
+    paper: Paper | None = None
+    """Memory on paper instead of measuring; None: measure."""
     ascii: bool = False
 
     def sizes(self, world_size: int, in_parts: bool) -> list[int]:
@@ -90,17 +94,27 @@ def _sections() -> dict[str, list[click.Parameter]]:
             _option("--share-gpus", is_flag=True, help="let several ranks use one GPU"),
         ],
         "what is measured": [
-            _option("--dtype", default="float32", metavar="DTYPE", help=f"{', '.join(ITEM_BYTES)} (default float32)"),
+            _option("--dtype", metavar="DTYPE", help=f"{', '.join(ITEM_BYTES)} (default float32; on paper bfloat16)"),
             _option("--min-bytes", default="1K", metavar="SIZE", help="smallest message (default 1K)"),
             _option("--max-bytes", metavar="SIZE", help="largest message (default 64M; with `all` 16M)"),
             _option("--factor", type=number, metavar="X", help="each size is X times the last (default 4; with `all` and --quick 16)"),
             _option("--dataset", metavar="MODULE:FUNCTION", help="dataloader: your own dataset"),
             _option("--batch-size", type=count, metavar="N", help="dataloader, step: global batch (default 128, 32)"),
             _option("--workers", metavar="N,N…", help="dataloader: worker counts to try"),
-            _option("--step-ms", type=number, default=10.0, metavar="MS", help="dataloader: the consumer's step time (default 10)"),
+            _option("--step-ms", type=number, metavar="MS", help="dataloader: the consumer's step time (default 10); on paper: computing of a step"),
             _option("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments; or simple, resnet18, resnet34"),
             _option("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp, model, pipeline, or all"),
             _option("--ranks", metavar="N,N…", help="step: compare these numbers of ranks, in interleaved rounds"),
+        ],
+        "memory on paper (probe step; no model is run)": [
+            _option("--params", metavar="N", help="parameters of the model: 7e9, 7B, 350M"),
+            _option("--paper", is_flag=True, help="count them, and the activations, in --model"),
+            _option("--memory", metavar="SIZE", help="of one device, e.g. 80GiB (default: this host's smallest GPU)"),
+            _option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="default adamw; sgd is with momentum"),
+            _option("--bytes-per-param", metavar="W,G,O", help="weights, gradients, optimizer state (default by --dtype: bfloat16 2,2,12; float32 4,4,8)"),
+            _option("--layers", type=count, metavar="N", help="equal blocks, of which FSDP gathers two at once"),
+            _option("--activations", metavar="SIZE", help="saved for backward, of the whole --batch-size in one process"),
+            _option("--link", metavar="GBPS|FILE", help="bus bandwidth between ranks, or a saved `probe allreduce` (--save, or --json -o)"),
         ],
         "how long": [
             _option("--budget", type=number, metavar="SECONDS", help="for the whole command (default 10; `all` 60; `step --ranks` 150)"),
@@ -152,7 +166,9 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
     """
     args = SimpleNamespace(**read(build_command(named=name is not None), argv, prog))
     probe = catalog.canonical(name or args.name)
-    dtype = DTYPE_ALIASES.get(args.dtype, args.dtype)
+    paper = parse_paper(args, probe)
+    step_ms = DEFAULT_STEP_MS if args.step_ms is None else args.step_ms
+    dtype = DTYPE_ALIASES.get(args.dtype, args.dtype) if args.dtype else "float32"
     if dtype not in ITEM_BYTES:
         raise DistdiagError(f"--dtype {args.dtype} is not known", "one of " + ", ".join(ITEM_BYTES))
     budget = args.budget
@@ -164,7 +180,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
             f"--budget {budget:g} s is too small: starting the ranks takes longer",
             f"give at least {LEAST_BUDGET_S:g} s",
         )
-    for option, value in (("--timeout", args.timeout), ("--precision", args.precision), ("--tolerance", args.tolerance), ("--step-ms", args.step_ms)):  # fmt: skip
+    for option, value in (("--timeout", args.timeout), ("--precision", args.precision), ("--tolerance", args.tolerance), ("--step-ms", step_ms)):  # fmt: skip
         if value <= 0:
             raise DistdiagError(f"{option} {value:g} must be above 0", f"leave {option} out for its default")
     if args.floor is not None and args.floor <= 0:
@@ -196,15 +212,16 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         floor_gbps=args.floor,
         force=args.force,
         run_dir=args.run_dir,
-        record=not args.no_record,
+        record=not args.no_record and paper is None,
         dataset=args.dataset,
         batch_size=args.batch_size or (32 if probe == "step" else 128),
         workers=[count(w) for w in args.workers.split(",")] if args.workers else [],
-        step_ms=args.step_ms,
+        step_ms=step_ms,
         model=args.model,
         strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
-        ranks=_ranks(args, probe),
+        ranks=_ranks(args, probe) or (RANKS if paper else []),
         svg=args.svg,
+        paper=paper,
         ascii=args.ascii,
     )
     options.sizes(1, False)  # impossible bounds are reported before anything starts

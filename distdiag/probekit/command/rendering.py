@@ -112,7 +112,8 @@ def as_table(result: Result, options: Options) -> str:
     if result.host_noise and result.host_noise.foreign_cpus is not None:
         noise = f", others used {result.host_noise.foreign_cpus:.1f} of {result.host_noise.cpus} CPUs"
     versions = "".join(f", {k} {v}" for k, v in result.versions.items())
-    lines.append(f"      {ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}")
+    if result.world_size:  # else nothing was run
+        lines.append(f"      {ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}")
     table = probe.table(result, options.ascii)
     if table.rows:
         lines += ["", *format_table(table), ""]

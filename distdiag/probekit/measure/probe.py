@@ -53,6 +53,10 @@ class Probe(abc.ABC):
 
         return launch(options, ranks, deadline_s)
 
+    def on_paper(self, options: Options) -> list[Result]:
+        """Return what `options.paper` asks for, by formula; only `step` has one."""
+        raise NotImplementedError(f"{self.name} has no formula")
+
     @abc.abstractmethod
     def run(self, job: Job) -> Result | None:
         """Measure within `job.left_s()`; the result on rank 0, None elsewhere."""

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from distdiag.probekit.command.paper import PerParameter
 from distdiag.train.costs.possible import STAGED
+
+FLOAT32_SGD = PerParameter(4, 4, 4)  # of the measured comparison: SGD with momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +34,17 @@ class StateBytes:
 
 
 def expected_state(
-    strategy: str, ranks: int, parameters: int, largest_stage: int | None = None, item_bytes: int = 4, slots: int = 1
+    strategy: str, ranks: int, parameters: int, largest_stage: int | None = None, per: PerParameter = FLOAT32_SGD
 ) -> StateBytes | None:
-    """Return the state by formula: parameters, as many gradients, and `slots` values of the optimizer for each.
+    """Return the state by formula: so many bytes for each parameter that the rank keeps.
 
-    fsdp divides all three by the number of ranks. With stages a rank has those of its layers. All others keep everything.
-    The buckets of DDP, the copies of DataParallel, gathered layers of FSDP and activations are not in it.
+    fsdp divides parameters, gradients and optimizer state by the number of ranks. With stages a rank has those of its
+    layers. All others keep everything. The buckets of DDP, the copies of DataParallel, gathered layers of FSDP and
+    activations are not in it.
 
     Args:
         parameters: Of the whole model.
         largest_stage: Parameters of the largest stage; None (unknown): no formula for stages.
-        slots: 1 with SGD's momentum, 2 with Adam.
     """
     own = float(parameters)
     if strategy == "fsdp":
@@ -50,8 +53,7 @@ def expected_state(
         if largest_stage is None:
             return None
         own = float(largest_stage)
-    size = round(own * item_bytes)
-    return StateBytes(size, size, size * slots)
+    return StateBytes(*(round(own * size) for size in (per.weights, per.gradients, per.optimizer)))
 
 
 def measured_state(parameters: Iterable[nn.Parameter], gradients: int, optimizer: torch.optim.Optimizer) -> StateBytes:

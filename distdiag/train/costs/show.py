@@ -5,6 +5,7 @@ from __future__ import annotations
 from distdiag.probekit.measure.probe import Table
 from distdiag.probekit.verdict.result import Result
 from distdiag.terms.units import size_text
+from distdiag.train.costs.paper import PaperRow
 from distdiag.train.costs.rows import StepRow
 
 _BAR = 40  # cells
@@ -13,6 +14,8 @@ _BAR = 40  # cells
 def table(result: Result, ascii_only: bool = False) -> Table:
     """Return one line for each strategy and number of ranks; those that cannot run are last, with a dash."""
     none = "-" if ascii_only else "–"
+    if "paper" in result.details:
+        return _on_paper(result, none)
     rows: list[StepRow] = result.rows
     headers = ["strategy", "ranks", "threads", "step ms", "95 % interval", "epoch s", "samples/s", "speed-up"]
     headers += ["95 % interval", "efficiency", "state/rank", "formula", "peak/rank", "exposed ms", "of step"]
@@ -45,6 +48,32 @@ def table(result: Result, ascii_only: bool = False) -> Table:
     return _without(lines, 8)
 
 
+def _on_paper(result: Result, none: str) -> Table:
+    """Return memory by formula, one line for each case; columns that nothing is known for are left out."""
+    rows: list[PaperRow] = result.rows
+    headers = ["strategy", "ranks", "parameters", "gradients", "optimizer", "buffers", "left", "activations", "fits"]
+    lines = Table([*headers, "exchange", "exchange ms"], left={0})
+    for r in rows:
+        known = r.buffers_bytes is not None
+        sizes = [r.parameters_bytes, r.gradients_bytes, r.optimizer_bytes]
+        lines.rows.append(
+            [
+                r.label,
+                f"{r.ranks:,}",
+                *(size_text(size) for size in sizes),
+                size_text(r.buffers_bytes) if known else none,
+                size_text(r.left_bytes) if r.left_bytes >= 0 else f"-{size_text(-r.left_bytes)}",
+                size_text(r.activations_bytes) if r.activations_bytes is not None else none,
+                r.fits,
+                size_text(r.exchange_bytes) if r.exchange_bytes is not None else none,
+                f"{r.exchange_ms:,.1f}" if r.exchange_ms is not None else none,
+            ]
+        )
+    if all(r.exchange_ms is None for r in rows):
+        lines = _without(lines, 10)
+    return _without(lines, 7) if all(r.activations_bytes is None for r in rows) else lines
+
+
 def _without(lines: Table, column: int) -> Table:
     kept = [[cell for i, cell in enumerate(row) if i != column] for row in [lines.headers, *lines.rows]]
     return Table(kept[0], kept[1:], lines.left)
@@ -52,6 +81,8 @@ def _without(lines: Table, column: int) -> Table:
 
 def drawing(result: Result, ascii_only: bool = False) -> list[str]:
     """Return bars of the step time; the light part of a bar is exposed communication or idle time."""
+    if "paper" in result.details:
+        return []
     rows: list[StepRow] = result.rows
     longest = max(r.step_ms for r in rows)
     full, light = ("#", "=") if ascii_only else ("█", "░")

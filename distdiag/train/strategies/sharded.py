@@ -38,7 +38,7 @@ class FullySharded(Strategy):
         self.skeleton = copy.deepcopy(network).to("meta")
         mesh = init_device_mesh(device.type, (self.ranks.world_size,))
         policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload else OffloadPolicy()
-        for block in _blocks(network):
+        for block in blocks_of(network):
             fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
         fully_shard(network, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
         return network
@@ -71,8 +71,8 @@ class FullySharded(Strategy):
         )
 
 
-def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered as one: residual blocks, and the other children that have parameters."""
+def blocks_of(network: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered as one: residual blocks, and the other children that have parameters."""
     blocks: list[nn.Module] = []
     for child in network.children():
         inner = list(child.children()) if isinstance(child, nn.Sequential) else []

@@ -121,7 +121,8 @@ def _measure(pieces: Sequence[Piece], sample_shape: tuple[int, ...]) -> tuple[li
     """(forward FLOPs of each piece, shape of one sample before each piece and after the last)."""
     flops: list[int] = []
     shapes = [sample_shape]
-    x = torch.empty(2, *sample_shape)  # batch norm refuses a batch of one
+    first = next((p for piece in pieces for p in piece.module.parameters()), None)
+    x = torch.empty(2, *sample_shape, device=first.device if first is not None else None)  # batch norm refuses one
     with torch.no_grad():
         for piece in pieces:
             was_training = piece.module.training

@@ -1,0 +1,214 @@
+"""Memory and gradient exchange of a training step on paper: one row for each strategy and number of ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distdiag.errors import DistdiagError
+from distdiag.probekit.command.paper import Paper
+from distdiag.terms.bandwidth import FACTORS, bus_bandwidth
+from distdiag.train.costs.memory import StateBytes, expected_state
+from distdiag.train.costs.possible import SINGLE, STAGED, micro_batches
+from distdiag.train.costs.sizes import Sizes
+
+STRATEGIES: tuple[str, ...] = (SINGLE, "ddp", "fsdp", "model", "pipeline")
+# A rule of thumb, for the device's context, fragmentation and what kernels allocate; more if activations are not known.
+_RESERVE_SHARE = 0.10
+_RESERVE_SHARE_WITHOUT_ACTIVATIONS = 0.20
+_MOST_GBPS = 1e6
+_LABELS = {
+    SINGLE: "single process", "dataparallel": "DataParallel, first device", "ddp": "DDP", "fsdp": "FSDP (fully_shard)",
+    "model": "model parallel", "pipeline": "pipeline (1F1B)",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class PaperRow:
+    """One strategy on one number of ranks, bytes of the rank that has most.
+
+    Args:
+        buffers_bytes: DDP's buckets; FSDP's gathered blocks (None: `--layers` is not given).
+        activations_bytes: Saved for backward; None: not known.
+        left_bytes: Of the device, for activations and everything else; below 0: the state does not fit.
+        samples: Of the global batch that are on this rank at once; of a pipeline, in one micro-batch.
+        fits: "yes"; "accumulate": with fewer samples at once; "tight": with less than the reserve; "no".
+        exchange_bytes: That cross this rank's link in one step, for parameters and gradients; None for a single process, and
+            for stages, which exchange activations.
+        exchange_ms: The same at the link's bandwidth; None: not given.
+    """
+
+    strategy: str
+    label: str
+    ranks: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int | None
+    activations_bytes: int | None
+    left_bytes: int
+    samples: int
+    fits: str
+    exchange_bytes: int | None = None
+    exchange_ms: float | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(slots=True)
+class Link:
+    """Bus bandwidth between ranks, and where it comes from."""
+
+    gbps: float
+    source: str
+
+
+@dataclass(slots=True)
+class Sheet:
+    """Everything that is known, from which any row follows.
+
+    Args:
+        batch: Global batch.
+    """
+
+    sizes: Sizes
+    paper: Paper
+    memory_bytes: int
+    batch: int
+    link: Link | None = None
+    _rows: dict[tuple[str, int], PaperRow] = field(default_factory=dict)
+
+    def row(self, strategy: str, ranks: int) -> PaperRow:
+        key = (strategy, ranks)
+        if key not in self._rows:
+            self._rows[key] = self._made(strategy, ranks)
+        return self._rows[key]
+
+    def rows(self, strategies: list[str], ranks: list[int]) -> tuple[list[PaperRow], dict[tuple[str, int], str]]:
+        """Return the rows of all cases, and the reason of each that the model cannot be divided for."""
+        rows: list[PaperRow] = []
+        reasons: dict[tuple[str, int], str] = {}
+        for strategy in strategies:
+            for n in [1] if strategy == SINGLE else ranks:
+                if n == 1 and strategy != SINGLE:
+                    continue  # the single process
+                if why := self.sizes.why_not(strategy, n):
+                    reasons[strategy, n] = why
+                else:
+                    rows.append(self.row(strategy, n))
+        return rows, reasons
+
+    def _made(self, strategy: str, ranks: int) -> PaperRow:
+        sizes, per = self.sizes, self.paper.per_parameter
+        stage = sizes.largest_stage(ranks) if strategy in STAGED else None
+        state = expected_state(strategy, ranks, sizes.parameters, stage, per)
+        assert state is not None
+        buffers = self._buffers(strategy, state)
+        activations = sizes.activations(strategy, ranks, self.batch)
+        left = self.memory_bytes - state.total - (buffers or 0)
+        samples = self._samples(strategy, ranks)
+        row = PaperRow(
+            strategy, _LABELS[strategy], ranks, state.parameters, state.gradients, state.optimizer, buffers, activations,
+            left, samples, self._fits(left, activations, samples), self._exchange(strategy, ranks),
+        )  # fmt: skip
+        if self.link is not None and row.exchange_bytes is not None:
+            row.exchange_ms = row.exchange_bytes / (self.link.gbps * 1e9) * 1e3
+        return row
+
+    def reserve_bytes(self, activations: int | None) -> float:
+        """Return what should stay free beyond the known sizes."""
+        return self.memory_bytes * (_RESERVE_SHARE_WITHOUT_ACTIVATIONS if activations is None else _RESERVE_SHARE)
+
+    def _samples(self, strategy: str, ranks: int) -> int:
+        parts = {"ddp": ranks, "fsdp": ranks, "pipeline": micro_batches(ranks)}.get(strategy, 1)
+        return -(-self.batch // parts)
+
+    def _fits(self, left: int, activations: int | None, samples: int) -> str:
+        needed = activations or 0
+        reserve = self.reserve_bytes(activations)
+        if left - needed >= reserve:
+            return "yes"
+        one = needed / samples
+        if one and left - one >= reserve:
+            return "accumulate"
+        return "tight" if left - one >= 0 else "no"
+
+    def _buffers(self, strategy: str, state: StateBytes) -> int | None:
+        """Return DDP's buckets, a copy of all gradients; FSDP's gathered blocks and the gradients of one."""
+        if strategy == "ddp":
+            return state.gradients
+        if strategy != "fsdp":
+            return 0
+        if self.sizes.gathered is None or self.sizes.block is None:
+            return None
+        per = self.paper.per_parameter
+        return round(self.sizes.gathered * per.weights + self.sizes.block * per.gradients)
+
+    def _exchange(self, strategy: str, ranks: int) -> int | None:
+        """Return the bytes over this rank's link: as a ring does it, the least for any algorithm without multicast.
+
+        DDP: all_reduce of the gradients. FSDP: all_gather of the parameters before forward and before backward,
+        reduce_scatter of the gradients.
+        """
+        per, count = self.paper.per_parameter, self.sizes.parameters
+        if strategy == "ddp":
+            return round(FACTORS["all_reduce"](ranks) * count * per.gradients)
+        if strategy == "fsdp":
+            gathers = 2 * FACTORS["all_gather"](ranks) * count * per.weights
+            return round(gathers + FACTORS["reduce_scatter"](ranks) * count * per.gradients)
+        return None
+
+
+def read_link(text: str) -> Link:
+    """Return the bus bandwidth: `--link`'s number, or the best of a saved `probe allreduce`.
+
+    Raises:
+        DistdiagError: neither a number above 0 nor such a file.
+    """
+    hint = "GB/s, e.g. 25; or the file of `distdiag probe allreduce --save FILE`"
+    try:
+        gbps = float(text)
+    except ValueError:
+        return _measured_link(text, hint)
+    if not 0 < gbps < _MOST_GBPS:
+        raise DistdiagError(f"--link {text} must be above 0 GB/s", hint)
+    return Link(gbps, "--link")
+
+
+def _measured_link(path: str, hint: str) -> Link:
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as e:
+        raise DistdiagError(f"--link {path}: neither a number nor a file ({e.strerror})", hint) from None
+    except ValueError:
+        raise DistdiagError(f"--link {path} is not a saved probe: not JSON", hint) from None
+    try:
+        found = _best(data)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+        found = None
+    if found is None:
+        raise DistdiagError(f"--link {path} holds no bandwidth of an allreduce", hint)
+    gbps, ranks = found
+    if not 0 < gbps < _MOST_GBPS:
+        raise DistdiagError(f"--link {path} holds a bandwidth of {gbps:g} GB/s", hint)
+    return Link(gbps, f"probe allreduce on {ranks} ranks, {path}")
+
+
+def _best(data: Any) -> tuple[float, int] | None:
+    """Return (best bus bandwidth in GB/s, ranks) of a `--json` result or of a baseline; None if it has none."""
+    if "entries" not in data:
+        if data["probe"] != "allreduce":
+            return None
+        rates = [float(r["busbw_gbps"]) for r in data["rows"] if r["busbw_gbps"]]
+        return (max(rates), int(data["world_size"])) if rates else None
+    for entry in data["entries"]:
+        key = entry["key"]
+        if key["probe"] == "allreduce":
+            ranks = int(key["world_size"])
+            times = [(int(m["key"]), sorted(map(float, m["values"]))) for m in entry["measures"] if m["unit"] == "us"]
+            return max(bus_bandwidth("all_reduce", size, us[len(us) // 2] / 1e6, ranks) for size, us in times), ranks
+    return None

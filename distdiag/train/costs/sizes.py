@@ -1,0 +1,131 @@
+"""What the formulas of memory need to know about a model: stated by the user, or counted in the model itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distdiag.errors import DistdiagError
+from distdiag.train.costs.activations import expected_activations
+from distdiag.train.costs.possible import STAGED, micro_batches
+from distdiag.train.models import count_parameters
+from distdiag.train.strategies.split import Cut, cut, pieces_of
+from distdiag.train.strategies.stages import IMAGE
+
+
+class Sizes(ABC):
+    """A model's numbers of parameters and its activations.
+
+    Args:
+        name: For a sentence.
+        parameters: Of the whole model.
+        gathered: Parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead.
+        block: Parameters of the largest block, whose gradients FSDP holds whole before it divides them.
+    """
+
+    name: str
+    parameters: int
+    gathered: int | None = None
+    block: int | None = None
+
+    @abstractmethod
+    def why_not(self, strategy: str, ranks: int) -> str | None:
+        """Return why the model cannot be divided so; None if it can."""
+
+    @abstractmethod
+    def largest_stage(self, ranks: int) -> int:
+        """Return the parameters of the largest of `ranks` stages."""
+
+    @abstractmethod
+    def activations(self, strategy: str, ranks: int, batch: int) -> int | None:
+        """Return the bytes saved for backward on the rank that has most; None: not known."""
+
+
+@dataclass
+class Stated(Sizes):
+    """`--params`, with equal stages and blocks.
+
+    Args:
+        layers: Equal blocks; None: not given.
+        whole: Activations of the global batch in one process; None: not given.
+    """
+
+    parameters: int
+    layers: int | None = None
+    whole: int | None = None
+
+    def __post_init__(self) -> None:
+        self.name = f"{_count_text(self.parameters)} parameters"
+        if self.layers is not None:
+            self.block = -(-self.parameters // self.layers)
+            self.gathered = self.block * min(2, self.layers)
+
+    def why_not(self, strategy: str, ranks: int) -> str | None:
+        if strategy in STAGED and self.layers is not None and ranks > self.layers:
+            return f"{ranks} stages, but the model has {self.layers} layers"
+        return None
+
+    def largest_stage(self, ranks: int) -> int:
+        layers = self.layers or self.parameters
+        return round(self.parameters * -(-layers // ranks) / layers)
+
+    def activations(self, strategy: str, ranks: int, batch: int) -> int | None:
+        """Return the share of the whole batch's activations; stages are equal, and the first of a pipeline has most."""
+        if self.whole is None:
+            return None
+        held = 1.0
+        if strategy in ("ddp", "fsdp", *STAGED):
+            held /= ranks
+        if strategy == "pipeline":
+            held *= min(1.0, ranks / micro_batches(ranks))
+        return round(self.whole * held)
+
+
+class Counted(Sizes):
+    """A model on the meta device, whose activations are counted in a forward.
+
+    Args:
+        dtype: Of parameters and activations.
+    """
+
+    def __init__(self, name: str, network: nn.Module, dtype: torch.dtype) -> None:
+        from distdiag.train.strategies.sharded import blocks_of
+
+        self.name, self.network, self.dtype = name, network.to("meta", dtype=dtype), dtype
+        self.parameters = count_parameters(network)
+        blocks = [count_parameters(b) for b in blocks_of(network)]
+        if blocks:
+            self.block = max(blocks)
+            self.gathered = max(a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True))
+        self._cuts: dict[int, Cut] = {}
+
+    def _cut(self, ranks: int) -> Cut:
+        if ranks not in self._cuts:
+            self._cuts[ranks] = cut(pieces_of(self.network), ranks, IMAGE)
+        return self._cuts[ranks]
+
+    def why_not(self, strategy: str, ranks: int) -> str | None:
+        if strategy in STAGED:
+            try:
+                self._cut(ranks)
+            except DistdiagError as e:
+                return e.message
+        return None
+
+    def largest_stage(self, ranks: int) -> int:
+        return max(sum(count_parameters(p.module) for p in pieces) for pieces in self._cut(ranks).stages)
+
+    def activations(self, strategy: str, ranks: int, batch: int) -> int | None:
+        stages = self._cut(ranks) if strategy in STAGED else None
+        return expected_activations(strategy, ranks, self.network, batch, IMAGE, stages, self.dtype)
+
+
+def _count_text(count: int) -> str:
+    """Return `7.0e9`-like counts as people write them: `7B`, `350M`, `12,345`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.4g}{unit}"
+    return f"{count:,}"
