@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.gain import gain
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
 from distdiag.diagnosis.periodic import Periodic
@@ -68,9 +69,19 @@ def slow_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str,
         message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
         f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
-        f"{percent(slow.gain_ms / slow.step_ms)} of step time",
+        f"{percent(slow.gain_ms / slow.step_ms)} of step time{_gain_text(window, slow)}",
         advice=_advice(s, slow.ranks, phase),
     )
+
+
+def _gain_text(window: Window, slow: Slow) -> str:
+    """Return `; like the others it would save 22 % (95 % interval 20 to 25 %)`, or nothing if that is not known."""
+    found = gain(window, slow.ranks)
+    if found is None or found.low <= 0:
+        return ""
+    who = "it" if len(slow.ranks) == 1 else "they"
+    interval = f"{percent(max(0.0, found.low)).removesuffix(' %')} to {percent(found.high)}"
+    return f"; like the others {who} would save {percent(found.share)} (95 % interval {interval})"
 
 
 def stage_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str, excess_ms: float) -> Finding:
