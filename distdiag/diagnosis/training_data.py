@@ -44,6 +44,8 @@ def exhausted_ranks(s: Snapshot) -> tuple[int, ...]:
     if len(epoch) != 1 or any(loaders[q].iterations_started not in epoch for q in going):
         return ()
     fewest = max(loaders[q].batches for q in out)
+    if {(x.length, x.batches) for x in loaders.values()} == {(fewest, fewest)}:
+        return ()  # all have had all their batches: a rank is ahead because it has skipped a step
     return tuple(sorted(out)) if all(loaders[q].batches >= fewest for q in going) else ()
 
 

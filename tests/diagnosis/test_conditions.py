@@ -62,6 +62,8 @@ def test_a_call_behind_if_rank() -> None:
         "if self.is_main_process and step % 10 == 0:",
         "if not args.local_rank:",
         "if isMaster():",
+        "if self.is_world_process_zero():",
+        "if args.process_index == 0:",
     ],
 )
 def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
@@ -75,7 +77,14 @@ def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", ["if step % 10 == 0:", "if ranking.best > 3:", 'if __name__ == "__main__":', "if args.remainder:"]
+    "condition",
+    [
+        "if step % 10 == 0:",
+        "if ranking.best > 3:",
+        'if __name__ == "__main__":',
+        "if args.remainder:",
+        "if process(batch):",
+    ],
 )
 def test_other_conditions_tell_nothing(condition: str) -> None:
     source = f"""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis.culprit import rank_condition
 from distdiag.diagnosis.culprit.paths import parting, with_callers
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
@@ -82,6 +83,41 @@ STREAM = """
 """
 
 
+SKIPS = """
+    def main():
+        for x in records:
+            try:
+                step(x)  # A
+            except ValueError:
+                log(x)
+                continue
+            all_reduce(mean)  # B
+        barrier()  # C
+"""
+
+TRIES = """
+    def main():
+        try:
+            train(model)  # A
+        except KeyboardInterrupt:
+            print("stopping early")
+        except RuntimeError:
+            raise
+        all_reduce(loss)  # B
+"""
+
+ROUNDS = """
+    def main():
+        for step in range(9):
+            while tokens < 256:
+                loss.backward()  # A
+            all_reduce(tokens)  # B
+        for epoch in range(start, 5):
+            loss.backward()  # C
+        all_reduce(loss)  # D
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "mine", "theirs", "conditions"),
     [
@@ -94,6 +130,10 @@ STREAM = """
         pytest.param(STREAM, "B main", "A main", ["except StopIteration:"], id="an exception ends the loop"),
         pytest.param(FIT, "", "A fit B main", ["if self.should_stop:"], id="has ended"),
         pytest.param(STEP, "C main", "C main", [], id="one site"),
+        pytest.param(SKIPS, "A main", "B main", ["except ValueError:"], id="a round earlier, an exception skipped it"),
+        pytest.param(TRIES, "B main", "A main", ["except KeyboardInterrupt:"], id="an exception ended it, caught"),
+        pytest.param(ROUNDS, "A main", "B main", ["while tokens < 256:"], id="one more round of an inner loop"),
+        pytest.param(ROUNDS, "D main", "C main", ["for epoch in range(start, 5):"], id="its loop ended earlier"),
     ],
 )
 def test_conditions_on_data_at_which_two_paths_part(source: str, mine: str, theirs: str, conditions: list[str]) -> None:
@@ -219,6 +259,50 @@ def test_an_abort_by_gloo_names_the_condition_of_the_extra_call() -> None:
     (f,) = findings(s, mismatch, source={FILE: text}.get)
     assert (f.cause, f.culprits) == ("shape", (1,))
     assert "their paths part at `if self.items`" in f.message
+
+
+@pytest.mark.parametrize("decorator", ["rank_zero_only", "accelerator.on_main_process"])
+def test_a_decorator_that_lets_one_rank_run_a_function_is_a_condition_on_the_rank(decorator: str) -> None:
+    text, at = places(f"""
+        @{decorator}
+        def log_epoch(losses):
+            all_reduce(losses)  # A
+
+        def fit():
+            loss.backward()  # B
+            log_epoch(losses)  # C
+    """)
+    mine = (Site(FILE, at["A"], "log_epoch"), Site(FILE, at["C"], "fit"))
+    theirs = (Site(FILE, at["B"], "fit"),)
+    found = rank_condition.around(mine, theirs, {FILE: text}.get)
+    assert found is not None and found.text == f"@{decorator}"
+    assert rank_condition.around(theirs, mine, {FILE: text}.get) is None
+
+
+def test_the_handler_that_made_a_rank_leave_out_its_message_is_named() -> None:
+    text, at = places("""
+        def actor():
+            for _ in range(9):
+                broadcast(policy)  # A
+                try:
+                    data = play()
+                except ConnectionError as e:
+                    continue
+                send(data, 0)  # B
+    """)
+    sync, send, recv = Site(FILE, at["A"], "actor"), Site(FILE, at["B"], "actor"), Site(FILE, 90, "learner")
+    sent = call("send", None, send, peer=0, nth=6)
+    waits = call("recv", None, recv, peer=1, nth=7)
+    bcast = call("broadcast", 3, sync)
+    s = snapshot(
+        rank(0, waits, enqueued={"default_pg": 2}, p2p_issued={"recv:1:0:default_pg": 7, "recv:2:0:default_pg": 6}),
+        rank(1, bcast, calls=(sent, bcast), user_stack=(sync,), p2p_issued={"send:0:0:default_pg": 6}),
+        rank(2, bcast, user_stack=(sync,), p2p_issued={"send:0:0:default_pg": 7}),
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (1,)), f.message
+    assert f"their paths part at `except ConnectionError as e` (train.py:{at['B'] - 2})" in f.message
+    assert "or skip them on all ranks together" in f.advice
 
 
 # -- messages and circles ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Where the paths of two ranks part: the conditions in the source that lead to one site and not to the other.
 
-Unlike `rank_condition` this reads conditions on anything (a loss, a length, an exception), so it explains a culprit and
-never decides who it is.
+Unlike `rank_condition` this reads conditions on anything: an `if` on a loss or a length, an `except` that goes on without the
+call, a loop that ends earlier. So it explains a culprit and never decides who it is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,16 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
         common += 1
     if not b or (a and (a[0].file, a[0].function) != (b[0].file, b[0].function)):
         return []
-    for sort in (_holds_mine, _skips_theirs, _leaves_loop, _holds_theirs, _skips_mine):
+    for sort in (
+        _holds_mine,
+        _skips_theirs,
+        _leaves_loop,
+        _ends_loop,
+        _holds_theirs,
+        _skips_mine,
+        _skips_round,
+        _stays_in_loop,
+    ):
         found = list(dict.fromkeys(c for c in sort(a, b, common, source) if c is not None))
         asked = [c for c in found if _asks_for_rank(c, source)]
         if found:
@@ -66,6 +75,16 @@ def parting_text(conditions: Sequence[Condition]) -> str:
 def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
     """Return what to do about a condition that held on some ranks only."""
     text = condition.text.removesuffix(":")
+    if text.startswith("except"):
+        return (
+            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too (a loss times 0, if the batch "
+            "is not to count), or skip them on all ranks together (all_reduce a flag)"
+        )
+    if text.startswith(("for ", "while ", "async for ")):
+        return (
+            f"let the loop `{text}` at line {condition.line} run equally often on all ranks: find why it did not on "
+            f"{rank_list(culprits)}, or let all ranks decide together when it ends"
+        )
     return (
         f"find why `{text}` at line {condition.line} went another way on {rank_list(culprits)}, or let all ranks decide together "
         "(all_reduce what it tests)"
@@ -115,6 +134,26 @@ def _calls_of(callee: Site, source: Source) -> list[Site]:
 # -- the sorts of conditions, most likely first ------------------------------------------------------------------------
 
 
+def _ends_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    """A loop that the other rank is in and this one, in the same function, has left: its iterator or condition ended it."""
+    yield from _loops(b, a, common, source)
+
+
+def _stays_in_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    yield from _loops(a, b, common, source)
+
+
+def _loops(inside: list[Site], outside: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    if not inside[common:]:
+        return
+    frame = inside[common]
+    other = _same_function(outside, common, frame)
+    for block, at in _way(frame, source):
+        node = block[at]
+        if isinstance(node, _LOOPS) and other is not None and other > (node.end_lineno or other):
+            yield _condition(frame, node, source)
+
+
 def _holds_mine(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
     """An `if` around this rank's call and not around the other's."""
     yield from _around(a, b, common, source)
@@ -150,8 +189,24 @@ def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterat
         for block, at in _way(frame, source):
             for node in block[:at]:
                 between = other is None or not other <= frame.line or node.lineno > other
-                if isinstance(node, ast.If) and between and _leaves(node.body) and _tells(node.test):
-                    yield _condition(frame, node, source)
+                if between and (way_out := _way_past(node)) is not None:
+                    yield _condition(frame, way_out, source)
+            if other is None or not _within(block[at], other):
+                for handler in _swallowing(block[at], frame.line):
+                    yield _condition(frame, handler, source)
+
+
+def _skips_round(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    """Of two ranks in one loop, a condition or handler before the other's call that ends a round of it early."""
+    if not a[common:] or not b[common:]:
+        return
+    for block, at in _way(b[common], source):
+        node = block[at]
+        if isinstance(node, _LOOPS) and _within(node, a[common].line):
+            for earlier in node.body:
+                way_out = _way_past(earlier) if (earlier.end_lineno or 0) < b[common].line else None
+                if way_out is not None and isinstance(way_out.body[-1], ast.Continue):
+                    yield _condition(b[common], way_out, source)
 
 
 def _leaves_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
@@ -199,6 +254,20 @@ def _part(node: ast.If, line: int) -> object:
 
 def _leaves(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], (ast.Return, ast.Continue, ast.Break)) or _exits_process(body[-1])
+
+
+def _way_past(node: ast.stmt) -> ast.If | ast.ExceptHandler | None:
+    """Return the condition or the handler of a statement that leaves its block."""
+    if isinstance(node, ast.If):
+        return node if _leaves(node.body) and _tells(node.test) else None
+    return next((h for h in getattr(node, "handlers", ()) if _leaves(h.body)), None)
+
+
+def _swallowing(node: ast.stmt, line: int) -> list[ast.ExceptHandler]:
+    """Return the handlers of a `try` around a line that go on without the rest of its body."""
+    if not isinstance(node, ast.Try) or not any(_within(x, line) for x in node.body):
+        return []
+    return [h for h in node.handlers if not isinstance(h.body[-1], ast.Raise) and not _exits_process(h.body[-1])]
 
 
 def _exits_process(node: ast.stmt) -> bool:

@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import Site
 Source = Callable[[str], str | None]
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _RANK_WORDS = {"rank", "main", "master", "chief", "leader", "primary", "coordinator"}
+_OF_PROCESS = {"index", "zero", "id"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
@@ -89,8 +90,8 @@ def _condition(text: str, line: int, beside: int | None) -> int | None:
     found = None
     for block, at in path(tree, line):
         statement = block[at]
-        if isinstance(statement, _Function):
-            found = None  # a condition around a function's definition does not apply to its calls
+        if isinstance(statement, _Function):  # a condition around a function's definition does not apply to its calls
+            found = None if beside is not None else next(_decorators(statement, ranks), None)
             continue
         guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test, ranks))
         for guard in guards:
@@ -118,6 +119,13 @@ def path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
                 return
 
 
+def _decorators(node: ast.AST, ranks: Collection[str]) -> Iterator[int]:
+    """Yield the lines of decorators that let a function run on some ranks only: `@rank_zero_only`, `@on_main_process`."""
+    for decorator in getattr(node, "decorator_list", ()):
+        if _asks_for_rank(decorator, ranks):
+            yield decorator.lineno
+
+
 def asks_for_rank(condition: str, text: str) -> bool:
     """True if the source line of an `if` tests the rank. `text`: the whole source, for its variables of the rank."""
     tree = parsed(condition.removesuffix(":") + ": pass")
@@ -131,7 +139,9 @@ def _leaves(guard: ast.If) -> bool:
 
 def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
     names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)}
-    return any(name in ranks or any(w.lower() in _RANK_WORDS for w in _WORDS.findall(name)) for name in names)
+    words = [{w.lower() for w in _WORDS.findall(name)} for name in names]
+    process = any("process" in w and w & _OF_PROCESS for w in words)  # process_index, is_world_process_zero
+    return process or bool(names & set(ranks)) or any(w & _RANK_WORDS for w in words)
 
 
 @lru_cache(16)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit import arguments
+from distdiag.diagnosis.culprit import arguments, paths
+from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
@@ -15,8 +16,8 @@ NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on thos
 SHOWN = 4  # waits of the cycle
 
 
-def message(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return who waits where, and for whom."""
+def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
+    """Return who waits where, and for whom; of a culprit what led it past the call that the others wait for."""
     incident, culprits, main, call = verdict.incident, verdict.culprits, verdict.wait, verdict.call
     order = sorted(incident.waits, key=lambda w: (not set(w.ranks) & set(culprits), min(w.ranks)))
     parts = [text for w in order[:SHOWN] if (text := _wait_text(snapshot, verdict, w))]
@@ -29,16 +30,36 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
             where = at(call.site if call else None)
             return (
                 f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and "
-                f"{parts[0]}{_peer_text(snapshot, verdict)}"
+                f"{parts[0]}{_peer_text(snapshot, verdict) or paths.parting_text(_parting(snapshot, verdict, source))}"
             )
         others = sorted(incident.victims - set(culprits))
         return (
             f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
-            f"{verb(culprits, 'it', 'them')}, and {parts[0]}"
+            f"{verb(culprits, 'it', 'them')}, and {parts[0]}{paths.parting_text(_parting(snapshot, verdict, source))}"
         )
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
     return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
+
+
+def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> list[Condition]:
+    """Return the conditions that can have led the culprit past the call that the others wait for."""
+    state, main = snapshot.ranks.get(verdict.culprits[0]), verdict.wait
+    if source is None or state is None or not main.ranks:
+        return []
+    if not main.p2p:
+        waiting = snapshot.ranks[main.ranks[0]]
+        return paths.parting(state.user_stack, waiting.user_stack, source)
+    # the site of its newest message of this sort, which is in one of the functions that it is in
+    wanted = messages.OPPOSITE[main.key[2]]
+    earlier = (
+        c.site
+        for c in reversed(state.calls)
+        if c.p2p and c.peer == main.ranks[0] and c.group == main.group and messages.direction_of(c) == wanted
+    )
+    site = next((x for x in earlier if x is not None), None)
+    here = [i for i, x in enumerate(state.user_stack) if site and (x.file, x.function) == (site.file, site.function)]
+    return paths.parting(state.user_stack[: here[0] + 1], (site,), source) if site is not None and here else []
 
 
 def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -60,10 +81,14 @@ def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
     return f"{rank_list(inside)} {verb(inside, 'is', 'are')} in {collective_text(snapshot, wait, call)}{site}"
 
 
-def advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
+def advice(
+    snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]], source: Source | None = None
+) -> str:
     """Return what to change."""
     match verdict.cause:
         case "missing_rank":
+            if len(decides := _parting(snapshot, verdict, source)) == 1:
+                return paths.decision_advice(decides[0], verdict.culprits)
             return _missing_advice(verdict, calls)
         case "p2p_cycle":
             tags = _tags_that_never_match(calls)

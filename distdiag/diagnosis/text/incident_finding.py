@@ -29,7 +29,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
                 state = snapshot.ranks[rank]
                 if rank not in calls and state.blocked is not None:
                     calls[rank] = (incident.waits[0], state.blocked)
-            message, advice = cycle.message(snapshot, verdict), cycle.advice(verdict, calls)
+            message, advice = cycle.message(snapshot, verdict, source), cycle.advice(snapshot, verdict, calls, source)
             certainty = Certainty.PROVED if snapshot.source != "dumps" else Certainty.SUSPECTED
         case Root.GONE:
             step = newest_step(snapshot, [*culprits, *verdict.stuck])
