@@ -245,6 +245,27 @@ def test_a_branch_that_one_rank_skips_is_told_from_one_that_all_skip() -> None:
     assert "(20 elements) got no gradient on rank 1" in f.message
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "        return self.trunk(x), self.aux(x) if with_boxes else None\n",
+        "        if with_boxes:\n            return self.aux(x)\n",
+    ],
+)
+def test_the_condition_under_which_a_skipped_head_is_used_is_named(forward: str) -> None:
+    text = f"class Net(Module):\n    def forward(self, x, with_boxes):\n{forward}"
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=90.0)
+    m = msgspec.structs.replace(unused("aux.weight"), unused_site=Site("/job/net.py", 9, "main"))
+    s = job(rank(0, blocked=waits, phase="backward"), rank(1, models=(m,)))
+
+    def message(source: str) -> str:
+        return only(findings(s, unused_parameters, source={"/job/net.py": source}.get)).message
+
+    assert "they are used only `if with_boxes` (net.py:3)" in message(text)
+    assert "used only" not in message(text + "        return self.aux(x)\n"), "it is called elsewhere, too"
+    assert "used only" not in message("")
+
+
 def test_ranks_that_skip_different_branches_are_all_in_it() -> None:
     s = job(rank(0, models=(unused("left.weight"),)), rank(1, models=(unused("right.weight"),)))
     f = only(of_kind(found_in(s), "unused_parameters"))

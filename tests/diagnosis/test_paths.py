@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.culprit import rank_condition
-from distdiag.diagnosis.culprit.paths import parting, with_callers
+from distdiag.diagnosis.culprit.paths import leaving, parting, with_callers
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
 from distdiag.diagnosis.rules import deadlock, mismatch
@@ -95,6 +95,15 @@ SKIPS = """
         barrier()  # C
 """
 
+CAUGHT = """
+    def fit(model, x):
+        try:
+            loss = model(x)  # A
+            loss.backward()  # B
+        except RuntimeError as e:
+            opt.zero_grad()
+"""
+
 TRIES = """
     def main():
         try:
@@ -131,6 +140,7 @@ ROUNDS = """
         pytest.param(FIT, "", "A fit B main", ["if self.should_stop:"], id="has ended"),
         pytest.param(STEP, "C main", "C main", [], id="one site"),
         pytest.param(SKIPS, "A main", "B main", ["except ValueError:"], id="a round earlier, an exception skipped it"),
+        pytest.param(CAUGHT, "A fit", "B fit", ["except RuntimeError as e:"], id="an exception between two calls"),
         pytest.param(TRIES, "B main", "A main", ["except KeyboardInterrupt:"], id="an exception ended it, caught"),
         pytest.param(ROUNDS, "A main", "B main", ["while tokens < 256:"], id="one more round of an inner loop"),
         pytest.param(ROUNDS, "D main", "C main", ["for epoch in range(start, 5):"], id="its loop ended earlier"),
@@ -139,6 +149,28 @@ ROUNDS = """
 def test_conditions_on_data_at_which_two_paths_part(source: str, mine: str, theirs: str, conditions: list[str]) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
+
+
+def test_a_rank_that_left_by_sys_exit_left_by_the_condition_around_it() -> None:
+    text, at = places("""
+        def check(loss):
+            if not isfinite(loss):
+                sys.exit(0)  # A
+
+        def main():
+            for x in batches:
+                check(model(x))
+                loss.backward()  # B
+                if done(x):
+                    break
+    """)
+    theirs = (Site(FILE, at["B"], "main"),)
+
+    def left_at(place: Site | None) -> list[str]:
+        return [c.text.removesuffix(":") for c in leaving(place, theirs, {FILE: text}.get)]
+
+    assert left_at(Site(FILE, at["A"], "check")) == ["if not isfinite(loss)"]
+    assert left_at(Site(FILE, at["B"], "main")) == left_at(None) == ["if done(x)"]
 
 
 def test_the_caller_of_a_killed_rank_is_the_only_call_of_its_function() -> None:

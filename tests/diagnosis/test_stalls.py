@@ -30,6 +30,17 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
     assert bool(findings(s, rank_lost, stall)) is said
 
 
+def test_a_rank_that_waits_for_a_process_it_started_is_told_from_one_that_waits_on_a_socket() -> None:
+    s = waits_for_rank_one(85.0, 100.0, activity="socket")
+
+    def message(line: str) -> str:
+        text = "\n" * (LOOP.line - 1) + line
+        return only(findings(s, stall, source={LOOP.file: text}.get)).message
+
+    assert "it waits for a process that it started at" in message('    subprocess.run(["aws", "s3", "cp", path])')
+    assert "it waits on a socket" in message("    answer = connection.recv(64)")
+
+
 def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:
     s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_usual_s=15.0)
     assert findings(s, rank_lost, stall) == []

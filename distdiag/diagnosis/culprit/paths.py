@@ -64,6 +64,20 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
     return []
 
 
+def leaving(place: Site | None, theirs: Sequence[Site], source: Source) -> list[Condition]:
+    """Return the conditions through which a rank that ended normally can have left the loop that another rank is in.
+
+    Args:
+        place: Where it was last. At a call of `sys.exit` that is where it left, and the `if` around it is the condition.
+        theirs: The user's frames of the other rank, innermost first.
+    """
+    steps = _way(place, source) if place is not None else []
+    if place is not None and steps and _exits_process(steps[-1][0][steps[-1][1]]):
+        around = rank_condition.enclosing(place, source)
+        return [] if around is None else [around]
+    return parting((), theirs, source)
+
+
 def parting_text(conditions: Sequence[Condition]) -> str:
     """Return the end of a sentence: `; their paths part at `if loss < 0.2` (train.py:6)`; empty if there is no condition."""
     if not conditions:
@@ -191,7 +205,7 @@ def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterat
                 between = other is None or not other <= frame.line or node.lineno > other
                 if between and (way_out := _way_past(node)) is not None:
                     yield _condition(frame, way_out, source)
-            if other is None or not _within(block[at], other):
+            if other is None or other < frame.line or not _within(block[at], other):
                 for handler in _swallowing(block[at], frame.line):
                     yield _condition(frame, handler, source)
 

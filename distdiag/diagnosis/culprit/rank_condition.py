@@ -69,6 +69,22 @@ def enclosing(site: Site | None, source: Source) -> Condition | None:
     return Condition(site.file, found, text.splitlines()[found - 1].strip().removesuffix(":"))
 
 
+def only_under(name: str, file: str, source: Source) -> Condition | None:
+    """Return the condition under which a module's code is called: `self.name(…)` or `model.name(…)`, once in the file, under an `if`."""
+    text = source(file)
+    tree = parsed(text) if text else None
+    if text is None or tree is None:
+        return None
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", None) == name]
+    if len(calls) != 1:
+        return None
+    choices = [n for n in ast.walk(tree) if isinstance(n, ast.IfExp) and any(x is calls[0] for x in ast.walk(n.body))]
+    if choices:
+        test = choices[-1].test
+        return Condition(file, test.lineno, f"if {ast.get_source_segment(text, test)}")
+    return enclosing(Site(file, calls[0].lineno), source)
+
+
 def _function(site: Site) -> tuple[str, str]:
     return site.file, site.function
 

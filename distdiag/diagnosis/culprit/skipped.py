@@ -85,9 +85,8 @@ def text(snapshot: Snapshot, found: Skipped, source: Source | None) -> str:
         f"; rank {found.rank} ran {found.missing:,} forward{'s' if found.missing > 1 else ''} without backward "
         f"({found.forwards:,} forwards, {found.backwards:,} backwards)"
     )
-    if caught := swallowed(state):
-        return f"{what}, and caught {caught}"
-    return what + parting_text(way_out(snapshot, found, source))
+    caught = swallowed(state)
+    return what + (f", and caught {caught}" if caught else "") + parting_text(way_out(snapshot, found, source))
 
 
 def advice(found: Skipped) -> str:

@@ -7,14 +7,16 @@ staged_team.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
 from distdiag.diagnosis.waits.delays import kept_waiting, outpaced
@@ -48,6 +50,7 @@ class Limits:
 
 
 limits = Limits()
+_STARTS_PROCESS = re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(")
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
 
@@ -78,7 +81,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}; its limit is {rough_duration(limit_s)}"
             yield Abstained(usual, checked=True)
         else:
-            yield _finding(s, state, victims, waited_s, limit_s)
+            yield _finding(facts, state, victims, waited_s, limit_s)
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
@@ -182,6 +185,7 @@ _DOES = {
     "lock": "waits for a lock",
     "queue": "waits on a queue",
     "socket": "waits on a socket, a pipe or a key of a store",
+    "process": "waits for a process that it started",
     "data": "waits for its data loader",
     "checkpoint": "writes a checkpoint",
     "sleep": "sleeps",
@@ -194,6 +198,7 @@ _DO = {
     "lock": "find who holds the lock; hold no lock across a collective",
     "queue": "find who should fill or drain that queue",
     "socket": "check the other end of that connection (who should send, or set the key?), and give it a timeout",
+    "process": "see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks go on without it",
     "device": "check what was launched before that line: a long kernel, a copy, a device shared with another process",
     "gil_held": "check the native call at that line",
     "checkpoint": "wait, or write checkpoints asynchronously",
@@ -201,8 +206,10 @@ _DO = {
 _DO_OTHERWISE = "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues"
 
 
-def _finding(s: Snapshot, r: RankState, victims: list[int], waited_s: float, limit_s: float) -> Finding:
-    doing = _doing(r)
+def _finding(facts: Facts, r: RankState, victims: list[int], waited_s: float, limit_s: float) -> Finding:
+    s, doing = facts.snapshot, _doing(r)
+    if doing == "socket" and _STARTS_PROCESS.search(_line(r.place, facts.source)):
+        doing = "process"
     call = s.ranks[victims[0]].blocked
     assert call is not None
     workers = [w for w in r.workers if w is not None] if doing == "data" else []
@@ -234,6 +241,11 @@ def _finding(s: Snapshot, r: RankState, victims: list[int], waited_s: float, lim
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice=advice,
     )
+
+
+def _line(site: Site | None, source: Source) -> str:
+    lines = ((source(site.file) if site is not None else None) or "").splitlines()
+    return lines[site.line - 1] if site is not None and 0 < site.line <= len(lines) else ""
 
 
 def _message(

@@ -15,6 +15,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit.rank_condition import Source, only_under
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
@@ -48,7 +49,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     if not any(m.unused_checks for m in models):
         yield Abstained("no backward has been checked for missing gradients")
-    case = _Case(snapshot)
+    case = _Case(snapshot, facts.source)
     if case.having and (found := _unused(case)) is not None:
         yield found
     yield from _frozen(snapshot)
@@ -64,6 +65,7 @@ class _Case:
     """The ranks whose DDP module had parameters without gradient, each with the newest such module."""
 
     snapshot: Snapshot
+    source: Source
     having: dict[int, Model] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +217,7 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
         names=names,
         step=max(m.unused_step for m in having.values()),
         message=f"{count(len(names), 'parameter')} ({count(sum(unused.values()), 'element')}) {text}: "
-        f"{_shown(names, len(names))}{at(site)}{_why(case.first)}",
+        f"{_shown(names, len(names))}{at(site)}{_why(case.first)}{_branch(case, culprits)}",
         cost=crash if severity == Severity.ERROR else "they are never trained",
         advice="freeze or remove them if they stay unused on purpose"
         if case.expected
@@ -232,6 +234,18 @@ def _why(m: Model) -> str:
         return "; forward called their modules, but their output does not reach the loss"
     names = tuple(n or "the model itself" for n in m.never_called)
     return f"; forward never called {_shown(names, len(names), 3)}"
+
+
+def _branch(case: _Case, culprits: tuple[int, ...]) -> str:
+    """Return the conditions under which the modules are called that got no gradient on some ranks only; empty if not known."""
+    if not culprits:
+        return ""
+    modules = {name.rpartition(".")[0].rpartition(".")[2] for q in culprits for name, _ in case.having[q].unused}
+    places = [m.unused_site or case.snapshot.ranks[q].place for q, m in case.having.items() if q in culprits]
+    files = {x.file for x in (*places, *(m.site for m in case.having.values())) if x is not None}
+    found = {c for name in modules - {""} for file in files if (c := only_under(name, file, case.source)) is not None}
+    texts = [f"`{c.text}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in sorted(found)[:2]]
+    return f"; they are used only {' or '.join(texts)}" if texts else ""
 
 
 def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:

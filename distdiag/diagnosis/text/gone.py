@@ -40,8 +40,10 @@ def _left_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> s
     if source is None or verdict.cause != "rank_finished":
         return ""
     waiting = [r for r in verdict.wait.ranks if snapshot.ranks[r].user_stack]
-    found = paths.parting((), snapshot.ranks[waiting[0]].user_stack, source) if waiting else []
-    return paths.parting_text(found)
+    if not waiting:
+        return ""
+    place = snapshot.ranks[verdict.ended[0]].place
+    return paths.parting_text(paths.leaving(place, snapshot.ranks[waiting[0]].user_stack, source))
 
 
 def _ending(states: list[RankState]) -> str:
