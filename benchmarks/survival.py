@@ -56,9 +56,9 @@ reach("end", lambda: None)
 
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
 EXPLAINED = """Two recorded processes without torch. *Job*: exit codes of the two ranks (-9: killed by the test). *Phase*: where both ranks
-are when the process is killed; the job then goes on to its end. In each outcome the job ends as it would without distdiag.
+are when the process is killed; the job then runs to its end. In each outcome the job ends as it would without distdiag.
 `diagnose` judges all that was written. If the disk never held a database, it answers "no data" (exit 4), never "no finding".
-If nobody was left to learn how the ranks ended, the run has failed (exit 1) and no cause is given."""
+If no process was left that could see how the ranks ended, the run has failed (exit 1) and no cause is given."""
 
 
 class Job:

@@ -1,6 +1,6 @@
 """`python -m distdiag.monitor RUN_DIR --pages DIR --node K`: started by the first rank of a node, never by a person.
 
-It forks before it imports anything: the rank waits only for that, and is left without a child of its own.
+It forks before it imports anything: the rank waits only for that, and gets no child process.
 """
 
 import os
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--node", type=int, default=0)
     keep = int(os.environ.get("DISTDIAG_KEEP_BYTES", "") or 2 * 2**30)
     parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
-    parser.add_argument("--for-reader", action="store_true", help="somebody waits for its verdict: ordinary priority")
+    parser.add_argument("--for-reader", action="store_true", help="a reader waits for its verdict: ordinary priority")
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from distdiag.launcher import VERDICT
 
 
 class Voice:
-    """Writes whole lines at once, and gives up for good when nobody listens."""
+    """Writes whole lines at once; stops for good when the stream is closed."""
 
     def __init__(self, run_dir: Path, quiet: bool) -> None:
         self.run_dir = run_dir
@@ -44,13 +44,13 @@ class Voice:
         if f.cleared_s is not None:
             if f.key in self._printed and f.key not in self._corrected:
                 self._corrected.add(f.key)
-                self._write(f"\n[distdiag] cleared, the job goes on: {f.severity} {f.kind}: {printable(f.message)}\n")
+                self._write(f"\n[distdiag] cleared, the job continues: {f.severity} {f.kind}: {printable(f.message)}\n")
             return
         if f.key in self._printed:
             return
         self._printed.add(f.key)
         lines = finding_lines(f, ascii=self.ascii)
-        # on a line of its own, also where a progress bar has left the cursor at the end of its own
+        # on a new line, even if a progress bar has left the cursor at the end of its line
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:

@@ -12,7 +12,7 @@ from distdiag.monitor.ranks.state import RankView
 from distdiag.terms.backends import blocks_host
 
 # Beats of the pulse, which reads the counters: 10 s. A watchdog notices completions within some 100 ms; a first collective may
-# take seconds to connect. On a busy machine the pulse is late, and time alone would tell nothing about the counters.
+# take seconds to connect. On a busy machine the pulse is late, and time alone is no evidence about the counters.
 SETTLED_BEATS = 40
 STILL_S = 10.0  # no rank has made progress for so long
 STEPS = 10  # that a rank makes meanwhile, and collectives

@@ -103,10 +103,10 @@ class Monitor:
         self.close()
 
     def _survive(self, tick: Callable[[], bool]) -> bool:
-        """Run one poll; return True when the job is over. If it raises, ranks whose page alone makes it raise are given up.
+        """Run one poll; return True when the job is over. If it raises, drop the ranks whose page alone makes it raise.
 
         Raises:
-            Exception: it goes on raising although every page can be read: a defect of ours.
+            Exception: it still raises although every page can be read: a defect of ours.
         """
         try:
             over = tick()

@@ -1,8 +1,7 @@
-"""The other nodes of a job: each monitor leaves what it knows beside the run, and that of node 0 puts it together.
+"""The other nodes of a job: each monitor writes the state of its ranks to the run directory, and node 0's merges them.
 
-The exchange is a small file per node in `RUN/nodes`, replaced whole: nothing is sent through the job's own network or its
-TCPStore, and a file system that all nodes share (which a run directory lies on in a cluster) is all that is needed. Where
-there is none, every node still has a verdict of its own.
+There is a small file per node in `RUN/nodes`, replaced as a whole. It needs only a file system that all nodes share, as a
+cluster's run directory does; nothing uses the job's network or its TCPStore. Without one, each node judges its own ranks.
 """
 
 from __future__ import annotations
@@ -113,9 +112,9 @@ class Nodes:
                 self._seen[state.node] = state
 
     def merged(self, s: Snapshot, started_unix_s: float) -> tuple[Snapshot, bool]:
-        """(snapshot with the ranks of all nodes that were ever heard of, whether each has told news since the last such one).
+        """Return (snapshot with the ranks of all nodes known so far, whether each node has written a new state since the last such one).
 
-        A proof needs two looks between which nothing moved: only looks at new files count as two.
+        A proof needs two polls between which no rank made progress: only polls that read new files count as two.
         """
         self.read()
         now = time.time()
@@ -143,7 +142,7 @@ class Nodes:
 
 
 def _silent(r: RankState, silent_s: float) -> RankState:
-    """A rank of a node that is not heard of any more: what it does now, nobody knows."""
+    """Return a rank of a node that has stopped reporting: its present state is not known."""
     return msgspec.structs.replace(r, life=Life.SILENT, blocked=None, heartbeat_age_s=silent_s, steps=(), calls=())
 
 

@@ -22,7 +22,7 @@ class Pages:
 
     Args:
         directory: Where the node's pages are.
-        overflow: Where a rank writes whose page found no room there.
+        overflow: Where a rank writes if there is no room for its page.
     """
 
     def __init__(self, directory: Path, overflow: Path | None = None) -> None:
@@ -32,7 +32,7 @@ class Pages:
         self.views: dict[int, RankView] = {}
         self.damaged: dict[str, tuple[int | None, str]] = {}  # by file: rank if known, reason
         self.expected = 1  # ranks of this node
-        self._unjudged: list[Header] = []  # of ranks whose page is damaged: their processes are still waited for
+        self._unjudged: list[Header] = []  # of ranks whose page is damaged: the monitor still waits for their processes
         self._listed_s = -10.0
         self._held: dict[Path, int] = {}
 

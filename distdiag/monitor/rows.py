@@ -77,9 +77,9 @@ class Steps:
 
 
 def _late_ms(step: dict[int, Step]) -> dict[int, float]:
-    """How late each rank came to the step's first or last synchronisation, after the first rank: the larger of the two.
+    """Return how long after the first rank each rank arrived at the step's first or last synchronisation: the larger of the two.
 
-    Ranks that wait for each other in the forward (DDP's buffers) leave it together, so the last one alone does not tell.
+    Ranks that wait for each other in the forward (DDP's buffers) leave it together, so the last one alone is not enough.
     """
     late: dict[int, float] = {}
     for times in ({q: x.arrived_s for q, x in step.items()}, {q: x.ready_s for q, x in step.items()}):

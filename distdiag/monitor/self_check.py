@@ -1,4 +1,4 @@
-"""What distdiag itself could not see or write: a finding too, said once."""
+"""Findings on what distdiag itself could not see or write; each is reported once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ADVICE = {
 
 
 class OwnFaults:
-    """Remembers what was said."""
+    """Remembers what was reported."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._device = DeviceSight()
-        self.found: list[Finding] = []  # all that were said: on a full disk, the summary is their only way out
+        self.found: list[Finding] = []  # all so far: on a full disk only the summary can show them
 
     def faults(
         self,

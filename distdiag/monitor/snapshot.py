@@ -1,4 +1,4 @@
-"""Builds the snapshot that the diagnosis judges, from the ranks' pages and what was sampled beside them."""
+"""Builds the snapshot that the diagnosis judges, from the ranks' pages and the host's samples."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Kept:
             os.close(self.fd)
 
     def mute(self) -> None:
-        """Let what is still written to it vanish: in a forked child, whose signal handlers write to the same number."""
+        """Discard what is still written to it: in a forked child, whose signal handlers write to the same number."""
         if self.is_ours():
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             os.dup2(nothing, self.fd, inheritable=False)

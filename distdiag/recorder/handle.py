@@ -1,4 +1,4 @@
-"""What `attach()` returns: the few things that a job may tell its recorder itself."""
+"""What `attach()` returns: the optional calls by which a job informs its recorder."""
 
 from __future__ import annotations
 

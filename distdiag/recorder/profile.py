@@ -59,7 +59,7 @@ def _refusal(session: Session) -> str:
     if not torch.profiler.kineto_available():
         return "this build of torch has no Kineto"
     if _profiler_of_job(torch):
-        return "the job uses a profiler of its own right now"
+        return "the job uses its own profiler right now"
     return ""
 
 
@@ -114,7 +114,7 @@ class Profile:
     # -- in the training thread -------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """Start, go on, or stop, at the end of a step."""
+        """Start, continue or stop, at the end of a step."""
         try:
             if threading.get_ident() != self.r.main_thread or self.over:
                 return
@@ -139,7 +139,7 @@ class Profile:
 
         began = time.perf_counter()
         if torch.autograd._profiler_enabled():
-            return self._fail("the job uses a profiler of its own right now")
+            return self._fail("the job uses its own profiler right now")
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else None
         made = profiler.profile(use_kineto=True, use_device=device)
         quiet = _LOG_LEVEL not in os.environ  # Kineto prints a line on stderr at each start and stop
@@ -166,14 +166,14 @@ class Profile:
         self.answer(RECORDING)
 
     def _give_way(self, profiler: Any) -> None:
-        """Stop ours before the job starts a profiler of its own: the second one would raise."""
+        """Stop ours before the job starts its own profiler: the second one would raise."""
 
         def first(name: str) -> Any:
             original = getattr(profiler, name)
 
             def starts(*args: Any, **kwargs: Any) -> Any:
                 if threading.get_ident() == self.r.main_thread:
-                    self._stop("the job started a profiler of its own")
+                    self._stop("the job started its own profiler")
                 return original(*args, **kwargs)
 
             self._originals[name] = original
@@ -210,7 +210,7 @@ class Profile:
             self._stopped.release()
 
     def _fail(self, reason: str) -> None:
-        """Give up; the job goes on."""
+        """Give up; the job continues."""
         if self._profiler is not None:
             return self._stop(reason)
         try:
@@ -228,7 +228,7 @@ class Profile:
         if self._saved.acquire(timeout=END_S):
             self._saved.release()
 
-    # -- in a thread of its own --------------------------------------------------------------------------
+    # -- in a separate thread --------------------------------------------------------------------------
 
     _result: Any = None
     _failed = ""

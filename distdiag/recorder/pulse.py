@@ -76,7 +76,7 @@ class Pulse:
             self._running.release()
 
     def forked(self) -> None:
-        """For a forked child: the thread stayed behind, and nobody else would release what it holds."""
+        """For a forked child: the thread is not in it, and nothing else would release what it holds."""
         self._running = threading.Lock()
         if self.watch is not None:
             self.watch.close()
@@ -128,7 +128,7 @@ class Pulse:
         words[_VERSION] += 1
 
     def _signals(self) -> None:
-        """Ask for no signals any more once the script has a handler of its own for one of ours."""
+        """Request no more signals once the script has its own handler for one of ours."""
         number = self.h.trace_signal
         if number and any(signal.getsignal(n) is not signal.SIG_DFL for n in (number - 1, number)):
             self.h.trace_signal = 0

@@ -43,7 +43,7 @@ class Claim:
     run_dir: Path
     node: int
     pages: Path  # of all ranks of this node
-    overflow: Path  # for a rank whose page finds no room there
+    overflow: Path  # for a rank whose page does not fit there
 
 
 def _stat_fields(pid: int | str) -> list[str]:

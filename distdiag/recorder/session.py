@@ -227,7 +227,7 @@ class Session:
                 self.recorder.failed(e)
 
     def detach(self) -> None:
-        """Stop recording a script that goes on. Its state is unknown from here on, as long as its process group exists."""
+        """Stop recording a script that continues. Its state is unknown from here on, while its process group exists."""
         h, group_left = self.recorder.h, self.recorder.h.life == LifeWord.LEFT_GROUP
         self.close()
         if self.phases is not None:
@@ -244,7 +244,7 @@ _lock = threading.Lock()
 def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
     """Make this process a recorded rank: page, monitor, pulse; hooks if torch is imported already.
 
-    Returns None, after a line on stderr, if no page can be created (disk full, read-only directory). The job goes on.
+    Returns None, after a line on stderr, if no page can be created (disk full, read-only directory). The job continues.
     """
     global current
     with _lock:
@@ -267,7 +267,7 @@ def report_not_recorded(error: Exception) -> None:
     """Print on stderr why nothing is recorded and what to do, one line each."""
     reason = error.strerror or error if isinstance(error, OSError) else error
     print(f"distdiag: this job is not recorded: {reason}", file=sys.stderr)
-    print("hint: choose a writable directory with --run-dir; the job itself goes on", file=sys.stderr)
+    print("hint: choose a writable directory with --run-dir; the job itself continues", file=sys.stderr)
 
 
 def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session:

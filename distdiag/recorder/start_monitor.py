@@ -1,6 +1,6 @@
-"""Start the monitor: one per node, by the first rank that comes, in a session of its own, not as the rank's child.
+"""Start the monitor: one per node, by the first rank that gets there, in its own session, not as the rank's child.
 
-The monitor holds an exclusive lock on `monitor.lock` beside the pages for as long as it lives. So a rank that can take the lock
+The monitor holds an exclusive lock on `monitor.lock` next to the pages while it lives. So a rank that can take the lock
 knows that no monitor runs, and starts one: at first, and again after the monitor was killed.
 """
 
@@ -35,13 +35,13 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
 
     The lock goes to the new process with its file descriptor, so there is no moment at which another rank could take it.
     The process forks once more and its first half exits at once, so that the rank has no child left that its own
-    `os.wait()` could meet.
+    `os.wait()` could return.
 
     Args:
-        run_dir: Of the job; every node but the first keeps a run of its own in it: one writer per database.
+        run_dir: Of the job; every other node has its own run in it: one writer per database.
         pages: Of this node; holds the lock.
         node: Number of this node.
-        overflow: Second directory of pages, for ranks whose page found no room in `pages`.
+        overflow: Second directory of pages, for ranks whose page does not fit into `pages`.
         quiet: It prints nothing, because stderr is not the job's.
 
     Raises:
@@ -65,9 +65,9 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
 
 
 def take_over(run_dir: Path) -> bool:
-    """Start monitors for a run whose own were killed, from a reader; True if one was started.
+    """Start monitors for a run whose monitors were killed, from a reader; True if one was started.
 
-    Only for pages of this user on this host: a run directory may have been sent by somebody else.
+    Only for pages of this user on this host: a run directory may come from another user.
     """
     started = False
     for node, found in place.directories(run_dir).items():

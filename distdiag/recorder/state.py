@@ -1,6 +1,6 @@
 """The recorder of this process: its page, its failures, and the small helpers every hook uses.
 
-Nothing here may raise into the job: hooks are wrapped by `guarded`, which counts a failure in the page and goes on.
+Nothing here may raise into the job: hooks are wrapped by `guarded`, which counts a failure in the page and continues.
 Our own tests set DISTDIAG_RAISE=1: there a failure is raised.
 """
 

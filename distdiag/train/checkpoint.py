@@ -49,14 +49,14 @@ class Checkpoints:
                         old.unlink(missing_ok=True)
             except (OSError, RuntimeError) as e:  # torch.save turns some of the first into the second
                 self._complain(e)
-        self._ranks.barrier()  # nobody goes on to a step that a resumed run would repeat differently
+        self._ranks.barrier()  # no rank continues to a step that a resumed run would repeat differently
 
     def _complain(self, error: Exception) -> None:
         if self._complained:
             return
         self._complained = True
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        print(f"distdiag: warning: no checkpoint in {self.directory}: {reason}; the training goes on", file=sys.stderr)
+        print(f"distdiag: warning: no checkpoint in {self.directory}: {reason}; training continues", file=sys.stderr)
         print("hint: choose a directory with room by --checkpoint-dir, or --checkpoint-every -1", file=sys.stderr)
 
 

@@ -25,7 +25,7 @@ def test_an_error_that_is_cleared_is_corrected_where_it_was_printed(
     voice.finding(error)
     assert "ERROR deadlock/missing_rank  rank 1 is elsewhere" in capfd.readouterr().err
     voice.finding(cleared)
-    assert capfd.readouterr().err == "\n[distdiag] cleared, the job goes on: error deadlock: rank 1 is elsewhere\n"
+    assert capfd.readouterr().err == "\n[distdiag] cleared, the job continues: error deadlock: rank 1 is elsewhere\n"
     voice.finding(cleared)
     assert capfd.readouterr().err == "", "one correction for one finding"
 

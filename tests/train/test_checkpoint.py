@@ -150,5 +150,5 @@ def test_a_disk_that_fills_up_leaves_no_half_file(
     monkeypatch.setattr("distdiag.train.checkpoint.os.fsync", full)
     checkpoints.save(state(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.pt"]
-    assert "No space left on device; the training goes on" in capsys.readouterr().err
+    assert "No space left on device; training continues" in capsys.readouterr().err
     assert checkpoints.newest == tmp_path / "step-00000001.pt"

@@ -37,7 +37,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
         _, owner, _ = _PEER.unpack(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if owner != os.getuid():  # the path comes from a page, which may come from anybody
+        if owner != os.getuid():  # the path comes from a page, which may be another user's
             raise PermissionError(errno.EACCES, "is served by another user")
 
 
@@ -112,8 +112,8 @@ def flight_record(
     """Return the rank's flight recorder(s), merged: NCCL builds have two. None if the witness does not answer.
 
     Args:
-        known: (group name, seq) of collectives whose line is known: of another that is the oldest open one of its group, the
-            recorder is asked for its stack.
+        known: (group name, seq) of collectives whose line is known. The recorder is asked for the stack of any other that is the
+            oldest open one of its group.
     """
     record: FlightRecord | None = None
     for handler in ("fr_trace_json", "dump_nccl_trace_json"):
@@ -162,7 +162,7 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
     """Take the entries of one dump into `record`."""
     open_seqs: dict[str, int] = {}
     entries = data.get("entries", ())
-    # NCCL writes an entry for each operation of a coalesced group, which keeps its first state for ever, and one for the
+    # NCCL writes an entry for each operation of a coalesced group, which keeps its first state, and one for the
     # whole, which has the state.
     batches = {
         key: _retired(e) for e in entries if "coalesced" in str(e["profiling_name"]).lower() and (key := _number(e))
@@ -188,7 +188,7 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
                 n *= k
             elements += n
         if len(sizes) == 1:
-            op = op.removesuffix("_coalesced")  # of one tensor: it meets the plain operation, and its size is known
+            op = op.removesuffix("_coalesced")  # of one tensor: it matches the plain operation, and its size is known
         record.entries[(group, seq)] = Entry(
             group,
             seq,
@@ -241,7 +241,7 @@ def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[Thread]:
 
 
 def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) -> list[Thread]:
-    """The same, of a rank that holds the GIL: its C signal handler writes them into a file beside its page.
+    """Return the same for a rank that holds the GIL: its C signal handler writes them into a file next to its page.
 
     Raises:
         OSError: the process or the file is gone, or the handler: the interpreter shuts down, or it was replaced by exec.
@@ -302,7 +302,7 @@ def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
 
 
 def save(run_dir: Path, rank: int, record: FlightRecord) -> str | None:
-    """Keep a dump beside the run; its path relative to the run directory, None where the disk refuses."""
+    """Save a dump in the run directory; return its path relative to it, None if it cannot be written."""
     folder = run_dir / "flight_recorder"
     try:
         folder.mkdir(exist_ok=True)

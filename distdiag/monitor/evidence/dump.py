@@ -1,4 +1,4 @@
-"""Stacks and collectives in flight of every rank of this node, asked of the ranks themselves; saved beside the run."""
+"""Stacks and collectives in flight of every rank of this node, asked of the ranks themselves; saved in the run directory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def living(run_dir: Path) -> list[RankView]:
 
 
 def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
-    """The answers in the form that is kept beside the run."""
+    """Return the answers in the form that is saved in the run directory."""
     found = {str(d.rank): stacks.RankStack(stack=d.frames, op=d.op, note=d.note) for d in dumps}
     return stacks.Stacks(t_s=now_s, ranks=found)
 
@@ -87,14 +87,14 @@ def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
 def is_alive(v: RankView) -> bool:
     """True if the page's process lives, and really is the one that writes this page.
 
-    The page may be anybody's (a run directory from elsewhere), and its process is asked, and sent a signal.
+    The page may be another user's (a run directory from elsewhere), and its process gets requests and a signal.
     """
     h = v.reader.header()
     return processes.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
 
 
 def maps_page(pid: int, page: Path) -> bool:
-    """True if page and process belong to this user, nobody else can write the page, and the process maps it."""
+    """True if page and process belong to this user, no other user can write the page, and the process maps it."""
     try:
         stat = page.stat()
         owner = os.stat(f"/proc/{pid}").st_uid

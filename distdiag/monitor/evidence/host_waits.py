@@ -94,7 +94,7 @@ class HostWaits:
 
 
 def _asks(v: RankView) -> bool:
-    """Whether this rank can be asked: it uses a device backend, and its hooks do not already tell where it waits."""
+    """True if this rank should be asked: it uses a device backend, and its hooks do not already show where it waits."""
     assert v.page is not None
     h = v.page.header
     return bool(v.device_groups) and bool(h.trace_signal) and h.blocked not in (Blocked.GROUP, Blocked.STORE)

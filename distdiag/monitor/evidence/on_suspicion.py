@@ -42,7 +42,7 @@ class Gatherer:
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask stuck ranks for their flight recorder if somebody waits; never on a timer.
+        """Ask stuck ranks for their flight recorder if a rank waits; never on a timer.
 
         Args:
             now_s: Run time, seconds.

@@ -1,6 +1,6 @@
 """The node's GPUs, sampled once a second with NVML. No NVIDIA driver is a normal state.
 
-A separate thread asks the driver: with a card in trouble one NVML call can take minutes, and the monitor must go on
+A separate thread asks the driver: with a card in trouble one NVML call can take minutes, and the monitor must continue
 judging the ranks meanwhile.
 """
 

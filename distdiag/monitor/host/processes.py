@@ -14,13 +14,13 @@ from pathlib import Path
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-LOOK_S, PAUSE_S = 0.2, 1.0  # how long the thread on pidfds sleeps at most: where it has to look by itself, and else
+LOOK_S, PAUSE_S = 0.2, 1.0  # how long the thread on pidfds sleeps at most: if it must poll, and otherwise
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 @dataclass(slots=True)
 class ThreadLook:
-    """The main thread of a rank at one look."""
+    """The main thread of a rank at one poll."""
 
     state: str  # R S D T t Z X, as in /proc
     cpu_ticks: int
@@ -28,7 +28,7 @@ class ThreadLook:
 
 @dataclass(slots=True)
 class Ending:
-    """How a process ended: exit code or signal, where the kernel still told us (it is no child of ours)."""
+    """How a process ended: exit code or signal, if the kernel still reports it (it is not our child)."""
 
     t_mono_ns: int
     exit_code: int | None = None
@@ -43,7 +43,7 @@ class Usage:
     threads: int
     rss_bytes: int
     shared_bytes: int  # of rss: mapped files and memory shared with others
-    read_bytes: int | None  # from and to disks; None where the process is not ours to look at
+    read_bytes: int | None  # from and to disks; None if we may not read it
     written_bytes: int | None
 
 
@@ -166,7 +166,7 @@ class Endings:
         self._poll = select.epoll()
         self._fds: dict[int, int] = {}
         self._watched: set[int] = set()
-        self._looked_at: set[int] = set()  # whose end is noticed by looking, at the poll's pace
+        self._looked_at: set[int] = set()  # processes whose end is noticed by polling
         self._lock = threading.Lock()
         self.wake = threading.Event()
         threading.Thread(target=self._run, name="endings", daemon=True).start()
@@ -185,7 +185,7 @@ class Endings:
             self._poll.register(fd, select.EPOLLIN)
 
     def sure(self, pid: int) -> bool:
-        """Whether the kernel will tell when this process ends, and no other can take its number unseen."""
+        """True if the kernel will report the end of this process, so that no other can take its number unnoticed."""
         return pid in self._watched and pid not in self._looked_at
 
     def _run(self) -> None:
@@ -220,7 +220,7 @@ class Endings:
 
 
 def file_lock_waits() -> dict[int, set[int]]:
-    """waiter pid -> holder pids, of file locks (flock, fcntl) that somebody waits for, from /proc/locks."""
+    """Return waiter pid -> holder pids, of file locks (flock, fcntl) with a waiter, from /proc/locks."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -251,13 +251,12 @@ def others_lock(database: Path) -> bool:
 
 @dataclass(slots=True)
 class CpuWatch:
-    """Whether main threads sleep without using CPU, look by look.
+    """Tells whether main threads sleep without using CPU, from poll to poll.
 
-    Time on a CPU is asked for first: the kernel has it at hand. The thread's state, which it takes several times as long
-    to write down, is asked for where none was used.
+    CPU time is read first, as it is cheap. The thread's state takes several times as long and is read only if no CPU was used.
     """
 
-    _used_ns: dict[int, int] = field(default_factory=dict)  # CPU time at the last look
+    _used_ns: dict[int, int] = field(default_factory=dict)  # CPU time at the last poll
     # by process and name, kept open: to find a file takes longer than to read it
     _fds: dict[tuple[int, str], int] = field(default_factory=dict)
 
@@ -284,7 +283,7 @@ class CpuWatch:
         return used_ns or _thread_look(self._read(pid, "stat")).cpu_ticks * _TICK_NS
 
     def idle(self, pid: int) -> tuple[bool | None, str | None]:
-        """(sleeps and used no CPU since the last look, state letter where it was asked for); None where it is not known."""
+        """Return (sleeps and has used no CPU since the last poll, state letter if it was read); None if not known."""
         try:
             used_ns, before_ns = self._cpu_ns(pid), self._used_ns.get(pid)
             self._used_ns[pid] = used_ns

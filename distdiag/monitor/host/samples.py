@@ -14,11 +14,11 @@ from distdiag import cgroups
 from distdiag.monitor.host import processes
 from distdiag.store.rows import HostRow, ProcessRow
 
-LOOKS = 10  # one a second: so far back what a rank's children got of the CPUs is looked at
+LOOKS = 10  # samples, one a second, over which the CPU time of a rank's children is measured
 
 
 class Hosts:
-    """Rates need two looks: the first sample has None where a rate would stand."""
+    """Samples of this host. Rates need two samples: in the first they are None."""
 
     def __init__(self, node: int) -> None:
         self.node = node
@@ -31,9 +31,9 @@ class Hosts:
         self._limits = cgroups.memory_limits()
         self.memory_bytes: int | None = None  # of the host, or as much of it as the ranks may have
         self.available_bytes: int | None = None  # before something is killed
-        # by rank: what its children ran and waited, seconds; when that was looked at, and how many they were
+        # by rank: seconds that its children ran and waited; time of the sample; number of children
         self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
-        # by rank: for how long its main thread could run and had no CPU, seconds; when that was looked at
+        # by rank: seconds that its main thread was runnable without a CPU; time of the sample
         self._queueing: dict[int, deque[tuple[float, float]]] = {}
         psutil.cpu_percent()
 
@@ -71,7 +71,7 @@ class Hosts:
         )
 
     def process_row(self, t_s: float, rank: int, pid: int) -> ProcessRow | None:
-        """One rank's process and its children; None where it is gone or not ours to look at."""
+        """Return one rank's process and its children; None if it is gone or may not be read."""
         use = processes.usage(pid)
         if use is None:
             return None

@@ -1,4 +1,4 @@
-"""What a rank does where it stands, in one word, from its innermost frame and the text of its line."""
+"""What a rank is doing, in one word, from its innermost frame and the text of its line."""
 
 from __future__ import annotations
 

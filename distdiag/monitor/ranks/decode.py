@@ -1,4 +1,4 @@
-"""What a page says at one instant: its texts, places and slots, as the types of a snapshot."""
+"""Decodes a page at one instant: its texts, sites and slots, as the types of a snapshot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupSeen:
 
 @dataclass
 class Slots:
-    """A page and what its offsets point at: what was read once is kept, as texts never change."""
+    """A page and what its offsets point at; cached, as texts never change."""
 
     reader: PageReader
     start_ns: int  # monotonic time at which the run began
@@ -54,11 +54,11 @@ class Slots:
         return self.reader.text(offset)
 
     def stack(self, h: Header) -> tuple[Site, ...]:
-        """The user's frames of the main thread, innermost first, as the pulse saw them last."""
+        """Return the user's frames of the main thread, innermost first, as the pulse sampled them last."""
         return self.stack_of(bytes(h.stack)[: h.stack_depth * 8])
 
     def stack_of(self, offsets: bytes) -> tuple[Site, ...]:
-        """The same by their offsets, 64 bits each."""
+        """Return the same by their offsets, 64 bits each."""
         known = self._stacks.get(offsets)
         if known is None:
             if len(self._stacks) >= STACKS_KEPT:
@@ -68,7 +68,7 @@ class Slots:
         return known
 
     def parsed(self, offset: int) -> Any:
-        """A JSON text of the page's heap, parsed once."""
+        """Return a JSON text of the page's heap, parsed once."""
         if not offset:
             return None
         if offset not in self._json:
@@ -86,7 +86,7 @@ class Slots:
     # -- slots -------------------------------------------------------------------------------------------
 
     def group_key(self, page: Page, index: int) -> str:
-        """A group's name for people, the same on all ranks: default_pg, or its description where that tells, or its name."""
+        """Return a group's name for people, the same on all ranks: default_pg, or its description if it has one, or its name."""
         if index >= page.header.n_groups:
             return "?"
         slot = page.groups[index]

@@ -73,15 +73,15 @@ def heads(
             head = known.get((group, done + 1)) or issued_in_cpp.get(group)
             found.append(head or Call(op="", group=group, seq=done + 1, on_device=True))
     found += messages.values()
-    # What C++ has issued without a time of its own is taken to come last: it is no proof of an order.
+    # What C++ issued without a time is sorted last: it proves no order.
     return tuple(sorted(found, key=lambda c: float("inf") if c.entered_s is None else c.entered_s))
 
 
 def waited_for(queued: tuple[Call, ...]) -> Call | None:
-    """The operation that a host waits for while it waits for its device; None where that cannot be known.
+    """Return the operation that a host waits for while it waits for its device; None if that is not known.
 
-    It is the first that the stream depends on: a synchronous one, or one whose `wait()` returned. Operations of C++ are
-    waited for by those who issue them. A single asynchronous one without `wait()` is all that can keep the device.
+    It is the first that the stream depends on: a synchronous one, or one whose `wait()` returned. C++ waits for the operations
+    that it issues. A single asynchronous one without `wait()` is the only one that can keep the device busy.
     """
     for c in queued:
         in_call = not c.asynchronous and not c.p2p  # the host has not left it: a barrier waits inside

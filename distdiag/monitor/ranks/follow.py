@@ -107,7 +107,7 @@ class PageView(Slots):
         return view
 
     def file(self, kind: str) -> Path:
-        """File beside the page: `trace` and `native` (stacks asked for by signals), `fatal` (of one that killed it)."""
+        """Return the path of a file next to the page: `trace`, `native` (stacks requested by signal), `fatal` (of a fatal signal)."""
         return self.reader.path.with_name(f"r{self.rank}.{kind}")
 
     # -- reading ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class PageView(Slots):
         )
 
     def _samples_can_wait(self, samples: int) -> bool:
-        """Whether all that are new are of what is looked at from time to time anyway, and there is room for more."""
+        """True if all new samples are of kinds that are read from time to time anyway, and the ring has room for more."""
         first, self._samples_glanced = max(self._samples_glanced, self._samples_read), samples
         routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
         return routine and samples - self._samples_read < SAMPLES // 4
@@ -280,7 +280,7 @@ class PageView(Slots):
             self.new_steps.append(step)
 
     def takes_memory(self) -> bool:
-        """Whether this rank, or its device, holds ever more memory lately: its course is looked at closely, then."""
+        """True if the memory of this rank or its device has been growing: it is then sampled more often."""
         for course in (self.memory, self.device_memory):
             lately = [p for p in itertools.islice(reversed(course), MEMORY_LOOKS) if course[-1][0] - p[0] <= MEMORY_S]
             if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
@@ -311,7 +311,7 @@ class PageView(Slots):
         return out
 
     def sample_place(self, idle: bool | None) -> None:
-        """Count where the main thread stands, unless it waits for others there."""
+        """Count the main thread's site, unless it waits for other ranks there."""
         words = self.reader.words
         blocked, version = words[_BLOCKED], words[_VERSION]
         if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):

@@ -205,8 +205,10 @@ class LastPlace(Place):
         self._r = r
 
     def look(self) -> int:
-        """Heap offset of the innermost place of the user's own, from the general function of a hook: of torch's method, in
-        whose place the hook stands, the frame is the second above this one."""
+        """Return the heap offset of the innermost user frame; call it from the slow path of a hook only.
+
+        The frame of the hook, which replaces torch's method, is the second above this one.
+        """
         try:
             f = sys._getframe(self.depth + 2)
             if f.f_code is self.code and f.f_lasti == self.instruction:

@@ -13,7 +13,7 @@ from distdiag.recorder.hooks.group_counters import Groups
 from distdiag.recorder.state import now_ns
 from distdiag.recorder.unseen import unseen
 
-BARRIER = -3  # stands for the peer in the count of monitored barriers, which must go on as long as the job
+BARRIER = -3  # in place of the peer, in the count of monitored barriers, which must last as long as the job
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
 _BLOCKED_SITE, _BLOCKED_SINCE = word("blocked_site"), word("blocked_since_ns")
 _DDP = int(Blocked.DDP)
@@ -71,7 +71,7 @@ class CallEntries(Groups):
         """Count a message by (group, direction, peer, tag); return its number, from 1.
 
         If a job uses a new tag for each message, the least recently used entry is replaced. Its count only mattered while
-        somebody waited for such a message.
+        a rank waited for such a message.
         """
         key = (group, send, peer, tag)
         slot = self._peers.get(key)

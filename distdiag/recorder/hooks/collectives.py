@@ -195,7 +195,7 @@ class Collectives(CallEntries):
         if work is not None and hasattr(work, "wait"):
             self._keep(work, number, site)
         else:
-            # A synchronous operation that returns no Work: the stream waits for it, the host goes on.
+            # A synchronous operation that returns no Work: the stream waits for it, the host continues.
             g.on_device = True
             self.page.call_left(number, now_ns(), 0, failed=False)
 

@@ -1,4 +1,4 @@
-"""Which modules the first training forward of a model enters: tells an unused parameter's cause, never called or not in the
+"""Which modules the first training forward of a model enters: shows why a parameter is unused: never called, or not in the
 loss. Only that one forward is watched, and none where torch.compile is in use: its guards would see the hook go.
 """
 

@@ -86,7 +86,7 @@ class Group:
 
     def message_begins(self) -> None:
         """A point-to-point call: what the counter shows beyond the collectives issued so far will be the offset."""
-        if not self.open_messages and self.counter is not None:  # DDP may have issued some since we last looked
+        if not self.open_messages and self.counter is not None:  # DDP may have issued some since the last beat
             self.slot.enqueued = self.counter() - self.offset
         self.open_messages += 1
 
@@ -176,10 +176,10 @@ class Groups:
                 g.slot.completed = -1
 
     def _recorder_entry(self, g: Group, status: dict[str, Any], at_least: int, at_most: int) -> dict[str, Any] | None:
-        """The flight recorder's counters of a group, which it keeps by a number of its own.
+        """Return the flight recorder's counters of a group; it numbers the groups in its own way.
 
-        Whose they are shows in the counts: groups that keep step with each other are told apart when one of them is ahead.
-        The main thread goes on meanwhile, so what counts is that they lie between the group's own before and after.
+        The counts identify the group: groups in step with each other can be told apart once one of them is ahead. The main
+        thread continues meanwhile, so the counts must lie between the group's own before and after.
         """
 
         def count(counters: dict[str, Any]) -> int:
@@ -249,7 +249,7 @@ def _own_code(pg: Any, backend: str) -> None:
 def flight_recorder_status() -> dict[str, Any]:
     """Newest enqueued / completed collective by the flight recorder's own group number; {} where there is none.
 
-    A job may have NCCL and gloo at once, each with a recorder and numbers of its own: those of the second that is found
+    A job may have NCCL and gloo at once, each with its own recorder and numbers: those of the second recorder
     are moved by `SECOND_RECORDER`.
     """
     out: dict[str, Any] = {}

@@ -58,7 +58,7 @@ class Phases:
         return self.enter(self.ledger.idle)
 
     def user_phase(self, name: str) -> int:
-        """Number of a phase that the job names; OTHER for a name of its own."""
+        """Return the number of a phase that the job names; OTHER for an unknown name."""
         return {
             "init": Phase.INIT,
             "data": Phase.DATA,
@@ -147,7 +147,7 @@ class Phases:
         self.ledger.on_device = watcher is not None or self.device is not None
 
     def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
-        """What writes the step that ends now, once the device's times are known: they stand in for the host's."""
+        """Return what writes the step that ends now, once the device's times are known: they replace the host's."""
         led = self.ledger
         start_ns, data_ns, forward_ns, backward_ns = led.step_start_ns, led.data_ns, led.forward_ns, led.backward_ns
         optimizer_ns, wait_ns, samples, batch = led.optimizer_ns, led.wait_ns, led.samples, led.batch

@@ -1,4 +1,4 @@
-"""How the recorder puts a function of its own around one of torch's without the job noticing.
+"""Wraps torch's functions in the recorder's without the job noticing.
 
 Three things would notice. `torch.compile` would trace the wrapper: graph breaks, recompilations, errors under `fullgraph=True`.
 A traceback would show the wrapper's frame. Introspection would find another name and docstring.
