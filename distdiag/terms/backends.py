@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 HOST_BLOCKING = frozenset({"gloo", "mpi"})
+OWN_MESSAGE_COUNTER = ("nccl", "rccl")  # they number messages and collectives separately
 
 
 def blocks_host(backend: str) -> bool:
@@ -13,3 +14,8 @@ def blocks_host(backend: str) -> bool:
     """
     parts = [p.rpartition(":")[2].strip().lower() for p in backend.split(",")]
     return all(not p or p in HOST_BLOCKING for p in parts)
+
+
+def may_count_messages(backend: str) -> bool:
+    """True if a backend may count messages together with collectives, as gloo does: its counter shows whether it does."""
+    return not any(name in backend.lower() for name in OWN_MESSAGE_COUNTER)

@@ -184,3 +184,14 @@ def test_a_rank_whose_own_device_is_busy_is_a_stall_of_its_device() -> None:
     (found,) = findings(job(rank(0, issued("all_reduce", 7, 75.0, 10)), late), stall)
     assert found.culprits == (1,) and "waits for its own device" in found.message
     assert [w.line for w in found.where] == [99]
+
+
+def test_a_rank_that_got_through_another_operation_has_not_completed_the_others() -> None:
+    """The root of a reduce waits for all; one that only sends its part does not."""
+    through = rank(1, issued("reduce", 8, 91.0, 16, root=0), done={"default_pg": 7})
+    through = replace(through, calls=(issued("reduce", 7, 90.0, 14, root=0), *through.calls))
+    s = job(rank(0, issued("all_reduce", 7, 90.0, 10)), through)
+    (found,) = proved(s)
+    assert (found.kind, found.cause) == ("mismatch", "op")
+    late = replace(through, calls=(issued("all_reduce", 7, 90.0, 14), *through.calls[1:]))
+    assert proved(job(rank(0, issued("all_reduce", 7, 90.0, 10)), late)) == []

@@ -155,7 +155,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
                 w.calls[r] = last
             continue
         mine: list[Wait] = []
-        for call in _pending(st) if dumps else _blocked_in(st, completed_by_any):
+        for call in _pending(st) if dumps else _blocked_in(snapshot, st, completed_by_any):
             w = _wait_for(snapshot, st, call, waits)
             if w is None:
                 unknown.add(r)
@@ -186,7 +186,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
 # -- what a rank waits in ------------------------------------------------------------------------------------------
 
 
-def _blocked_in(st: RankState, completed_by_any: Mapping[str, int]) -> Iterator[Call]:
+def _blocked_in(snapshot: Snapshot, st: RankState, completed_by_any: Mapping[str, int]) -> Iterator[Call]:
     call = st.blocked
     if call is None:
         return
@@ -195,11 +195,22 @@ def _blocked_in(st: RankState, completed_by_any: Mapping[str, int]) -> Iterator[
         and call.seq is not None
         and compatible.needs_everybody(call.op)
         and completed_by_any.get(call.group, 0) >= call.seq
+        and _completed_elsewhere(snapshot, call, call.seq)
     ):
         return  # this rank's counters are late: nobody completes it before all have come
     if not call.p2p and call.seq is not None and st.completed.get(call.group, 0) >= call.seq:
         return  # completed between two reads of the page
     yield call
+
+
+def _completed_elsewhere(snapshot: Snapshot, call: Call, seq: int) -> bool:
+    """True if another rank has completed this very collective. One that called another operation may get through alone."""
+    for other in snapshot.ranks.values():
+        if other.completed.get(call.group, 0) >= seq:
+            there = call_at(other, call.group, seq)
+            if there is None or not there.op or not call.op or there.op == call.op:
+                return True
+    return False
 
 
 def _last_words(st: RankState) -> Call | None:

@@ -87,6 +87,8 @@ class Collectives(CallEntries):
     def __init__(self, recorder: state.Recorder) -> None:
         super().__init__(recorder)
         self.wrap_subclass: Callable[[type], None] = lambda cls: None  # of a process group written in Python
+        self.wrap_work: Callable[[type], None] = lambda cls: None  # of a Work written in Python
+        self._works: set[type] = {dist.Work}
         # by id of its Work: number of the call, and its call site if torch waits inside the call
         self.in_flight: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.outside: set[tuple[str, int]] = set()  # (operation, site) of calls in groups without this rank
@@ -148,11 +150,10 @@ class Collectives(CallEntries):
         self._count_site(site, op_text)
         if batch is not None:
             batch.calls.append(number)
-        elif g.on_device:
+        elif g.on_device and main and (peer if flags & P2P else None) not in g.connected:
             # The first operation creates the communicator inside the call, which blocks until all members have come.
-            if main and (peer if flags & P2P else None) not in g.connected:
-                self.block(_WAIT, number, site)
-        elif method in _COUNTED_APART:
+            self.block(_WAIT, number, site)
+        if method in _COUNTED_APART and batch is None and g.may_count_messages:
             g.message_begins()
         if method in _BLOCKING and main:
             self.block(_WAIT, number, site)
@@ -181,7 +182,7 @@ class Collectives(CallEntries):
         """The call has returned; its Work may still be in flight."""
         if g.coalescing is not None:
             return  # all operations of the group are issued when the block ends
-        if method in _COUNTED_APART and not g.on_device:
+        if method in _COUNTED_APART and g.may_count_messages:
             g.message_ends()
         if method in _BLOCKING:
             waited = self.unblock() if main else 0
@@ -200,6 +201,9 @@ class Collectives(CallEntries):
             self.page.call_left(number, now_ns(), 0, failed=False)
 
     def _keep(self, work: Any, number: int, site: int) -> None:
+        if type(work) not in self._works:
+            self._works.add(type(work))
+            self.wrap_work(type(work))
         self.in_flight[id(work)] = number, site
         if len(self.in_flight) > 2048:
             self.in_flight.popitem(last=False)
@@ -256,7 +260,7 @@ class Collectives(CallEntries):
     @guarded
     def failed(self, number: int, g: Group, method: str, error: BaseException) -> None:
         """The call has raised."""
-        if method in _COUNTED_APART and not g.on_device and g.coalescing is None:
+        if method in _COUNTED_APART and g.may_count_messages and g.coalescing is None:
             g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
         if self.page.words[_BLOCKED] == _WAIT:

@@ -21,7 +21,7 @@ from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
 from distdiag.recorder.frames import backend_files
 from distdiag.recorder.state import guarded
-from distdiag.terms.backends import blocks_host
+from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
 
 SECOND_RECORDER = 1 << 32
@@ -43,7 +43,7 @@ class Group:
     """What is known of one process group in this process."""
 
     __slots__ = (
-        "_offsets", "coalescing", "connected", "counter", "members", "offset", "on_device", "open_messages", "pg", "slot",
+        "_offsets", "coalescing", "connected", "counter", "may_count_messages", "members", "offset", "on_device", "open_messages", "pg", "slot",
         "slot_index", "to_global",
     )  # fmt: skip
 
@@ -56,6 +56,7 @@ class Group:
         self.to_global = dict(enumerate(members))
         self.offset = 0  # of the backend's counter over the number of collectives
         self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
+        self.may_count_messages = True  # in the counter of its collectives
         self.on_device = False  # its collectives do not block the host
         self.coalescing: Batch | None = None  # between _start_coalescing and _end_coalescing
         # With whom a communicator exists: None for the whole group, else the peer of a pair. Only kept on a device.
@@ -141,6 +142,7 @@ class Groups:
             slot.flight_recorder_id = -1
             g = Group(pg, slot, n, list(members))
             g.on_device = not blocks_host(backend)
+            g.may_count_messages = may_count_messages(backend)
             self._calibrate(g)
             self.groups[id(pg)] = g
             self.h.n_groups = n + 1

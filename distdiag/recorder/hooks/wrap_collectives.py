@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import FunctionType
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -25,12 +26,18 @@ def install(r: state.Recorder) -> Collectives:
             setattr(pg_class, method, as_c_method(_wrap(col, method, original), original))
     _wrap_coalescing(col, pg_class)
     work_class = c10d.Work
-    original_wait = work_class.wait
+    work_class.wait = as_c_method(_wrap_wait(col, work_class.wait), work_class.wait)  # type: ignore[method-assign]
+    col.wrap_work = lambda cls: _wrap_python_wait(col, cls)
+    return col
+
+
+def _wrap_wait(col: Collectives, original: Any) -> Any:
+    """Return `original`, the method `wait` of a class of Work, with the wait recorded."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         began = col.wait_begins(self)
         try:
-            done = original_wait(self, *args, **kwargs)
+            done = original(self, *args, **kwargs)
         except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the tensors
             hide_frame(e)
             if began is not None:
@@ -40,8 +47,17 @@ def install(r: state.Recorder) -> Collectives:
             col.wait_ends(*began, None)
         return done
 
-    work_class.wait = as_c_method(wait, original_wait)  # type: ignore[method-assign]
-    return col
+    return wait
+
+
+def _wrap_python_wait(col: Collectives, cls: type) -> None:
+    """Wrap `wait` of a Work class written in Python, which overrides that of torch's."""
+    for base in cls.__mro__:
+        if base is c10d.Work:
+            return
+        original = base.__dict__.get("wait")
+        if isinstance(original, FunctionType) and not hasattr(original, "__wrapped__"):
+            base.wait = wraps(original)(_wrap_wait(col, original))  # type: ignore[attr-defined]
 
 
 def _wrap_subclass(col: Collectives, cls: Any) -> None:
