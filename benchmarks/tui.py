@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from tests.tui.tmux import terminal  # noqa: E402 - the repository root is put on the path first
 
 WIDTH, HEIGHT = 160, 48
+SIZES = ((80, 24), (250, 70))  # of which the bytes of a frame are counted
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 WRITER = """
 import sys
@@ -57,6 +58,7 @@ class Result:
     first_s: list[float] = field(default_factory=list)
     first_cpu_s: list[float] = field(default_factory=list)
     key_ms: list[float] = field(default_factory=list)
+    frame_bytes: dict[tuple[int, int], float] = field(default_factory=dict)  # by width and height
 
 
 def cpu_s(pid: int) -> float:
@@ -116,9 +118,9 @@ def measure_cpu(run: Path, hz: float, seconds: float) -> tuple[float, float]:
 class View:
     """The view on a pseudo-terminal."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, size: tuple[int, int] = (WIDTH, HEIGHT)) -> None:
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.begun = time.monotonic()
         self.process = subprocess.Popen(
             view_command(run, 2.0), stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
@@ -171,6 +173,22 @@ def measure_times(run: Path, launches: int, keys: int, result: Result) -> None:
             view.close()
 
 
+def measure_bytes(run: Path, size: tuple[int, int], frames: int = 20) -> float:
+    """Return the bytes that the view writes to a terminal of this size for one new frame, in the mean."""
+    view = View(run, size)
+    try:
+        view.first_screen()
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:  # the rest of the first screen
+            view.read(0.1)
+        written, end = 0, time.monotonic() + frames / 2.0
+        while (left := end - time.monotonic()) > 0:
+            written += len(view.read(left))
+        return written / frames
+    finally:
+        view.close()
+
+
 def interval(values: Sequence[float], rounds: int = 2000) -> tuple[float, float, float]:
     """Median and its 95 % bootstrap interval."""
     rng = random.Random(1)
@@ -188,6 +206,7 @@ def measure(ranks: int, seconds: float, launches: int, keys: int) -> Result:
                 result.memory_mib = max(result.memory_mib, memory)
                 if hz == 2.0:
                     measure_times(run, launches, keys, result)
+                    result.frame_bytes = {size: measure_bytes(run, size) for size in SIZES}
         print(f"{ranks} ranks, {hz:g} Hz: {result.cpu_pct[hz]:.1f}% of one core", file=sys.stderr)
     return result
 
@@ -201,8 +220,8 @@ def report(results: list[Result], seconds: float) -> str:
         f"`python benchmarks/tui.py` on {os.cpu_count()} cores ({platform.machine()}, {platform.system()}), load average {load[0]:.1f} / {load[1]:.1f} / {load[2]:.1f}",
         f"while it ran (other work included); Python {platform.python_version()}, {WIDTH}x{HEIGHT}, every rank's numbers new in every frame.",
         "",
-        "| ranks | CPU at 2 Hz | CPU at 4 Hz | peak memory | first screen | its CPU | key to answer |",
-        "|---|---|---|---|---|---|---|",
+        "| ranks | CPU at 2 Hz | CPU at 4 Hz | peak memory | first screen | its CPU | key to answer | bytes a frame, 80x24 | 250x70 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         first, first_low, first_high = interval(r.first_s)
@@ -211,10 +230,11 @@ def report(results: list[Result], seconds: float) -> str:
         out.append(
             f"| {r.ranks:,} | {r.cpu_pct[2.0]:.1f} % | {r.cpu_pct[4.0]:.1f} % | {r.memory_mib:.0f} MiB"
             f" | {first:.2f} s ({first_low:.2f} – {first_high:.2f}, n = {len(r.first_s)}) | {statistics.median(r.first_cpu_s):.2f} s"
-            f" | {key:.1f} ms ({key_low:.1f} – {key_high:.1f}; p95 {p95:.0f}, n = {len(r.key_ms)}) |"
+            f" | {key:.1f} ms ({key_low:.1f} – {key_high:.1f}; p95 {p95:.0f}, n = {len(r.key_ms)})"
+            f" | {' | '.join(f'{r.frame_bytes[size] / 1024:.1f} KiB' for size in SIZES)} |"
         )
     out += [
-        "| allowed | 5 % | 10 % | 150 MiB | 1 s | – | 50 ms |",
+        "| allowed | 5 % | 10 % | 150 MiB | 1 s | – | 50 ms | – | – |",
         "",
         f"CPU: of one core, under tmux, over {seconds:g} s. First screen: from the start of the process to its first screen with data. Intervals: 95 %, bootstrap of the median.",
         "",

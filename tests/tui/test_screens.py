@@ -17,12 +17,14 @@ from distdiag.store.reader import open_run
 from distdiag.store.rundir import DATABASE
 from distdiag.store.writer import Writer
 from distdiag.tui.data import filters
+from distdiag.tui.data.comm_data import CommData, InFlight, OpStats
 from distdiag.tui.data.order import ORDERS, ordered
 from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import ascii_line, plain, width_of
 from distdiag.tui.once import screen, take
 from distdiag.tui.screens import pages, readers
+from distdiag.tui.screens.comm_panels import arrivals, matrix
 from distdiag.tui.ui import METRICS, Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import HOSTILE, Scenario
@@ -226,3 +228,31 @@ def test_foreign_json_in_a_probe_or_a_finding_hides_nothing_else(runs: MakeRun, 
     con.close()
     for page in pages():
         _check(tmp_path, page, Ui(page=page, rank=0), 100, 30)
+
+
+def test_groups_and_collectives_in_flight_are_a_matrix() -> None:
+    def op(name: str, group: str, per_step: float) -> OpStats:
+        return OpStats(name, group, 4, 1 << 20, 50, per_step, 900.0, None, 100.0, None, 0, 0, 7)
+
+    flight = InFlight("all_reduce", "tp_1", 8, 1 << 20, 31.0, (0, 1), 4, (2, 3))
+    data = CommData((op("all_reduce", "dp", 3.0), op("broadcast", HOSTILE, 0.25)), 50, (), (flight,))
+    for width in (60, 90, 200):
+        lines = matrix(data, width, 12)
+        assert all(width_of(x) <= width for x in lines)
+    text = [plain(x) for x in matrix(data, 100, 12)]
+    assert "all_reduce" in text[0] and "broadcast" in text[0]
+    assert "tp_1" in text[1] and "31" in text[1], "what is in flight comes first"
+    assert "dp" in text[2] and "3" in text[2]
+    assert "more groups" in plain(matrix(data, 100, 4)[-2])
+    assert matrix(CommData(data.ops[:1], 50), 100, 12) == []
+
+
+def test_arrivals_show_who_comes_last_and_nothing_where_that_is_not_known(runs: MakeRun) -> None:
+    for ranks, width in ((2, 60), (67, 100), (67, 250)):
+        frame = take(runs(Scenario(ranks=ranks)), pages()["comm"], Ui(), width, 40).frame
+        assert frame is not None
+        (strip,) = arrivals(frame, width)
+        assert width_of(strip) <= width
+        assert "ms" in plain(strip) and "rank" in plain(strip)
+    alone = take(runs(Scenario(ranks=1)), pages()["comm"], Ui(), 100, 40).frame
+    assert alone is not None and arrivals(alone, 100) == []

@@ -17,6 +17,7 @@ from distdiag.tui.draw.table import Column, choose, header, row
 from distdiag.tui.draw.text import clean, clip, decimal, integer, percent, seconds, size
 from distdiag.tui.header import step_line, title_line
 from distdiag.tui.panels import footer_panel
+from distdiag.tui.screens.comm_panels import arrivals, ceiling, matrix
 from distdiag.tui.ui import Ui
 
 __all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
@@ -164,7 +165,8 @@ class CommPage:
         lines.append(_share(snap, width) if snap.frame is not None else step_line(snap, job, width))
         panel = footer_panel(snap, ui, job, width, max(3, min(height // 3, 8)))
         flights = _flights(data, width, max(3, (height - len(panel)) // 3))
-        room = height - len(lines) - len(panel) - len(flights) - 5
+        strip = arrivals(snap.frame, width) if snap.frame is not None and data.ops else []
+        room = height - len(lines) - len(panel) - len(flights) - len(strip) - 5
         body, shown, cursor = self._table(data, snap, ui, width, max(1, room))
         at = None if cursor is None else len(lines) + cursor
         lines += body
@@ -174,7 +176,8 @@ class CommPage:
                 _reached(data, snap, ui),
             ]
             lines.append(verdict(data, snap))
-        lines += [BLANK, *flights]
+        lines += [*strip, BLANK, *matrix(data, width, height - len(lines) - len(panel) - len(flights) - len(strip) - 1)]
+        lines += flights
         lines = [fitted(x, width) for x in lines[: height - len(panel)]]
         lines += [BLANK] * (height - len(lines) - len(panel))
         return Screenful([*lines, *panel], shown, at)
@@ -219,8 +222,11 @@ def _reached(data: CommData, snap: Snapshot, ui: Ui) -> Line:
     reached = probe_for(data, o)
     if reached is None:
         return line((f" no probe of {clean(o.op)} at {size(o.bytes)} in this run: press 8", "muted"))
-    share = f" → {100 * o.busbw_gbps / reached:.0f}% of it reached" if o.busbw_gbps else ""
-    return line(f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.bytes)}{share}")
+    text = f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.bytes)}"
+    if not o.busbw_gbps:
+        return line(text)
+    share = f" → {100 * o.busbw_gbps / reached:.0f}% of it reached"
+    return line(text, share, *ceiling(o.busbw_gbps, reached, colour=ui.drawn))
 
 
 def _flights(data: CommData, width: int, room: int) -> list[Line]:

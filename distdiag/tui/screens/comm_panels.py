@@ -1,0 +1,85 @@
+"""The Comm screen's pictures: who arrives when, groups by collectives, bandwidth next to what a probe reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from distdiag.store.frames import Frame
+from distdiag.tui.data.comm_data import CommData
+from distdiag.tui.draw import bars
+from distdiag.tui.draw.lines import BLANK, Line, Part, line
+from distdiag.tui.draw.text import SPARKS, clean, clip, decimal, fit, milliseconds, seconds
+
+LEAST_SPREAD_MS = 0.5  # between first and last arrival; below it the picture would show noise
+STALE_S = 5.0  # from this age on a collective in flight is drawn as an error
+_NAME, _CELL = 16, 13
+
+
+def arrivals(frame: Frame, width: int) -> list[Line]:
+    """Draw when each rank comes to the first collective of a step: one cell is a share of the time to the last one.
+
+    Empty if that is not known of two ranks.
+    """
+    table = frame.table
+    known = sorted(
+        (ms, int(rank)) for rank, ms in zip(table.numbers("rank"), table.numbers("late_ms"), strict=True) if ms == ms
+    )
+    if len(known) < 2:
+        return []
+    last_ms = known[-1][0]
+    if last_ms < LEAST_SPREAD_MS:
+        return [line(" arrivals at a step's first collective: ", (f"all within {last_ms:.2f} ms", "muted"))]
+    names = "   ".join(f"rank {rank} +{milliseconds(ms)} ms" for ms, rank in reversed(known[-3:]) if ms > last_ms / 4)
+    lead = " arrivals  0 "
+    tail = f" {milliseconds(last_ms)} ms   {names}"
+    room = min(60, width - len(lead) - len(tail) - 1)
+    if room < 12:
+        return [line(f" arrivals, after the first rank: {names}")]
+    in_cell = Counter(min(room - 1, int(ms / last_ms * room)) for ms, _ in known)
+    most = max(in_cell.values())
+    parts: list[Part] = []
+    for cell in range(room):
+        n = in_cell.get(cell, 0)
+        glyph = "·" if not n else SPARKS[min(len(SPARKS) - 1, round(n / most * (len(SPARKS) - 1)))]
+        parts.append((glyph, "muted" if not n else "warning" if cell >= room / 4 else "accent", ""))
+    return [line((lead, "muted"), *parts, (tail, ""))]
+
+
+def matrix(data: CommData, width: int, room: int) -> list[Line]:
+    """Draw groups by collectives: how many per step, or for how long one is in flight; empty for a single group."""
+    flying = {(f.group, f.op): f for f in data.in_flight}
+    per_step: Counter[tuple[str, str]] = Counter()
+    for o in data.ops:
+        per_step[o.group, o.op] += o.per_step or 0.0  # type: ignore[assignment]
+    groups = list(dict.fromkeys([g for g, _ in flying] + [o.group for o in data.ops]))
+    ops = list(dict.fromkeys([op for _, op in flying] + [o.op for o in data.ops]))
+    if len(groups) < 2 or room < 4:
+        return []
+    ops = ops[: max(1, (width - _NAME - 2) // (_CELL + 1))]
+    out = [line((" " + fit("per step", _NAME) + "".join(" " + fit(clean(op), _CELL, ">") for op in ops), "head"))]
+    shown = groups[: room - 2]
+    for group in shown:
+        parts: list[Part] = [(" " + fit(clip(clean(group), _NAME), _NAME), "", "")]
+        parts += [_cell(flying.get((group, op)), per_step.get((group, op))) for op in ops]
+        out.append(tuple(parts))
+    if len(groups) > len(shown):
+        out.append(line((f"   {len(groups) - len(shown)} more groups", "muted")))
+    return [*out, BLANK]
+
+
+def _cell(flight: object, per_step: float | None) -> Part:
+    age = getattr(flight, "age_s", None)
+    if flight is not None:
+        text, style = f"in it {seconds(age)}", "error" if (age or 0.0) > STALE_S else "accent"
+    elif per_step is None:
+        text, style = "·", "muted"
+    else:
+        text, style = decimal(per_step, 0 if per_step >= 1 else 2), ""
+    return (" " + fit(text, _CELL, ">"), style, "")
+
+
+def ceiling(reached_gbps: float, probed_gbps: float, *, colour: bool) -> Sequence[Part]:
+    """Draw bandwidth as a bar whose end is what the probe reached."""
+    share = reached_gbps / probed_gbps if probed_gbps > 0 else None
+    return [("  ", "", ""), *bars.gauge(share, 20, colour=colour, style="fill" if (share or 0) >= 0.7 else "hot")]
