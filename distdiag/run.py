@@ -39,7 +39,7 @@ def command(**_options: Any) -> None:
 
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
-    """Return our options, the module if one is to be run, and the argv of the script or module."""
+    """Return our options, the module to run (if any), and the argv of the script or module."""
     from distdiag.recorder.run_claim import keep_bytes
 
     options = read(command, argv, PROG)

@@ -1,4 +1,4 @@
-"""Make `torchrun … -m distdiag.train --monitor` work: torchrun would take `--monitor` for an abbreviation of its own options.
+"""Make `torchrun … -m distdiag.train --monitor` work: torchrun would read `--monitor` as an abbreviation of one of its options.
 
 torchrun has `--monitor-interval` and `--monitor_interval`. Before Python 3.12 argparse expands abbreviations even after
 the script's name: "ambiguous option: --monitor". torch calls `autoload` at its import (entry point group `torch.backends`,

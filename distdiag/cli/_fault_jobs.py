@@ -30,7 +30,7 @@ interrupted = threading.Event()  # set on Ctrl-C: jobs run in threads, which no 
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank stands once the fault is complete."""
+    """Where one rank is once the fault is complete."""
 
     rank: int
     role: Literal["culprit", "victim", "cycle"]
@@ -59,14 +59,14 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[str, ...] = ()  # any of these; empty: not judged
     culprits: tuple[int, ...] = ()
     culprits_any: tuple[tuple[int, ...], ...] = ()  # as good as `culprits`, where people would differ
-    tolerated: tuple[str, ...] = ()  # kinds that may stand beside it: true of the job, and not its fault
+    tolerated: tuple[str, ...] = ()  # kinds that may be reported, too: true of the job, and not its fault
     nothing_else_of_severity: str = "warning or above"
 
 
 class OnBackend(msgspec.Struct, frozen=True, kw_only=True):
     """What is right on another backend, where it is not what is right on gloo; None: the same."""
 
-    reason: str  # what that backend does, or does not let anybody see
+    reason: str  # what that backend does, or does not show
     plain_outcome: Outcome | None = None
     expected: Expected | None = None
     positions: tuple[Position, ...] | None = None

@@ -108,7 +108,7 @@ def _standing(job: Job, folder: Path, frames: dict[int, list[tuple[str, int]]]) 
         script = str((folder / p.file).resolve())
         line = next((line for file, line in frames.get(p.rank, []) if file == script), None)
         if not p.covers(line):
-            problems.append(f"rank {p.rank} stands at line {line}, manifest says {p.line}")
+            problems.append(f"rank {p.rank} is at line {line}, manifest says {p.line}")
     return problems
 
 

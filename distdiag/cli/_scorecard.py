@@ -1,4 +1,4 @@
-"""One fault job under distdiag, and how right what it said was."""
+"""Runs one fault job under distdiag and scores the findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdiag.store.reader import open_run
 POLL_S = 0.1
 SETTLE_S = 3.0  # after the right finding: what else does it say?
 PART_RIGHT_S = 8.0  # after a finding of the right kind with the wrong ranks or lines: does it get it right?
-CRASH_S = 20.0  # after the right finding: a job that ends on gloo and hangs where nobody notices a lost peer
+CRASH_S = 20.0  # after the right finding: a job that ends on gloo and hangs on backends that do not notice a lost peer
 CLOSE_S = 8.0  # the monitor's last words, after the job has ended
 
 
@@ -46,8 +46,8 @@ class Score(msgspec.Struct, kw_only=True):
     @property
     def right(self) -> bool:
         """Lines are judged over the whole collection, by `line_share`."""
-        said = all(x is not False for x in (self.found, self.right_cause, self.right_culprits))
-        return said and not self.false_findings and self.problem is None
+        right = all(x is not False for x in (self.found, self.right_cause, self.right_culprits))
+        return right and not self.false_findings and self.problem is None
 
 
 class Observed(msgspec.Struct, kw_only=True):

@@ -102,10 +102,10 @@ def faults(
     list_only: bool,
     as_json: bool,
 ) -> int:
-    """Run faulty and healthy jobs under distdiag and print how right it was.
+    """Run faulty and healthy jobs under distdiag and print the scorecard.
 
     Each job is a real torchrun job with a known diagnosis: was the fault found, is its kind right, are the ranks right,
-    is the line right, how many seconds after the fault, and is anything said that is not true of the job.
+    is the line right, how many seconds after the fault, and is any finding false.
 
     Exit codes: 0 all of it right (95 % of the lines), 1 not, 2 bad option or manifest.
     """
@@ -264,10 +264,10 @@ def _summary_lines(s: dict[str, int | float | bool | None]) -> list[str]:
     if s["faulty"]:
         out.append(
             f"faulty   {s['faulty']}: found {s['found']}, right cause {s['right_cause']}, right ranks {s['right_culprits']},"
-            f" lines {s['lines_right']} of {s['lines_expected']}, false findings beside it in {s['faulty_with_false_findings']}"
+            f" lines {s['lines_right']} of {s['lines_expected']}, other false findings in {s['faulty_with_false_findings']}"
         )
     if s["healthy"]:
-        out.append(f"healthy  {s['healthy']}: nothing said of {s['healthy_clean']}")
+        out.append(f"healthy  {s['healthy']}: no finding on {s['healthy_clean']}")
     if s["deadlocks_timed"]:
         out.append(
             f"deadlocks and mismatches, fault to finding: median {s['deadlock_to_finding_p50_s']:.2f} s,"

@@ -1,4 +1,4 @@
-"""Ranks that ended abnormally: which end is the cause, and which are its echo.
+"""Ranks that ended abnormally: which end is the cause, and which only follow from it (echoes).
 
 When one rank dies, the others' collectives fail with "connection closed", a timeout, or the launcher's SIGTERM. The
 cause is the first end in time that is none of these. If every end is an echo, the cause is a rank that ended normally
@@ -32,14 +32,14 @@ _IN_TORCH = re.compile(
     r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
     re.IGNORECASE,
 )
-# torch's own words, and Lightning's
+# messages of torch and of Lightning
 UNUSED = re.compile(r"finished reduction in the prior iteration|parameters that were not used in producing the loss")
 MODEL = re.compile(
     r"expects same model across all ranks|params? .*inconsistent|verify_params|appears not to match", re.I
 )
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
-ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end brought
-WATCHDOG_S = 5.0  # that a device had an operation open before its rank aborted: no shorter timeout is in use
+ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end caused
+WATCHDOG_S = 5.0  # how long an operation must have been open on the device before the abort: no timeout is shorter
 _OUTSIDE = {signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT}
 
 
@@ -89,8 +89,8 @@ def ends(s: Snapshot) -> dict[int, str]:
 def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:
     """True if this SIGKILL came after `failed` crashed or its watchdog aborted it: launcher cleanup, not the cause.
 
-    A launcher's SIGTERM reads as no signal at all if it has reaped the rank before anybody could see it. A failure caused
-    by a lost peer is told from a later one by the rank's last heartbeat: its end itself is seen late.
+    If a launcher has reaped the rank at once, its SIGTERM shows as no signal. The rank's last heartbeat tells a failure caused by
+    a lost peer from a later one, since its end is noticed late.
     """
     if killed.life != Life.KILLED or killed.signal not in (None, signals.SIGKILL):
         return False
@@ -105,13 +105,13 @@ def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> b
 class End(StrEnum):
     """What the abnormal ends of a job have in common."""
 
-    NONE = "none"  # nothing that is known yet
+    NONE = "none"  # nothing known yet
     LOST = "lost"  # ranks crashed or were killed, and nothing in the job explains it
     MODEL = "model"  # DDP refused to wrap modules that differ between ranks
     ABORTED = "aborted"  # the backend aborted ranks whose calls have different sizes
     FINISHED = "finished"  # a rank ended normally while the others continued
     TIMEOUT = "timeout"  # a collective ran into its timeout although the late rank was alive
-    ECHOES = "echoes"  # every rank failed because of another, and which was the first is not known
+    ECHOES = "echoes"  # every rank failed because of another; the first is not known
     UNCONNECTED = "unconnected"  # ranks could not connect to each other at the start
     OUT_OF_BATCHES = "out_of_batches"  # a rank ran out of batches and continued with what follows the loop
 
@@ -121,7 +121,7 @@ class Cascade:
     """The abnormal ends of a job as one incident."""
 
     end: End
-    ranks: tuple[int, ...] = ()  # that caused it; nobody for a tie
+    ranks: tuple[int, ...] = ()  # that caused it; none for a tie
     others: tuple[int, ...] = ()  # that ended, or failed, because of them
     sites: tuple[tuple[int, ...], ...] = ()  # of ABORTED: the ranks at each site
     rhythm: Rhythm | None = None  # of ABORTED: what decided

@@ -32,7 +32,7 @@ class Record:
     """One finding and its life.
 
     Attributes:
-        seen: Evaluations in a row that have found it; of a kind judged by steps only those after which the job went on.
+        seen: Evaluations in a row that have found it; of a kind judged by steps, only those after which the job continued.
         progress: Of the job when it was last counted: steps and collectives.
         absent: Evaluations in a row that have not.
     """
@@ -186,7 +186,7 @@ class Diagnosis:
 
     @property
     def contradicted(self) -> list[Finding]:
-        """Return proofs that ranks wait for good which the job has contradicted: it went on."""
+        """Return proofs that the job has contradicted by continuing."""
         return [
             f
             for f in self.findings

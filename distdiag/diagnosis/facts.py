@@ -1,4 +1,4 @@
-"""What the rules may know at one poll: the snapshot, what follows from it, and what was found before."""
+"""The input of the rules at one poll: the snapshot, what follows from it, and earlier findings."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ class Facts:
 
     snapshot: Snapshot
     source: Callable[[str], str | None] = _no_source  # text of a source file by path; None: cannot be read
-    without: frozenset[str] = frozenset()  # witnesses that are not asked
+    without: frozenset[str] = frozenset()  # witnesses to leave out
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
-    ends_settled: bool = True  # the first abnormal end was long enough ago that its cause has been seen, too
-    waits_settled: bool = True  # nothing moved since the poll before: what the waits prove may be reported
-    waits_on: bool = (
-        False  # nobody is seen to wait, but no rank has moved since some waited for a living one: ranks being killed
-    )
+    ends_settled: bool = True  # the first abnormal end was long enough ago that its cause is known, too
+    waits_settled: bool = True  # no rank made progress since the last poll: what the waits prove may be reported
+    # no rank waits now, and none has made progress since some waited for a living one: ranks are being killed
+    waits_on: bool = False
     kept: tuple[Finding, ...] = ()  # findings about ranks that wait for good, kept as reported at this poll
-    locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the poll before
+    locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the last poll
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls
     found: list[Finding] = field(default_factory=list)  # findings of this poll so far
 
@@ -45,12 +44,12 @@ class Facts:
 
     @cached_property
     def ends(self) -> dict[int, str]:
-        """Kind of every abnormal end, by rank; see `endings.ends`."""
+        """The kind of every abnormal end, by rank; see `endings.ends`."""
         return endings.ends(self.snapshot)
 
     @cached_property
     def loaders(self) -> dict[int, Loader]:
-        """The loader that each rank trains from; nothing unless every rank has one."""
+        """The loader that each rank trains from; empty unless every rank has one."""
         return training_loaders(self.snapshot)
 
     @cached_property

@@ -102,7 +102,7 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
 
 
 def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:
-    """True if this rank meets all others in its steps, as far back as its calls are known: in DDP, or in a call of its own.
+    """True if this rank synchronises with all others in its steps, as far back as its calls are known: by DDP or by a call.
 
     Teams that average among themselves, or ranks that average every tenth step, do not show in their arrivals who waits.
     """

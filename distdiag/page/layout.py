@@ -34,7 +34,7 @@ class Phase(IntEnum):
 
 
 class Blocked(IntEnum):
-    """What kind of place the main thread may be waiting in; the number beside it says where."""
+    """What the main thread may be waiting in; `blocked_at` says in which one."""
 
     NO = 0
     WAIT = 1  # inside Work.wait or a blocking call: index of the call record
@@ -49,7 +49,7 @@ class LifeWord(IntEnum):
     EXITING = 2  # interpreter shutdown began, exit_code holds
     RAISED = 3  # an exception left the script
     LEFT_GROUP = 4  # destroy_process_group of the default group
-    DETACHED = 5  # the script asked not to be watched any more, and goes on
+    DETACHED = 5  # the script stopped recording, and continues
 
 
 class Header(Structure):
@@ -78,7 +78,7 @@ class Header(Structure):
         ("n_calls", c_uint64),
         ("epoch", c_int64),
         ("device_bytes", c_uint64),
-        # NEWS: what the monitor looks at a rank for at once
+        # NEWS: a change here makes the monitor read the page at once
         ("life", c_uint64),
         ("dropped", c_uint64),  # records and strings that did not fit
         ("errors", c_uint64),  # failures of ours
@@ -173,7 +173,7 @@ class LoaderSlot(Structure):
         ("n_previous", c_uint32),
         ("previous", c_uint64 * 6),
         ("wait_ns", c_uint64),
-        ("promised", c_uint32),  # the job itself said how many batches it will take
+        ("promised", c_uint32),  # the job declared how many batches it will take
         ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
     ]
 
@@ -254,7 +254,10 @@ class StepRecord(Structure):
         ("loss_known", c_uint64),
         ("device_bytes", c_uint64),
         ("forward_wait_ns", c_uint64),  # part of wait_ns that lies in forward: DDP's broadcast of buffers
-        ("arrived_ns", c_uint64),  # when this rank came to the step's first synchronisation; 0: before the last, none
+        (
+            "arrived_ns",
+            c_uint64,
+        ),  # when this rank arrived at the step's first synchronisation; 0: before the last, none
     ]
 
 

@@ -3,7 +3,7 @@
 A store into a page must never wait for a disk, so the pages are in /dev/shm if it has room for those of all local ranks,
 else in the run directory. Every directory that we make carries a mark, a small file. Each rank and the monitor hold a
 shared lock on it: the kernel drops it when they die, and it works across containers that share /dev/shm, where process
-numbers mean nothing. Only a directory with our mark that nobody holds is removed, and of its files only ours.
+numbers mean nothing. Only a directory with our mark that no process holds is removed, and of its files only ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distdiag.page.layout import PAGE_BYTES
 
 SHM = Path("/dev/shm")
 MARK, MARK_TEXT = ".distdiag-pages", b"distdiag rank pages, version 1\n"
-SPARE_BYTES = 64 * 1024  # beside the pages: mark, sockets, stacks written by signal handlers
+SPARE_BYTES = 64 * 1024  # besides the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
 _OURS = re.compile(r"rank_\d+\.(page|new\d+)|r\d+\.[a-z]+|monitor\.lock")
 
@@ -95,7 +95,7 @@ def make(directory: Path) -> None:
     """Create a page directory with its mark; nothing happens if it is there already.
 
     Raises:
-        OSError: it cannot be made, or is somebody else's.
+        OSError: it cannot be made, or belongs to another user.
     """
     if directory.parent == memory_root():
         private_directory(directory.parent)
@@ -132,7 +132,7 @@ def hold(directory: Path) -> int | None:
 
 
 def remove(directory: Path) -> bool:
-    """Remove a page directory of ours that nobody holds; True if it is gone.
+    """Remove a page directory of ours that no process holds; True if it is gone.
 
     Only files that a rank or a monitor makes are unlinked: a directory that holds anything else stays.
     """

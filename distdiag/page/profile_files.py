@@ -97,7 +97,7 @@ def write(path: Path, value: Request | Answer) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a small file of this user that nobody else can write.
+    """Return the object in a small file of this user that no other user can write.
 
     Raises:
         OSError: it cannot be read.

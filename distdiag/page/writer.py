@@ -155,7 +155,7 @@ class PageWriter:
         return number
 
     def has_call(self, number: int) -> bool:
-        """Whether the record of that call still stands: a newer one may have taken its place."""
+        """True if the record of that call is still there: a newer one may have replaced it."""
         return number + CALLS > self.words[_N_CALLS]
 
     def call_left(self, number: int, left_ns: int, waited_ns: int, failed: bool) -> None:

@@ -1,7 +1,7 @@
-"""Queries on a database that somebody may have sent: limited in time and memory, and every value of its column's type.
+"""Queries on a database from an untrusted source: limited in time and memory, and every value of its column's type.
 
-SQLite stores any type in any column, and a damaged or crafted file can hold views without end, pages that contain
-themselves, and text where a number belongs. Readers get None instead of a value of the wrong type.
+SQLite stores any type in any column. A damaged or crafted file can hold endless views, pages that contain themselves, and
+text in number columns. Readers get None instead of a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 QUERY_S, QUERY_S_PER_BYTE = 3.0, 2e-7  # CPU time of one query: a scan takes 0.01 µs a byte on a slow core
-STEPS = 200_000  # of SQLite's virtual machine between two looks at the clock: some milliseconds
+STEPS = 200_000  # of SQLite's virtual machine between two checks of the clock: some milliseconds
 MAX_VALUE_BYTES = 64 << 20  # of one text or blob; the largest frames have some megabytes
 BATCH_ROWS = 5_000
 SLACK_BYTES = 1 << 20

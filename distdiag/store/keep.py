@@ -7,8 +7,8 @@ import time
 
 from distdiag.store.checked import schema
 
-CHECK_S = 5.0  # between two looks at the size while it is within the bound
-LOW_WATER = 0.9  # thinning goes on until the database is this fraction of the bound
+CHECK_S = 5.0  # between two checks of the size while it is within the bound
+LOW_WATER = 0.9  # thinning continues until the database is this fraction of the bound
 SLICE_ROWS = 20_000  # of step rows in one go: about 60 ms
 NEWEST_S = 600.0  # raw rows and frames of the newest ten minutes are touched last
 FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of what remains of older frames, coarser each round
@@ -42,13 +42,13 @@ class Keeper:
         self.check_s = check_s
         self._check_at = 0.0
         self._thinning = False
-        self._said_full = False
+        self._full_reported = False
         self._frame_round = 0
         self._newest_s = NEWEST_S
         self._gauge_from: dict[str, float] = {}  # all before it is thinned already
 
     def tick(self, con: sqlite3.Connection, t_s: float) -> list[str]:
-        """One slice of thinning if the database is over its bound; what is to be said about it, usually nothing.
+        """Thin one slice if the database is over its bound; return lines to report, mostly none.
 
         Args:
             con: In autocommit mode, outside a transaction.
@@ -64,10 +64,10 @@ class Keeper:
         if not self._thinning and size <= self.keep_bytes:
             self._check_at = now + self.check_s
             return []
-        said: list[str] = []
+        lines: list[str] = []
         if not self._thinning:
             self._thinning = True
-            said.append(
+            lines.append(
                 f"run.db reached its bound of {self.keep_bytes / 2**20:,.0f} MiB: the oldest step rows become "
                 "per-minute means, older frames and gauges are thinned"
             )
@@ -86,10 +86,10 @@ class Keeper:
         elif not changed:
             self._thinning = False
             self._check_at = now + 60.0
-            if not self._said_full:
-                self._said_full = True
-                said.append(f"run.db stays at {size / 2**20:,.0f} MiB, over its bound: nothing older is left to thin")
-        return said
+            if not self._full_reported:
+                self._full_reported = True
+                lines.append(f"run.db stays at {size / 2**20:,.0f} MiB, over its bound: nothing older is left to thin")
+        return lines
 
     def _slice(self, con: sqlite3.Connection, t_s: float) -> bool:
         """Thin one slice of each table; False where there is nothing left that may be thinned."""

@@ -11,7 +11,7 @@ from enum import StrEnum
 from distdiag.terms.untrusted import MAX_INT
 
 # Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second,
-# or every eight where its looks would take their time from the ranks and nobody reads.
+# or every eight if polls would take time from the ranks and no reader is open.
 SILENT_S, GONE_S = 13.0, 10.0
 
 
@@ -28,7 +28,7 @@ def monitor_of(meta: Mapping[str, str | None]) -> Monitor:
     if meta.get("monitor_ended") == "1" or meta.get("ended_s") is not None:
         return Monitor.ENDED
     age = heartbeat_age_s(meta)
-    # a missing process alone proves nothing: a container has process numbers of its own
+    # a missing process alone proves nothing: a container has its own process numbers
     limit = GONE_S if _process_gone(meta) else SILENT_S
     return Monitor.GONE if age is None or age > limit else Monitor.LIVE
 

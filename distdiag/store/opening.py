@@ -24,7 +24,7 @@ from distdiag.terms.untrusted import visible
 BUSY_TIMEOUT_S = 0.3
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FOLDING_S = 0.5  # the writer needs some hundredths for it
-CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ beside it are separate files"
+CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ are separate files"
 
 
 class ReadStatus(StrEnum):
@@ -80,7 +80,7 @@ def locate(path: Path) -> Path:
 
 
 def _regular(database: Path) -> Path:
-    """Return the path of a regular file; anything else (a FIFO) could block its reader for ever.
+    """Return the path of a regular file; anything else (a FIFO) could block its reader.
 
     Raises:
         RunUnreadable: it is not one.

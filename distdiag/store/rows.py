@@ -179,7 +179,7 @@ class LoaderRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something the monitor or the job said about itself."""
+    """A message of the monitor or the job about itself."""
 
     t_s: float | None
     source: str
@@ -188,7 +188,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    """One probe measured beside this run; `json` is its whole result."""
+    """One probe measured during this run; `json` is its whole result."""
 
     t_s: float
     name: str

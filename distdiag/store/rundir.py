@@ -124,7 +124,7 @@ def resolve(run: str | Path | None = None) -> Path:
 
 
 def mark_latest(run_dir: Path) -> bool:
-    """Point the symlink `latest` beside `run_dir` to it, atomically; False if that is not possible.
+    """Point the symlink `latest` next to `run_dir` to it, atomically; False if that is not possible.
 
     Only a link that we made is replaced, one to a run directory: `latest` is a common name in directories of checkpoints.
     Never raises: a file system without symlinks, or a directory of that name, costs only the shortcut.
@@ -145,7 +145,7 @@ def mark_latest(run_dir: Path) -> bool:
 
 
 def _replaceable(link: Path) -> bool:
-    """True if nothing has this name, or a link that `mark_latest` made: to a run beside it, or to one since deleted."""
+    """True if nothing has this name, or a link that `mark_latest` made: to a run next to it, or to one since deleted."""
     if not link.is_symlink():
         return not link.exists()
     target = os.readlink(link)
@@ -156,7 +156,7 @@ def _replaceable(link: Path) -> bool:
         return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs")) or (
             failed_launch(path) is not None
         )
-    return re.match(r"\d{8}-\d{6}-", target) is not None  # a default name: nobody else's link looks like that
+    return re.match(r"\d{8}-\d{6}-", target) is not None  # a default name: no other link looks like that
 
 
 def note_failed_launch(run_dir: Path, reason: str) -> None:
@@ -168,7 +168,7 @@ def note_failed_launch(run_dir: Path, reason: str) -> None:
 
 
 def failed_launch(run_dir: Path) -> str | None:
-    """Why the launch of this run produced no rank; None if it did, or if nobody noted it."""
+    """Return why the launch of this run produced no rank; None if it did, or if that was not recorded."""
     if (run_dir / DATABASE).exists() or (run_dir / POINTER).exists():
         return None
     reason = read_run_json(run_dir).get("launch_failed")

@@ -38,7 +38,7 @@ class Branch(msgspec.Struct):
 
 
 def merge(stacks: Stacks) -> list[Branch]:
-    """Prefix tree of all stacks, outermost frame first; larger groups first, so that the odd one out stands last.
+    """Prefix tree of all stacks, outermost frame first; larger groups first, so that the odd one out is last.
 
     Ranks without a stack form branches of their own, by their note.
     """

@@ -241,11 +241,11 @@ class Writer:
             self.meta(checks=_encode.encode(checks).decode())
 
     def probe(self, t_s: float, name: str, verdict: str, json_text: str) -> None:
-        """Record a probe's result beside the run it was measured in."""
+        """Record a probe's result in the run during which it was measured."""
         self._add(_PROBE, [(t_s, name, verdict, json_text)])
 
     def event(self, t_s: float, source: str, level: str, text: str) -> None:
-        """Record what the monitor or the job said about itself; `level` is info, warning or error."""
+        """Record a message of the monitor or the job about itself; `level` is info, warning or error."""
         self._add(_EVENT, [(t_s, source, level, text)])
 
     # -- writing ----------------------------------------------------------------------------------------------

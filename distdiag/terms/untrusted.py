@@ -1,4 +1,4 @@
-"""Text and numbers from a job, or from a file that somebody sent: shown, never obeyed, and limited in size."""
+"""Text and numbers from a job or an untrusted file: shown, never executed, and limited in size."""
 
 from __future__ import annotations
 

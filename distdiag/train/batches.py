@@ -2,7 +2,7 @@
 
 Both give uint8 images (n, 3, 32, 32) and int64 labels; `normalise` turns them into floats on the device, so that a
 quarter of the bytes crosses to a GPU. Both draw order and augmentation from (seed, epoch, rank or sample, position) alone:
-an epoch can be entered at any batch and goes on exactly as if it had been run from its start.
+an epoch can be entered at any batch and continues exactly as if it had been run from its start.
 """
 
 from __future__ import annotations

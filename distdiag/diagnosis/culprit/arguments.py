@@ -1,4 +1,4 @@
-"""Witness by the arguments of a call: which rank came to a site with another dtype, size, root or peer than ever before."""
+"""Witness by the arguments of a call: which rank used a new dtype, size, root or peer at its site."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
 
 
 def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
-    """Two sides disagree on the call at (group, seq). Return the side whose call has never followed the preceding calls, if
-    the other side's always has; else nobody."""
+    """Return the side of a conflict whose call has never followed the preceding calls, if the other side's always has; else none."""
     sides = [frozenset(side) for side in wait.sides]
     if wait.p2p or len(sides) != 2 or any(r not in states or r not in wait.calls for side in sides for r in side):
         return frozenset()

@@ -39,11 +39,11 @@ def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Cond
     while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
         common += 1
     for i, frame in enumerate(mine[common:], common):
-        beside = (
+        their_line = (
             theirs[i].line if i == common and i < len(theirs) and _function(theirs[i]) == _function(frame) else None
         )
         text = source(frame.file)
-        found = _condition(text, frame.line, beside) if text else None
+        found = _condition(text, frame.line, their_line) if text else None
         if text and found is not None:
             return Condition(frame.file, found, text.splitlines()[found - 1].strip())
     return None
@@ -97,8 +97,8 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _condition(text: str, line: int, beside: int | None) -> int | None:
-    """Return the line of the condition that holds at `line` and not at `beside`, another line of the same function."""
+def _condition(text: str, line: int, their_line: int | None) -> int | None:
+    """Return the line of the condition that holds at `line` and not at `their_line`, another line of the same function."""
     tree = parsed(text)
     if tree is None:
         return None
@@ -107,14 +107,14 @@ def _condition(text: str, line: int, beside: int | None) -> int | None:
     for block, at in path(tree, line):
         statement = block[at]
         if isinstance(statement, _Function):  # a condition around a function's definition does not apply to its calls
-            found = None if beside is not None else next(_decorators(statement, ranks), None)
+            found = None if their_line is not None else next(_decorators(statement, ranks), None)
             continue
         guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test, ranks))
         for guard in guards:
-            if beside is None or beside <= (guard.end_lineno or guard.lineno):
+            if their_line is None or their_line <= (guard.end_lineno or guard.lineno):
                 found = guard.lineno
         if isinstance(statement, ast.If) and not statement.orelse and _asks_for_rank(statement.test, ranks):
-            inside = beside is not None and statement.lineno <= beside <= (statement.end_lineno or beside)
+            inside = their_line is not None and statement.lineno <= their_line <= (statement.end_lineno or their_line)
             if not inside and line > statement.test.lineno:
                 found = statement.lineno
     return found

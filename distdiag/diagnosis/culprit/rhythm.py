@@ -1,6 +1,6 @@
-"""Witness by rhythm: who came to a site too early, or is not at one that is due, by the collectives between its visits.
+"""Witness by rhythm: which rank is at a site too early, or missing where it is due, by the collectives between visits.
 
-A rank that comes to the barrier of its epoch after fewer collectives than ever has left its loop early; one that is in
+A rank that enters the barrier of its epoch after fewer collectives than ever has left its loop early; a rank that is still in
 its loop when that barrier is due has stayed too long.
 """
 

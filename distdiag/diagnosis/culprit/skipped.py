@@ -1,7 +1,7 @@
 """Witness by forwards and backwards: which rank ran a forward of its DDP model without the backward that belongs to it.
 
 A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves this trace. The
-collectives of that rank are then one step ahead of the others'.
+collectives of that rank are then one step ahead of the other ranks.
 """
 
 from __future__ import annotations

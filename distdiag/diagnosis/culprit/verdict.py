@@ -1,7 +1,7 @@
-"""What one incident of the wait-for graph is: kind and cause, culprits, and the wait it is about.
+"""Judges one incident of the wait-for graph: kind, cause, culprits, and the wait it is about.
 
 Different operations in one collective are a mismatch if the ranks do different things with the same data, and a deadlock
-if they have reached different places of the program.
+if the ranks are at different points of the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait, WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find
 
-SETTLED_S = 5.0  # with nothing issued for so long, a rank that is on its way no longer comes in time to vote
+SETTLED_S = 5.0  # if nothing was issued for so long, the vote no longer waits for ranks that have not arrived
 _OTHER_PLACE = (
     Reason.EXHAUSTED, Reason.SKIPPED, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
 )  # fmt: skip
@@ -28,7 +28,7 @@ _OTHER_PLACE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One incident, judged."""
+    """The judgement of one incident."""
 
     kind: Kind
     cause: str
@@ -155,7 +155,7 @@ def _same_data(wait: Wait) -> bool:
 def _gone(
     snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], without: Collection[str]
 ) -> list[Verdict]:
-    """The end that came first and is nobody's echo; what it does not explain is due to the next."""
+    """Return the first end that no other end explains; what it does not explain is due to the next."""
     states, ended = snapshot.ranks, ends(snapshot)
     out: list[Verdict] = []
     left, victims = set(incident.members), set(incident.victims)

@@ -1,7 +1,7 @@
 """Witnesses: the declared order in which evidence decides who is the culprit of an incident.
 
-Each witness is one kind of evidence. It applies or not; if it applies it names ranks or nobody. The first that names
-ranks decides. If none does it is a true tie: nobody is blamed and all members are listed.
+Each witness is one kind of evidence. If it applies, it may name ranks; the first that names some decides. If none does, it is
+a true tie: no rank is blamed, and all members are listed.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Reason(StrEnum):
 
     EXHAUSTED = "exhausted"  # it ran out of batches
     MAJORITY = "majority"  # fewer ranks than on the other side
-    ARGUMENT = "argument"  # its dtype, size, root or peer is another than ever before at its site
-    SKIPPED = "skipped"  # it ran a forward without the backward that belongs to it
-    SITE = "site"  # it is where the others have never been
-    GROUP_SITE = "group_site"  # it is the first to bring this group to its site
-    HISTORY = "history"  # it has been where the others have never been
-    RHYTHM = "rhythm"  # it came earlier than ever, or is missing where it was due
-    CONDITION = "condition"  # its call is under a condition on the rank, the others' is not
+    ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
+    SKIPPED = "skipped"  # it ran a forward without its backward
+    SITE = "site"  # it is at a site that the others never used
+    GROUP_SITE = "group_site"  # it is the first to use this group at its site
+    HISTORY = "history"  # it has used a site that the others never used
+    RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing where it was due
+    CONDITION = "condition"  # only its call is under a condition on the rank
     PATTERN = "pattern"  # it departed from the order of its own calls
     MESSAGES = "messages"  # it has sent fewer messages than its peers
-    COUNT = "count"  # it has been at a site more, or less, often than all others
+    COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     NONE = "none"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One incident, as the witnesses see it."""
+    """One incident, as input of the witnesses."""
 
     snapshot: Snapshot
     graph: WaitGraph
@@ -101,12 +101,12 @@ def _always(_: Case) -> bool:
 
 
 def _tie(case: Case) -> bool:
-    """Two sides of equal size, and the history of every rank is known."""
+    """True for two sides of equal size, if the history of every rank is known."""
     return len(case.sides) == 2 and all(r in case.states for side in case.sides for r in side)
 
 
 def _ended_normally(case: Case) -> bool:
-    """One rank waits for ranks that all ended normally, and everybody else is stuck behind that one."""
+    """True if one rank waits for ranks that all ended normally, and all other stuck ranks wait for that one."""
     waiting = _waiting_for_ended(case)
     normally = all(case.states[q].life == Life.FINISHED and not case.states[q].exit_code for q in case.ended)
     return len(waiting) == 1 and normally and set(case.stuck) <= case.graph.victims_of(waiting) | set(waiting)
@@ -116,7 +116,7 @@ def _ended_normally(case: Case) -> bool:
 
 
 def _out_of(ranks: Collection[int], exhausted: Collection[int]) -> tuple[int, ...]:
-    """Those of `ranks` that ran out of batches, if not all did."""
+    """Return those of `ranks` that ran out of batches, if not all did."""
     out = tuple(sorted(set(ranks) & set(exhausted)))
     return out if len(out) < len(ranks) else ()
 
@@ -170,7 +170,7 @@ def _condition(case: Case) -> Collection[int]:
 
 
 def _historic_waiter(case: Case) -> Collection[int]:
-    """The one rank that waits, if it has made calls that those which ended never made."""
+    """Return the one rank that waits, if it has made calls that the ended ranks never made."""
     waiting = _waiting_for_ended(case)
     here = {r: call_site.standing(case.states[r], case.states[r].blocked) for r in waiting}
     return waiting if call_site.odd_by_history(case.states, here, waiting, case.ended) else ()
@@ -184,8 +184,10 @@ def _departed(case: Case) -> Collection[int]:
 
 
 def _new_site_in_cycle(case: Case) -> Collection[int]:
-    """The one member at a site that no other member knows. An end of a message must be there for the first time: the ends
-    of messages have sites of their own in every program."""
+    """Return the one member at a site that no other member has used.
+
+    An end of a message must be there for the first time: sends and receives have different sites in every program.
+    """
     states, members = case.states, sorted(case.incident.members)
     known_to = Counter(site for r in members for site in states[r].sites)
     alone = [r for r in members if known_to.get(case.here[r] or "", 0) <= 1]  # a ring may have thousands of members
@@ -199,7 +201,7 @@ def _new_site_in_cycle(case: Case) -> Collection[int]:
 
 
 def _alone(case: Case) -> Collection[int]:
-    """One rank that waits alone, against at least two that wait together in one collective which it does not enter."""
+    """Return the rank that waits alone while at least two wait together in one collective that it does not enter."""
     incident = case.incident
     for lonely_in, together in (incident.waits, tuple(reversed(incident.waits))):
         lonely = [r for r in lonely_in.ranks if r in incident.members]
@@ -244,7 +246,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 
 
 def hear(case: Case, without: Collection[str] = ()) -> tuple[tuple[int, ...], Reason]:
-    """Return (culprits, the witness that named them); nobody and NONE if no witness does.
+    """Return (culprits, the witness that named them); no ranks and NONE if no witness does.
 
     Args:
         without: Names of witnesses that are not asked, to measure what each is worth.

@@ -39,7 +39,7 @@ def drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], 
 
 
 def choose(rank: int, files: list[DumpFile], age: dict[Path, int], notes: list[str]) -> list[DumpFile]:
-    """One file of each recorder: the newest, where there are several of a rank."""
+    """Return one file of each recorder: the newest, if a rank has several."""
     best: dict[str, DumpFile] = {}
     empty: DumpFile | None = None
     for f in sorted(files, key=lambda f: (age[f.path.parent], newest_ns(f))):

@@ -1,7 +1,7 @@
-"""Finds the ranks that a dumped job waited for: others wait for them, and they wait for nobody.
+"""Finds the ranks that a dumped job waited for: others wait for them, and they wait for no rank.
 
-A dump does not tell whether the host thread waits. It has the operations in flight, and who has not issued them, which
-gives two kinds of edges. A rank waits for members that have not issued its operation in flight. If all have issued it, the
+A dump does not show whether the host thread waits. It has the operations in flight, and which ranks have not issued them,
+which gives two kinds of edges. A rank waits for members that have not issued its operation in flight. If all have issued it, the
 rank depends on members that have it in flight, too (their devices may be blocked elsewhere). The culprit is where such
 paths end outside a conflict or a cycle: its host stopped issuing, or its device stopped running.
 """
@@ -21,7 +21,7 @@ class Blame:
     """The culprits and their victims, as far as dumps show.
 
     Attributes:
-        culprits: Ranks with a dump that others wait for, and that wait for nobody else.
+        culprits: Ranks with a dump that others wait for, and that wait for no other rank.
         extra: The few ranks in a collective that the many others have never entered.
         victims: Ranks with operations in flight, without culprits.
         silent: Ranks without a dump that some rank's oldest operation in flight may be waiting for.
@@ -31,7 +31,7 @@ class Blame:
         device: Culprits whose operations in flight are complete on their peers: the device stopped.
         waited_for_since_s: When the first rank began to wait for the culprit directly.
         behind: Culprits that have issued the operation that others wait in, but whose device has not begun it.
-        in_flight: Operations that all have issued and nobody has completed, if nothing else explains them.
+        in_flight: Operations that all ranks have issued and none has completed, if nothing else explains them.
         crossed: Operations of two groups that ranks issued in opposite order, with the ranks that issued each first; the
             culprits are those that are alone with their order.
         circle: The running operations of a cycle: each rank's running op is queued behind another's.

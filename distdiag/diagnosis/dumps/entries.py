@@ -25,7 +25,7 @@ _STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_com
 
 
 def ends_batch(name: str) -> bool:
-    """Whether an entry stands for all that was coalesced: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
+    """True if an entry represents all that was coalesced: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
     head, _, last = name.rpartition("coalesced")
     return not last and (head.endswith(":") or (head.endswith("_") and head.rpartition(":")[2].isupper()))
 
@@ -38,7 +38,7 @@ def backend_of(f: DumpFile) -> str:
 
 @dataclass(slots=True)
 class Tail:
-    """Where one rank stands in one group, by its entries."""
+    """How far one rank is in one group, by its entries."""
 
     newest: int
     head: int | None = None  # oldest collective in flight
@@ -47,7 +47,7 @@ class Tail:
 
 @dataclass(slots=True)
 class Scan:
-    """What one pass over a file's entries tells."""
+    """What one pass over a file's entries finds."""
 
     file: DumpFile
     backend: str
@@ -100,7 +100,7 @@ def scan_file(f: DumpFile) -> Scan:
 
 
 def of_batch(e: dict[str, Any], source: Scan) -> dict[str, Any]:
-    """A message with the state and times of the batch that it was issued in, if any: it has none of its own."""
+    """Return a message with the state and times of the batch that it was issued in, if any."""
     name, number = e["process_group"][0], e["p2p_seq_id"]
     batch = source.batches.get((name, number))
     if batch is not None:

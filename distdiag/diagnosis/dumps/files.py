@@ -26,7 +26,7 @@ _OTHER |= {".db-wal", ".db-shm", ".where", ".png", ".svg", ".sqlite", ".ini", ".
 
 
 def _ignore(_step: str, _bytes: int) -> None:
-    """Announce to nobody."""
+    """Announce nothing."""
 
 
 def _unpack(data: bytes) -> bytes:

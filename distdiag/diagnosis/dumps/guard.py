@@ -1,6 +1,6 @@
 """Work on files that somebody sent, in a child process with limits: what kills the child costs only that file.
 
-A pickle of a few hundred bytes can ask for all the memory there is, run for ever, or crash the interpreter in C
+A pickle of a few hundred bytes can ask for all memory, never end, or crash the interpreter in C
 (hashing a deeply nested tuple). No check in the same process survives the last of these.
 """
 

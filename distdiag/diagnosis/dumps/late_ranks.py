@@ -1,4 +1,4 @@
-"""Finds collectives that all ranks issued and nobody completed because one rank issued them after the others' timeout.
+"""Finds collectives that all ranks issued and none completed because one rank issued them after the others' timeout.
 
 Dumps record when each rank issued what is in flight. If these times differ by more than the collective's timeout, the first
 ranks had given up when the last one came. Host clocks differ by less, and equally for earlier collectives.

@@ -1,4 +1,4 @@
-"""What reading the dumps of a job found besides its snapshot: files, times, ranks that lack."""
+"""What reading the dumps of a job found besides its snapshot: files, times, missing ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadReport:
     unreadable: tuple[int, ...] = ()
     others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they went on after it
+    stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they continued after it
     modified_s: dict[int, float] = field(default_factory=dict)  # when each rank's file was written, on the run's clock
     newest_s: dict[int, float] = field(default_factory=dict)  # its newest entry
     oldest_s: dict[int, float] = field(default_factory=dict)

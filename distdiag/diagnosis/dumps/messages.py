@@ -1,4 +1,4 @@
-"""Messages in dumps: the two ends of a send and its recv, numbered alike."""
+"""Messages in dumps: the two ends of a send and its recv, with equal numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from distdiag.diagnosis.dumps.entries import Scan, call_of, of_batch
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.terms.untrusted import is_rank
 
-MOSTLY = 0.9  # of the messages that both ends number, where a few are not met at all
+MOSTLY = 0.9  # of the messages that both ends number; a few may have no other end
 
 
 def match(
     messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
 ) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
-    """Sends and receives in flight as calls; how many each rank has issued, numbered alike on both sides; and those in
-    flight that the other end has passed by without meeting them."""
+    """Return (sends and receives in flight, how many each rank has issued, messages in flight that the other end has skipped).
+
+    Numbers are equal at both ends of a message.
+    """
     unmet: dict[int, list[Call]] = {}
     blocking: dict[int, bool] = {}  # of each rank, whether all it has in flight are
     calls: dict[int, list[Call]] = {r: [] for r in messages}
@@ -56,7 +58,7 @@ def match(
 
 
 def _blocking(e: dict[str, Any]) -> bool:
-    """Whether `send` or `recv` was called, which come to the device one after the other; not so `isend` and batches."""
+    """True for `send` and `recv`, which run on the device one after the other; False for `isend` and batches."""
     frames = e.get("frames")
     innermost = frames[0] if isinstance(frames, list) and frames else None
     return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
@@ -66,7 +68,7 @@ Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank
 
 
 def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
-    """Numbers of messages whose other end has issued later ones, but not this; nothing where ends mostly disagree."""
+    """Return numbers of messages whose other end has issued later ones, but not this; empty if the ends mostly disagree."""
     newest: dict[int, int] = {}
     oldest: dict[int, int] = {}
     for (rank, _, _), es in by_pair.items():

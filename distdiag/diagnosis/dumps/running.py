@@ -14,7 +14,7 @@ APART_S = 30.0  # files of one round of dumps are written closer together than t
 
 
 def was_running(loaded: LoadReport, blame: Blame) -> bool:
-    """True if the dumps are of a job that was making progress: whoever is late in them was on its way."""
+    """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet."""
     return _went_on(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame)
 
 
@@ -49,7 +49,7 @@ def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
 
 
 def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
-    """True if nobody had waited for long, or for much longer than the ranks waited for have paused before."""
+    """True if no rank had waited for long, or for much longer than the ranks waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
     usual = max((loaded.usual_gap_s.get(r, 0.0) for r in blame.waited_for_since_s), default=0.0)
     young_s = YOUNG_S if loaded.timeout_s is None else min(YOUNG_S, loaded.timeout_s / 4)
@@ -57,7 +57,7 @@ def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
 
 
 def _went_on(loaded: LoadReport) -> bool:
-    """True if one dump is older by whole collectives: the job went on, so the last rank in it was not stuck.
+    """True if one dump is older by whole collectives: the job continued, so the last rank in it was not stuck.
 
     Unless the files' times show that the older one was taken long before.
     """
@@ -67,7 +67,7 @@ def _went_on(loaded: LoadReport) -> bool:
 
 
 def _moved(loaded: LoadReport, blame: Blame) -> bool:
-    """True if a rank had just made progress when its dump was taken, and nobody had waited for long by then.
+    """True if a rank had just made progress when its dump was taken, and no rank had waited for long by then.
 
     File times may not show when a dump was taken; operations that it found complete before the watchdog did.
     """

@@ -1,4 +1,4 @@
-"""Findings: what the diagnosis says, in the words of the public contract (`distdiag.findings/1`)."""
+"""Findings: the output of the diagnosis, with the names of the public contract (`distdiag.findings/1`)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ORDER = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 
 
 def at_least(severity: str, threshold: str) -> bool:
-    """True where `severity` is `threshold` or worse."""
+    """True if `severity` is `threshold` or worse."""
     return _ORDER[Severity(severity)] >= _ORDER[Severity(threshold)]
 
 
 class Certainty(StrEnum):
-    PROVED = "proved"  # no continuation of the job could make it false
-    SUSPECTED = "suspected"  # follows from what was seen, and could be withdrawn
+    PROVED = "proved"  # stays true whatever the job does next
+    SUSPECTED = "suspected"  # the evidence points to it; may be cleared
 
 
 class State(StrEnum):
@@ -39,8 +39,8 @@ class State(StrEnum):
     WAITING = "waiting"  # not every rank has reported yet
     RUNNING = "running"
     STALLED = "stalled"  # ranks wait, unusually long for this job, for one that is alive and busy
-    DEADLOCKED = "deadlocked"  # proved: it will not go on
-    DEGRADED = "degraded"  # goes on, with a finding of severity error or a lost rank
+    DEADLOCKED = "deadlocked"  # proved: it will not continue
+    DEGRADED = "degraded"  # continues, with a finding of severity error or a lost rank
     ENDED = "ended"
     FAILED = "failed"
 
@@ -69,8 +69,8 @@ class CollectiveRef(msgspec.Struct, frozen=True):
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One finding; fields in the order of the contract.
 
-    `culprits` is empty where nobody can be blamed (a true tie, a cycle): then `victims` holds the members and
-    `where` has the place of each. Times are seconds since the run began; `None` is "not known".
+    `culprits` is empty if no rank can be blamed (a true tie, a cycle): then `victims` holds the members and
+    `where` has the site of each. Times are seconds since the run began; `None` is "not known".
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cost: str = ""
     advice: str = ""
     evidence: tuple[str, ...] = ()
-    collective_completed: bool = False  # although the ranks' calls differ: the job goes on, with wrong values
+    collective_completed: bool = False  # although the ranks' calls differ: the job continues with wrong values
 
     @property
     def key(self) -> str:
@@ -106,7 +106,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     cause: str | None = None
     checked: bool = False
-    reason: str = ""  # the newest: why it could not be judged, or the veto; empty: found, or nothing to tell
+    reason: str = ""  # the newest: why it could not be judged, or the veto; empty: found, or none
 
 
 class Gradients(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 
 
 class Life(StrEnum):
-    """What the operating system and the rank's own last words say of a rank process."""
+    """State of a rank's process, by the operating system and by the rank's last entries in its page."""
 
     MISSING = "missing"  # never wrote a page, or left no dump
     STARTING = "starting"  # attached, training not begun
@@ -22,15 +22,15 @@ class Life(StrEnum):
     CRASHED = "crashed"  # ended by a Python exception
     KILLED = "killed"  # ended by a signal
     STOPPED = "stopped"  # SIGSTOP: alive, cannot run until SIGCONT
-    DETACHED = "detached"  # it goes on, but asked not to be watched
-    SILENT = "silent"  # no heartbeat, and nothing can be learned about the process
+    DETACHED = "detached"  # it continues, but stopped recording
+    SILENT = "silent"  # no heartbeat, and its process cannot be examined
 
 
 DEAD = frozenset({Life.FINISHED, Life.CRASHED, Life.KILLED})
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A place in the user's code."""
+    """File, line and function in the user's code."""
 
     file: str
     line: int
@@ -38,7 +38,7 @@ class Site(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """`file:line`: what places are compared and counted by."""
+        """`file:line`, by which sites are compared and counted."""
         return f"{self.file}:{self.line}"
 
 
@@ -54,7 +54,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     root: int | None = None  # global rank of src/dst, for rooted collectives
     peer: int | None = None  # global rank, for send/recv; None = any source
     tag: int = 0
-    nth: int | None = None  # point-to-point: the how-many-th send to / recv from this peer, tag and group (from 1)
+    nth: int | None = None  # point-to-point: number of this send or recv for its peer, tag and group (from 1)
     site: Site | None = None  # where the user's code called it (forward/backward of DDP: that line)
     entered_s: float | None = None
     completed_s: float | None = None  # None: in flight
@@ -89,7 +89,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
     workers: int = 0
-    promised: bool = False  # the job itself said how many batches it takes: no guess from its source is needed
+    promised: bool = False  # the job declared how many batches it takes: no need to read its source
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
     fed: bool = False  # no loader: what a DDP module was given in steps without one
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
@@ -127,7 +127,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     frozen: int = 0
     frozen_names: tuple[tuple[str, int], ...] = ()  # the first of them, with their elements
     shape_hash: int = 0
-    find_unused: bool | None = None  # None: the constructor has not come back
+    find_unused: bool | None = None  # None: the constructor has not returned
     flag_of_library: bool = False  # find_unused was asked for by a library that wraps the model, not by the script
     static_graph: bool = False
     broadcast_buffers: bool = True
@@ -147,7 +147,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sampled check: kind is that of `SampleKind`, in small letters."""
+    """One sampled check; `kind` is the name of a `SampleKind` in lower case."""
 
     kind: str
     step: int
@@ -156,13 +156,13 @@ class Sample(msgspec.Struct, frozen=True):
     name: str = ""
     site: Site | None = None
     t_s: float | None = None
-    alone: bool = False  # until then the rank had trained by itself: no DDP, no numbers exchanged with others
+    alone: bool = False  # the rank trained alone until then: no DDP, no exchange with other ranks
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
     """One optimizer step of one rank, ms.
 
-    `arrived_s` and `ready_s` (run time) are when it came to the first and to the last synchronisation of the step.
+    `arrived_s` and `ready_s` (run time) are when it arrived at the first and at the last synchronisation of the step.
     `wait_ms` is its waiting for other ranks: `forward_wait_ms` of it is for DDP's buffers, and is not part of `forward_ms`;
     the rest lies in `backward_ms`, or in `other_ms`.
     """
@@ -207,20 +207,20 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Site | None = None  # the user's innermost frame of the main thread; at death, of the exception
     activity: str = "user_code"  # what it does there: Where.state's words
-    activity_since_s: float | None = None  # how long at this place with nothing new issued
+    activity_since_s: float | None = None  # since when it is at this site with nothing new issued
     stack: tuple[str, ...] = ()  # innermost first, where evidence was taken
 
     # The collectives. A group that is absent was not used by this rank.
     enqueued: dict[str, int] = {}  # newest collective sequence number issued, by group
     completed: dict[str, int] = {}  # newest such that it and all before it completed, by group
-    blocked: Call | None = None  # the operation the host thread itself waits in; None = it does not wait
+    blocked: Call | None = None  # the operation that the host thread waits in; None = it does not wait
     # On a device backend: the oldest incomplete operation of each group and pair of ranks, in the order of issue. The device is
     # in the first of them; `blocked` is set from it only while the host is known to wait for the device.
     queued: tuple[Call, ...] = ()
     host_wait: str | None = None  # by the native frames of the main thread: device, communicator, no; None: not known
     host_wait_in: str = ""  # the native function that shows it; of a host that is not known to wait, the one it is in
     wait_measured: bool = True  # False where the waits for other ranks lie on a device and nothing measures them
-    blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these would do
+    blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these can send
     calls: tuple[Call, ...] = ()  # newest last; as far back as is known
     p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> how often
@@ -256,9 +256,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     workers_busy: float | None = None  # the same time, of all of them, against all time: 0.5 is half a core
     phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # where samples of a phase fell, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one whole user stack of the most frequent place of a phase
-    workers: tuple[Site | None, ...] = ()  # where its DataLoader's workers stand in the user's code; None: idle
+    workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle
     holds_up: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (the kernel's own table)
-    longest_usual_s: float = 0.0  # the longest it kept others waiting so far, and let them go on
+    longest_usual_s: float = 0.0  # the longest wait that it has caused so far without hanging
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,7 +271,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """One collective that all members have left: who came last, and by how much."""
+    """One collective that all members have left: which rank arrived last, and by how much."""
 
     group: str
     seq: int
@@ -280,11 +280,11 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     skew_ms: float
     late_rank: int
     waited_ms: float = 0.0  # the longest that another rank's host waited in it: what the lateness cost
-    shared_ms: float = 0.0  # what every rank's host waited in it, even the last to come: communication, not lateness
+    shared_ms: float = 0.0  # what every rank's host waited in it, even the last to arrive: communication, not lateness
 
 
 class Met(msgspec.Struct, frozen=True):
-    """One collective that all members completed although their calls did not fit together."""
+    """One collective that all members completed although their calls were not compatible."""
 
     group: str
     seq: int
@@ -293,7 +293,7 @@ class Met(msgspec.Struct, frozen=True):
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU over the last samples; None where NVML does not tell."""
+    """One GPU over the last samples; None if NVML does not report it."""
 
     node: int
     gpu: int
@@ -330,6 +330,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuState, ...] = ()
     host_cpu_pct: float | None = None  # the highest of the last 20 seconds, all cores = 100
     host_memory_bytes: int | None = None  # all that the host has
-    host_available_bytes: int | None = None  # what it could still give
+    host_available_bytes: int | None = None  # what is still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
-    stable_since_s: float | None = None  # since when no rank issued, completed or left anything; None = not known
+    stable_since_s: float | None = (
+        None  # since when no rank has issued, completed or left an operation; None = not known
+    )

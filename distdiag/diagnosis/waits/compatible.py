@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from distdiag.diagnosis.model.snapshot import Call
 
-# One family = operations that can meet in one collective. Everything not listed is not judged.
+# One family = operations that can pair in one collective. Everything not listed is not judged.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all_reduce", "allreduce", "all_reduce_coalesced", "allreduce_coalesced", "all_reduce_sparse"),
     "broadcast": ("broadcast", "_broadcast_oop", "broadcast_object_list", "broadcast_coalesced"),

@@ -1,10 +1,10 @@
-"""The wait-for graph of one snapshot: who waits for whom, and who can never go on.
+"""The wait-for graph of one snapshot: which rank waits for which, and which ranks are stuck for good.
 
 A rank waits in a collective (G, s) for every member of G that has not issued s, and in the k-th send to a peer for that
-peer's k-th recv from it (and the reverse); a recv from any source waits for any one of its candidates. A rank that is
-alive and not blocked may still do anything; a blocked one goes on once what it waits for does. What no such continuation
-reaches is stuck for ever: a cycle, a wait on a rank that is gone or stopped, two ranks that meet in one collective with
-different operations. That is a proof, not a timeout (a least fixpoint; M. Chandy, J. Misra, L. Haas, "Distributed
+peer's k-th recv from it (and the reverse); a recv from any source waits for any one of its candidates. A living rank
+that is not blocked may still do anything; a blocked one continues once its waits are satisfied. A rank that no such
+continuation frees is stuck for good: in a cycle, behind a rank that is gone or stopped, or in a collective that ranks entered
+with different operations. That is a proof, not a timeout (a least fixpoint; M. Chandy, J. Misra, L. Haas, "Distributed
 deadlock detection", 1983, for the AND and OR models).
 
 Pure and linear in ranks + waits: members of one collective share one `Wait`.
@@ -20,7 +20,7 @@ from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snaps
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.compatible import Signature
 
-WORST = ("op", "root", "dtype", "shape")  # what is named first where calls differ in several ways
+WORST = ("op", "root", "dtype", "shape")  # the first of these is reported if calls differ in several ways
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +29,12 @@ class Wait:
 
     Attributes:
         key: `(group, seq)` of a collective; `(group, seq or nth, "send"|"recv", rank, peer, tag)` of a message.
-        ranks: Who waits in it.
-        missing: Who must come and has not.
-        any_of: True where one of `missing` is enough (recv from any source).
+        ranks: Ranks that wait in it.
+        missing: Members that have not issued it.
+        any_of: True if one of `missing` is enough (recv from any source).
         conflict: Why it can never complete although ranks have arrived: op, root, dtype or shape.
-        sides: The calls that do not fit together, by side, the larger side first; only where `conflict` is set.
-        calls: Each arrived member's call, where known; only where `conflict` is set, else those that wait in it.
+        sides: Members with compatible calls, the largest side first; only if `conflict` is set.
+        calls: The known calls: of all members that arrived if `conflict` is set, else of those that wait in it.
         died: Members that ended inside it.
     """
 
@@ -65,13 +65,13 @@ class WaitGraph:
     """What `build` finds in a snapshot.
 
     Attributes:
-        waits: Everything that somebody waits for (also what dead ranks died in).
-        of_rank: The waits of each blocked rank; one where the host waits, several in a dump (one per group).
+        waits: All operations that ranks wait in, and those in which ranks died.
+        of_rank: The waits of each blocked rank: one if the host waits, several in a dump (one per group).
         stuck: Blocked ranks that no continuation of the others can free: proved.
         gone: Ranks that are dead or stopped: they issue nothing more.
-        sinks: Ranks neither blocked nor gone that others wait for who may yet go on: whose delay it is. Includes
-            ranks nothing is known of (life missing, silent, starting).
-        unknown: Blocked ranks of which it is not known whom they wait for (group or number not recorded).
+        sinks: Ranks that cause the delay: others wait for them, and they are neither blocked nor gone. Includes ranks of unknown
+            state (life missing, silent, starting).
+        unknown: Blocked ranks whose wait is not known (group or number not recorded).
     """
 
     waits: tuple[Wait, ...]
@@ -197,7 +197,7 @@ def _blocked_in(snapshot: Snapshot, st: RankState, completed_by_any: Mapping[str
         and completed_by_any.get(call.group, 0) >= call.seq
         and _completed_elsewhere(snapshot, call, call.seq)
     ):
-        return  # this rank's counters are late: nobody completes it before all have come
+        return  # this rank's counters are late: no rank completes it before all have arrived
     if not call.p2p and call.seq is not None and st.completed.get(call.group, 0) >= call.seq:
         return  # completed between two reads of the page
     yield call
@@ -355,7 +355,7 @@ def _judge(snapshot: Snapshot, w: Wait) -> None:
 
 
 def _judge_message(snapshot: Snapshot, w: Wait) -> None:
-    """A send and the recv it meets, of different length: both ends must be seen in it, waiting or dead."""
+    """Mark a send and its recv that differ in length or dtype; both ends must be in it, waiting or dead."""
     group, nth, direction, rank, peer, tag = w.key
     if w.missing or peer is None or rank not in w.calls:
         return
@@ -380,7 +380,7 @@ def _fixpoint(
     waits: Iterable[Wait],
     of_rank: dict[int, tuple[Wait, ...]],
 ) -> tuple[frozenset[int], set[int]]:
-    """Ranks stuck for ever, and ranks that may go on; the largest set of ranks that may go on is grown from the free."""
+    """Return (ranks stuck for good, ranks that may continue): grows the second set from the ranks that wait for nothing."""
     left: dict[int, int] = {}  # by id of wait: arrivals still needed
     needs: dict[int, list[Wait]] = {}
     known: set[int] = set(ranks)

@@ -1,7 +1,7 @@
-"""Incidents: what all stuck ranks of a wait-for graph ultimately wait for. One incident is one finding.
+"""Incidents: what the stuck ranks of a wait-for graph ultimately wait for. One incident is one finding.
 
-The stuck ranks and their waits form a directed graph; its terminal strongly connected components are where every path
-of waits ends: a rank that is gone, a collective whose calls are incompatible, or a cycle (R. Tarjan, "Depth-first search
+The stuck ranks and their waits form a directed graph. Every path of waits ends in one of its terminal strongly connected
+components: a rank that is gone, a collective whose calls are incompatible, or a cycle (R. Tarjan, "Depth-first search
 and linear graph algorithms", 1972; iterative here, as a chain may be as long as the job is wide).
 """
 
@@ -15,7 +15,7 @@ from distdiag.diagnosis.waits.graph import Wait, WaitGraph
 
 
 class Root(StrEnum):
-    """What a chain of waits ends at."""
+    """Where a chain of waits ends."""
 
     GONE = "gone"  # ranks that are dead or stopped
     CONFLICT = "conflict"  # a collective or message whose calls are incompatible
@@ -28,7 +28,7 @@ class Incident:
 
     Attributes:
         members: The ranks that are gone, that are in the conflicting collective, or that form the cycle.
-        waits: What the members wait in (of a conflict: that wait; of ranks gone: the waits for them).
+        waits: The waits of the members (of a conflict: that wait; of ranks gone: the waits for them).
         victims: All ranks that are stuck because of it or died in it, members included.
     """
 
@@ -77,7 +77,7 @@ def components(vertices: Iterable[int], successors: Callable[[int], Iterable[int
 
 
 def find(graph: WaitGraph) -> list[Incident]:
-    """Return all incidents of a graph by first member, with conflicts that ranks died of and that leave nobody stuck."""
+    """Return all incidents of a graph by first member, with conflicts that ranks died of and that leave no rank stuck."""
     # Ranks in the same wait have the same successors: the vertices are the waits, not the ranks.
     waits = [
         w

@@ -39,7 +39,7 @@ def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, a
 
 
 def held_up(st: RankState, call: Call | None) -> bool:
-    """True if the rank's host has issued `call`, but its device has not come to it: it is in an earlier operation.
+    """True if the rank's host has issued `call`, but its device is still in an earlier operation.
 
     Known only while the host waits for the device. An operation delays what was issued after the host left it, or its
     `wait()`: from then on the stream depends on it.

@@ -80,7 +80,7 @@ def _process_cpu_s(pid: int) -> float:
 def parse_busy_ticks(stat: str, cpus: set[int]) -> int:
     """Busy ticks of `cpus` in the text of /proc/stat: user, nice, system and steal.
 
-    Interrupt time is left out: the loopback traffic of our own ranks is handled there, and is nobody else's. Steal
+    Interrupt time is left out: the loopback traffic of our own ranks is handled there, and is not other work. Steal
     is another virtual machine on our CPU: as foreign as it gets.
     """
     busy = 0

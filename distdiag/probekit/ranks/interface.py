@@ -2,7 +2,7 @@
 
 gloo takes GLOO_SOCKET_IFNAME, else the address that this host's own name resolves to, else the loopback
 (torch, ProcessGroupGloo::createDefaultDevice). On clusters whose /etc/hosts maps the host name to 127.0.0.1 every
-node then advertises itself as 127.0.0.1, and nobody arrives.
+node then advertises itself as 127.0.0.1, and no other rank arrives.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _open_store(place: RankPlace, limit_s: float, mine: Interface) -> dist.Store
                 "set MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0's host",
             ) from None
         raise DistdiagError(
-            f"rank 0 never arrived: nobody listens on {where} (tried for {limit_s:g} s by rank {place.rank})",
+            f"rank 0 never arrived: nothing listens on {where} (tried for {limit_s:g} s by rank {place.rank})",
             f"start rank 0, or check MASTER_ADDR; this rank would use interface {mine.text}",
             ExitCode.TIMEOUT,
             "timeout",

@@ -71,7 +71,7 @@ class Progress:
 def never_arrived(notes: dict[int, Note], world_size: int) -> tuple[list[int], list[int]]:
     """(ranks that never arrived, those among them that are silent), from the notes of the ranks that wrote one.
 
-    Empty where all wrote the same place: then nobody is missing, and the transport is stuck.
+    Empty if all wrote the same step: then no rank is missing, and the transport is stuck.
     """
     silent = [r for r in range(world_size) if r not in notes]
     furthest = max((n.place for n in notes.values()), default=(0, False, 0))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LATE_SHARE = 0.8  # of the iterations the same rank must be last to be called late
 LATE_US = 100.0  # and by this much; below it is the order in which ranks leave the operation before
 _CLEAN_ENOUGH = 11
-_FEW = 8  # iterations; with fewer the range is given as the interval, and nobody is called late
+_FEW = 8  # iterations; with fewer, the range is the interval, and no rank is called late
 _TELLING_BYTES = 4 * 2**20  # only a sweep that reaches this size allows advice on buckets
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
