@@ -23,6 +23,12 @@ def _optional(f: msgspec.structs.FieldInfo) -> bool:
 
 
 @cache
+def _needed(kind: type[msgspec.Struct]) -> tuple[int, ...]:
+    """Indices of the fields of a Struct that may not be None."""
+    return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f))
+
+
+@cache
 def _booleans(kind: type[msgspec.Struct]) -> tuple[int, ...]:
     """Indices of the fields of a Struct that are booleans: SQLite has none, it stores 0 and 1."""
     return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if f.type in (bool, bool | None))
@@ -98,7 +104,7 @@ class Database:
         for row in found:
             for i in booleans:
                 row[i] = None if row[i] is None else bool(row[i])
-        needed = [i for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f)]
+        needed = _needed(kind)
         return [kind(**dict(zip(fields, r, strict=True))) for r in found if not any(r[i] is None for i in needed)]
 
     def newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:

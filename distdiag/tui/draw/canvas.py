@@ -92,7 +92,8 @@ class Canvas(Widget, can_focus=True):
         base = self._style("")
         if y >= len(self._lines):
             return Strip.blank(width, base)
-        segments = [Segment(text, self._style(style)) for text, style, _ in self._lines[y]]
+        known = self._styles
+        segments = [Segment(text, known.get(style) or self._style(style)) for text, style, _ in self._lines[y]]
         return Strip(segments).adjust_cell_length(width, base)
 
     def _style(self, names: str) -> Style:

@@ -85,9 +85,9 @@ class RanksPage:
         self.order = Cached(time.monotonic)
         self._charts: tuple[object, list[Line]] = (None, [])
 
-    def charts(self, points: tuple[history.Point, ...], now: float, *how: Any) -> list[Line]:
-        """The charts; drawn again with a new step, or every second."""
-        key = (len(points), points[-1] if points else None, int(now), how)
+    def charts(self, points: tuple[history.Point, ...], now: float, paused: bool, *how: Any) -> list[Line]:
+        """The charts; drawn again every second, and in a replay at every moment."""
+        key = (points[-1:] if paused else bool(points), int(now), paused, how)
         if self._charts[0] != key:
             self._charts = (key, history.chart_lines(points, now, *how))
         return self._charts[1]
@@ -232,7 +232,9 @@ def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> li
         collectives = comm.summary_lines(data.comm, snap, width, 5)
     room = left - 1 - (len(collectives) + 1 if collectives else 0)
     marks = tuple((f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
-    charts = page.charts(data.points, snap.frame.t_s, width - 1, min(room, CHART_LINES), marks, ui.ascii)
+    charts = page.charts(
+        data.points, snap.frame.t_s, ui.paused_at_s is not None, width - 1, min(room, CHART_LINES), marks, ui.ascii
+    )
     out = [BLANK, *charts] if charts else []
     if collectives:
         out += [BLANK, *collectives]
