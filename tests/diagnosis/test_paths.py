@@ -122,7 +122,8 @@ ROUNDS = """
                 loss.backward()  # A
             all_reduce(tokens)  # B
         for epoch in range(start, 5):
-            loss.backward()  # C
+            for x in loader:
+                loss.backward()  # C
         all_reduce(loss)  # D
 """
 
@@ -359,6 +360,31 @@ def test_a_message_to_another_rank_than_ever_before_is_the_culprits() -> None:
     f = only(s)
     assert (f.kind, f.culprits) == ("deadlock", (0,))
     assert "in 3 earlier calls there its peer was rank 1" in f.message
+
+
+def test_of_a_tie_the_condition_at_which_the_paths_part_is_named() -> None:
+    """Each rank generates until its own sequence ends, with a model whose forward gathers its parameters."""
+    text, at = places("""
+        def generate(model, ids):
+            for _ in range(30):
+                ids = model(ids)  # A
+                if (ids == EOS).all():
+                    break
+
+        def main():
+            for epoch in range(9):
+                loss.backward()  # B
+                generate(model, ids)  # C
+    """)
+    inside, caller, loop = (Site(FILE, at[m], f) for m, f in (("A", "generate"), ("C", "main"), ("B", "main")))
+    known = {key(inside): 40, key(loop): 40}
+    s = snapshot(
+        rank(0, call("all_gather", 9, inside), user_stack=(inside, caller), sites=known),
+        rank(1, call("reduce_scatter", 9, loop), user_stack=(loop,), sites=known),
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.culprits, f.victims) == ((), (0, 1))
+    assert "their paths part at `if (ids == EOS).all()` (train.py:4)" in f.message
 
 
 def test_of_a_circle_the_smallest_edit_is_named() -> None:

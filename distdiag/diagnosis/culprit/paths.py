@@ -91,8 +91,8 @@ def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
     text = condition.text.removesuffix(":")
     if text.startswith("except"):
         return (
-            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too (a loss times 0, if the batch "
-            "is not to count), or skip them on all ranks together (all_reduce a flag)"
+            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too (for example with "
+            "a loss times 0), or skip them on all ranks together (all_reduce a flag)"
         )
     if text.startswith(("for ", "while ", "async for ")):
         return (
@@ -166,6 +166,7 @@ def _loops(inside: list[Site], outside: list[Site], common: int, source: Source)
         node = block[at]
         if isinstance(node, _LOOPS) and other is not None and other > (node.end_lineno or other):
             yield _condition(frame, node, source)
+            return  # of nested loops the outermost
 
 
 def _holds_mine(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:

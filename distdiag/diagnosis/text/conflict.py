@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from distdiag.diagnosis.culprit import arguments, rhythm, skipped
-from distdiag.diagnosis.culprit.paths import decision_advice, parting_text
+from distdiag.diagnosis.culprit.paths import SHOWN, decision_advice, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
@@ -30,10 +30,18 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
         end = _reason_text(snapshot, verdict, source)
     elif verdict.cause == "order_mismatch":
-        end = "; they make these calls in a different order, or not equally often"
+        end = "; they make these calls in a different order, or not equally often" + parting_text(
+            _tie_parting(snapshot, wait, source)
+        )
     else:
-        end = "; cannot tell which side is wrong"
+        end = "; cannot tell which side is wrong" + parting_text(_tie_parting(snapshot, wait, source))
     return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): it can never complete{end}"
+
+
+def _tie_parting(snapshot: Snapshot, wait: Wait, source: Source | None) -> list[Condition]:
+    """Return the conditions at which the paths of two sides part of which neither is known to be wrong."""
+    found = [c for side in wait.sides[:2] for c in parting_of(snapshot, wait, side, source)]
+    return list(dict.fromkeys(found))[-SHOWN:]
 
 
 def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
