@@ -18,6 +18,7 @@ from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
+SAME_S = 0.2  # between the two polls of a proof, at least: the pulse has read the counters meanwhile
 SETTLE_S = 0.4  # after the first end, before its cause is named: another end may come before it in time
 ECHO_S = 2.0  # the same, while all ends that are seen are echoes
 LATE_S = 5.0  # before the first end: who was waited for then is who was late
@@ -47,6 +48,7 @@ class History:
     recovered: dict[int, float] = field(default_factory=dict)
     without: frozenset[str] = frozenset()  # witnesses that are not asked
     _mark: tuple = ()
+    _mark_s: float = 0.0  # since when it is the same
     _lock_mark: tuple = ()
     _stuck_mark: tuple = ()  # the progress of all ranks when ranks were stuck last
     _waiting_mark: tuple = ()  # the same, when ranks waited for a living rank last
@@ -105,8 +107,11 @@ class History:
         if same_locks:
             facts.waits_settled, facts.locks = False, locks
             return
-        facts.waits_settled = bool(mark) and mark == self._mark
-        self._mark = mark
+        if mark != self._mark:
+            self._mark, self._mark_s = mark, s.t_s
+            facts.waits_settled = False
+        else:
+            facts.waits_settled = bool(mark) and s.t_s - self._mark_s >= SAME_S
         if not mark and blocked and self._as_proved(s):
             facts.kept = blocked  # a rank that is being killed no longer sleeps in its call, and has not left it
             return

@@ -36,6 +36,7 @@ from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
 
 TICK_S = 0.25
+SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
 LOOK_S = 0.9  # between two full polls while every rank changes phases; the host is sampled as often
 # Poll interval when all cores are busy and nothing was suspected for a while. Later it is longer still, unless run.db has a reader.
 CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
@@ -96,7 +97,9 @@ class Monitor:
             began = time.monotonic()
             if self._survive(lambda: not self._going_on() and self.tick()):
                 break
-            left = TICK_S - (time.monotonic() - began)
+            next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
+            tick_s = TICK_S if next_s is None else min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
+            left = tick_s - (time.monotonic() - began)
             if left > 0:
                 self.endings.wake.wait(left)
             self.endings.wake.clear()

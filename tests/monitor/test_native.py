@@ -187,3 +187,38 @@ BINDINGS, PYTHON, LIBC = "/v/site-packages/torch/lib/libtorch_python.so", "/usr/
 def test_a_backend_nobody_knows(libraries: list[str], in_python: str, expected: str | None) -> None:
     names = [f"f{i}" for i in range(len(libraries))]
     assert native.unknown_backend(libraries, names, in_python) == expected
+
+
+def test_the_next_poll_comes_as_soon_as_it_can_learn_more(tmp_path: Path) -> None:
+    """A rank is asked once it is still for long enough, and answers within milliseconds."""
+
+    class Header:
+        pid, trace_signal, blocked = os.getpid(), 47, 0
+
+    class View:
+        rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, 10.0, (0,)
+        page = SimpleNamespace(header=Header)
+
+        def file(self, kind: str) -> Path:
+            return tmp_path / f"r0.{kind}"
+
+        def has_open_on_device(self) -> bool:
+            return True
+
+        def progress_mark(self) -> tuple[int, ...]:
+            return ()
+
+    (tmp_path / "r0.native").touch()
+    before = signal.signal(46, lambda number, _: None)
+    try:
+        waits, view = HostWaits(), View()
+        polls = []
+        for now_s in (10.0, 10.25, 10.3, 10.35, 10.6):
+            waits.sample(now_s, {0: view}, ())  # type: ignore[dict-item]
+            polls.append(None if waits.next_s is None else round(waits.next_s, 2))
+        assert polls[:4] == [None, 10.3, 10.35, 10.4]
+        view.device_groups = ()
+        waits.sample(10.7, {0: view}, ())  # type: ignore[dict-item]
+        assert waits.next_s is None
+    finally:
+        signal.signal(46, before)

@@ -16,6 +16,8 @@ from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked
 
 STILL_S = 0.3  # without progress for so long, a rank is sampled
+ANSWER_S = 0.05  # for a rank's signal handler
+GIVEN_UP_S = 0.2  # a rank that has not answered by then is no reason to poll sooner
 AGREE_S = 0.2  # at least between the two samples that agree
 AGAIN_S = 1.0  # between samples once two agree
 
@@ -37,6 +39,7 @@ class HostWaits:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
+        self.next_s: float | None = None  # run time at which the next poll learns more
 
     def of(self, rank: int) -> tuple[str, str] | None:
         """(what the host waits for, the native function that shows it, or that it is in); None where it is not known."""
@@ -46,10 +49,13 @@ class HostWaits:
     def sample(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
         """Take over what ranks answered since the last poll, and ask those that make no progress; never waits."""
         open_somewhere = any(v.ending is None and v.has_open_on_device() for v in views.values())
+        self.next_s = None
         for v in views.values():
             still_s = now_s - (v.still_since_s if v.still_since_s is not None else now_s)
             if not open_somewhere or v.ending is not None or v.rank in stopped or still_s < STILL_S or not _asks(v):
                 self._ranks.pop(v.rank, None)
+                if open_somewhere and 0.0 < still_s < STILL_S:
+                    self._poll_at(now_s + STILL_S - still_s)
                 continue
             assert v.page is not None
             mark = v.progress_mark()
@@ -61,6 +67,11 @@ class HostWaits:
                 self._take(r, v, now_s)
             if now_s - r.asked_s >= (AGAIN_S if r.confirmed else 0.0):
                 self._ask(r, v, now_s)
+            if r.kind is None and r.asked_ns and now_s - r.asked_s < GIVEN_UP_S:
+                self._poll_at(now_s + ANSWER_S)
+
+    def _poll_at(self, t_s: float) -> None:
+        self.next_s = t_s if self.next_s is None else min(self.next_s, t_s)
 
     def _ask(self, r: _Rank, v: RankView, now_s: float) -> None:
         assert v.page is not None

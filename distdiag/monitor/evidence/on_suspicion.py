@@ -17,7 +17,7 @@ from distdiag.page.layout import Blocked, Phase
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.store import stacks
 
-SUSPECT_S = 0.4  # a rank stuck in one wait for this long is asked for evidence
+SUSPECT_S = 0.3  # a rank stuck in one wait for this long is asked for evidence
 SILENT_S = 1.5  # the pulse has missed six beats
 STACK_KEPT_S = 30.0
 LOADING_S = 3.0  # a rank that has waited for data this long while others wait for it: its workers are asked
