@@ -24,18 +24,59 @@ from distdiag.tui.ui import Ui
 from tests.tui.drive import showing
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 240
+DEADLINE_S = 480
+HEALTHY_STEPS = 200  # until the picture of a job without a fault
 SIZE = (130, 34)
-# job: (its command, ranks, the kinds of finding to wait for, {picture: keys that lead to the screen})
+# job: (its command, ranks, the kinds of finding to wait for or none, {picture: keys that lead to the screen})
 JOBS = {
     "straggler": (
         ["-m", "distdiag.run", "train_dialogs.py"], 3, ("straggler",), {"ranks": (), "heat": ("3",)},
+    ),
+    "healthy": (
+        ["-m", "distdiag.train", "--", "--monitor", "--max-steps", "3000"], 2, (), {"healthy": ()},
+    ),
+    "many": (
+        ["-m", "distdiag.run", "many_ranks.py"], 64, ("straggler",), {"ranks64": ()},
     ),
     "deadlock": (
         ["-m", "distdiag.run", "train_unet.py"], 3, ("deadlock", "mismatch"),
         {"deadlock": ("9",), "findings": ("5",), "replay": ("left_curly_bracket",)},
     ),
 }  # fmt: skip
+# 64 ranks that mostly sleep, so that two cores are enough for them; the files of ranks 37 and 38 are on a slow disk
+MANY = """
+import time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+class Scans(Dataset):
+    def __init__(self, slow):
+        self.seconds = 0.6 if slow else 0.05
+    def __len__(self):
+        return 4000
+    def __getitem__(self, i):
+        time.sleep(self.seconds)
+        return torch.randn(32)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+    def forward(self, x):
+        time.sleep(0.3)
+        return self.layer(x)
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = DDP(Net())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for x in DataLoader(Scans(dist.get_rank() in (37, 38)), 1):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 SCRIPTS = {
     "train_dialogs.py": ROOT / "tests/faults/jobs/long_dialogs.py",  # rank 2 has five times as many turns per dialogue
     "train_unet.py": ROOT / "tests/faults/jobs/unet_cells.py",  # rank 0 alone evaluates through the wrapper
@@ -60,11 +101,12 @@ def running(job: list[str], ranks: int, run: Path) -> Iterator[subprocess.Popen[
 
 
 def wait_for_finding(run: Path, kinds: tuple[str, ...], process: subprocess.Popen[bytes]) -> None:
-    """Wait until the run has an open finding of one of these kinds."""
+    """Wait until the run has an open finding of one of these kinds; of a job without a fault, for some steps."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(DistdiagError), open_run(run) as opened:
-            if any(f.kind in kinds and f.cleared_s is None for f in opened.report().findings):
+            found = any(f.kind in kinds and f.cleared_s is None for f in opened.report().findings)
+            if found or (not kinds and (opened.query("SELECT max(step) FROM step")[0][0] or 0) >= HEALTHY_STEPS):
                 time.sleep(2)  # the frames of the same moment
                 return
         time.sleep(0.5)
@@ -90,6 +132,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as made, contextlib.chdir(made):  # the path is in the picture
             for script, source in SCRIPTS.items():
                 Path(script).write_text(source.read_text())
+            Path("many_ranks.py").write_text(MANY)
             run = Path("reports/train")
             with running(job, ranks, run) as process:
                 wait_for_finding(run, kinds, process)
