@@ -80,8 +80,10 @@ class DeviceSight:
     def _text(view: RankView, group: int) -> str:
         assert view.page is not None
         slot, name = view.page.groups[group], view.group_key(view.page, group)
+        consequence = "waits in it are not judged"
         if slot.completed < 0:
             why = "no completed collectives are counted (is the flight recorder off, or the backend without one?)"
+            consequence = "waits in it are inferred from what all ranks have issued"
         else:
             why = f"no completion after #{slot.completed} was noticed while its steps continue (is the backend's watchdog stuck?)"
-        return f"rank {view.rank}, group {name} ({view.text(slot.backend)}): {why}; waits in it are not judged"
+        return f"rank {view.rank}, group {name} ({view.text(slot.backend)}): {why}; {consequence}"
