@@ -21,6 +21,7 @@ from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.train.costs import show
 from distdiag.train.costs.blocks import Batch, Block, make_batch, measure
+from distdiag.train.costs.on_paper import add_activations, compute
 from distdiag.train.costs.possible import DEFAULT, SINGLE, Case, Machine, parse_strategies, why_not
 from distdiag.train.costs.rows import judge, rows_of
 
@@ -58,8 +59,6 @@ class Step(Probe):
         return [result]
 
     def on_paper(self, options: Options) -> list[Result]:
-        from distdiag.train.costs.on_paper import compute
-
         return [compute(options)]
 
     def run(self, job: Job) -> Result | None:
@@ -82,6 +81,7 @@ class Step(Probe):
         result = new_result(job, self.name)
         result.host_noise = host_noise
         result.rows = rows_of(blocks, len(batch[0]), job.device.type)
+        add_activations(result.rows, job.options, len(batch[0]))
         result.details |= _about(job.options) | {"global_batch": len(batch[0])}
         result.notes += [f"{case.strategy}: not possible here: {why}" for case, why in reasons.items()]
         judge(result)

@@ -64,6 +64,19 @@ def test_rows_have_time_epoch_speed_up_and_intervals() -> None:
     assert "DDP on 2 ranks is 2.00 [2.00, 2.00] times as fast as one process" in found.reasons
 
 
+def test_exposed_communication_of_fsdp_is_its_time_in_collectives() -> None:
+    blocks = [block("single", 1, 100), block("fsdp", 2, 80)]
+    blocks[1].blocked_ms = [20.0, 24.0, 20.0, 20.0]
+    found = result_of(blocks)
+    assert found.rows[1].exposed_ms == 20.0 and found.rows[1].exposed_share == pytest.approx(0.25)
+    text = "\n".join(show.drawing(found))
+    assert "of FSDP: time in all_gather and reduce_scatter" in text and "not measured" not in text
+    blocks[1].blocked_ms = []
+    unknown = result_of(blocks)
+    assert unknown.rows[1].exposed_ms is None
+    assert "FSDP's exposed communication is not measured" in "\n".join(show.drawing(unknown))
+
+
 def test_a_machine_that_changes_between_rounds_decides_nothing() -> None:
     found = result_of([b for ms in (100, 180, 110) for b in (block("single", 1, ms), block("ddp", 2, 100))])
     assert found.verdict is Verdict.INCONCLUSIVE
@@ -207,6 +220,9 @@ def test_all_cases_are_measured_on_real_ranks_and_those_that_cannot_run_have_a_r
         assert row.step_ms > 0 and row.speed_up > 0 and row.rounds == 1
         expected = sum(row.expected_memory.values())
         assert row.state_bytes == pytest.approx(expected, rel=0.1 if row.strategy == "fsdp" else 0), row.label
+        assert row.activations_bytes == pytest.approx(row.expected_activations_bytes, rel=0.05), row.label
     assert measured["fsdp", 2].state_bytes < 0.6 * measured["ddp", 2].state_bytes
+    assert measured["fsdp", 2].activations_bytes == measured["ddp", 2].activations_bytes
+    assert measured["fsdp", 2].exposed_ms is not None and 0 < measured["fsdp", 2].exposed_share <= 1
     assert measured["ddp", 2].exposed_ms is not None and 0 <= measured["pipeline", 2].idle_share <= 1
     assert any(line.startswith("not possible here: on 3: pipeline: 3 stages") for line in found.notes)

@@ -177,8 +177,9 @@ def test_activations_by_formula_are_those_of_a_real_step(name: str) -> None:
     torch.manual_seed(0)
     model = build_model(name)
     saved = SavedBytes()
-    with saved.counting(model):
-        F.cross_entropy(model(torch.rand(4, 3, 32, 32)), torch.zeros(4, dtype=torch.long)).backward()
+    images, labels = torch.rand(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)
+    with saved.counting(model, images, labels):
+        F.cross_entropy(model(images), labels).backward()
     assert saved.now == 0, "backward has released everything"
     sizes = Counted(name, build_model(name), torch.float32)
     assert sizes.activations("single", 1, 4) == pytest.approx(saved.peak, rel=0.02)

@@ -1,7 +1,7 @@
 """Activations: what autograd saves for backward, by formula and measured.
 
 Both count the same: the memory of all tensors that autograd has saved and not released yet, at their maximum; each
-piece of memory once, without parameters and buffers. By formula, the forward runs on the meta device, where tensors have
+piece of memory once, without parameters, buffers and the batch itself. By formula, the forward runs on the meta device, where tensors have
 shapes and no memory. What a kernel allocates and frees within one operation is in neither.
 """
 
@@ -29,13 +29,19 @@ class SavedBytes:
         self._users: dict[int, int] = {}  # by address of the storage
 
     @contextmanager
-    def counting(self, module: nn.Module) -> Iterator[None]:
-        """Count what is saved within the context, without the parameters and buffers that `module` has at that time."""
+    def counting(self, module: nn.Module, *batch: torch.Tensor) -> Iterator[None]:
+        """Count what is saved within the context, without the parameters and buffers that `module` has at that time.
+
+        Args:
+            batch: Images and labels, which are not counted either. What a stage receives from another is.
+        """
+        given = {t.untyped_storage()._cdata for t in batch}
 
         def pack(tensor: torch.Tensor) -> _Saved:
             kept = [*module.parameters(), *module.buffers()]
             own = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in kept}
-            return _Saved(self, tensor, tensor.untyped_storage()._cdata not in own)
+            storage = tensor.untyped_storage()._cdata
+            return _Saved(self, tensor, storage not in own and storage not in given)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             yield
@@ -69,22 +75,24 @@ class _Saved:
 
 
 def saved_by_forward(
-    module: nn.Module, samples: int, shape: tuple[int, ...], last: bool, dtype: torch.dtype = torch.float32
+    module: nn.Module, samples: int, shape: tuple[int, ...], first: bool, last: bool, dtype: torch.dtype = torch.float32
 ) -> int:
     """Return the bytes that one forward of `module` (on the meta device) saves.
 
     Args:
         samples: In the batch.
         shape: Of one sample.
+        first: The inputs are the batch, which is not counted.
         last: The module's outputs go into a cross entropy.
     """
     count = SavedBytes()
     inputs = torch.empty(samples, *shape, device="meta", dtype=dtype)
     module.train()
-    with count.counting(module):
+    labels = torch.zeros(samples, dtype=torch.long, device="meta")
+    with count.counting(module, labels, *([inputs] if first else [])):
         outputs = module(inputs)
         if last:
-            F.cross_entropy(outputs, torch.zeros(samples, dtype=torch.long, device="meta"))
+            F.cross_entropy(outputs, labels)
     return count.peak
 
 
@@ -103,16 +111,19 @@ def expected_activations(
     """
     if stages is None:
         samples = -(-batch // ranks) if strategy in _SHARED else batch
-        return saved_by_forward(network, samples, shape, True, dtype)
+        return saved_by_forward(network, samples, shape, True, True, dtype)
     parts = micro_batches(ranks) if strategy == "pipeline" else 1
     count = len(stages.stages)
     return max(
         min(parts, count - i)
-        * saved_by_forward(Stage(pieces), -(-batch // parts), stages.shapes[i], i == count - 1, dtype)
+        * saved_by_forward(Stage(pieces), -(-batch // parts), stages.shapes[i], i == 0, i == count - 1, dtype)
         for i, pieces in enumerate(stages.stages)
     )
 
 
 def on_meta(network: nn.Module) -> nn.Module:
-    """Return a copy of the model without memory."""
-    return copy.deepcopy(network).to("meta")
+    """Return a copy of the model without memory; the copy is never in memory either."""
+    memo: dict[int, object] = {}
+    for p in network.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    return copy.deepcopy(network, memo).to("meta")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from distdiag.probekit.measure.thread_data_parallel import PartTimes, ThreadData
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
 from distdiag.train.config import TrainConfig
+from distdiag.train.costs.activations import SavedBytes
+from distdiag.train.costs.blocked import BlockedTime, watch
 from distdiag.train.costs.memory import HostPeak, StateBytes, expected_state, gradient_bytes, measured_state
 from distdiag.train.costs.possible import Case, micro_batches
 from distdiag.train.faults import Faults
@@ -46,6 +49,8 @@ class Block:
         idle_share: Share of the step in which stages had nothing to compute, mean of the ranks; on the CPU.
         state: Of the rank that has most.
         peak_host_bytes: Of the rank with the highest; None if the process is not fresh.
+        blocked_ms: Time in FSDP's collectives in each step, on the rank that waits least; where they block the host.
+        saved_bytes: Activations saved for backward in the first step, of the rank that has most; None: in threads.
     """
 
     case: Case
@@ -62,6 +67,8 @@ class Block:
     idle_share: float | None = None
     expected_idle_share: float | None = None
     noise: BlockNoise | None = None
+    saved_bytes: int | None = None
+    blocked_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -76,6 +83,8 @@ class _Own:
     peak_host_bytes: int | None = None
     peak_device_bytes: int | None = None
     idle_share: float | None = None
+    saved_bytes: int | None = None
+    blocked_ms: list[float] = field(default_factory=list)
 
 
 def make_batch(job: Job) -> Batch:
@@ -151,6 +160,7 @@ class _Measurement:
         )
         self.batch = batch
         self.own = _Own()
+        self.blocked: BlockedTime | None = None
 
     def run(self, seconds: float) -> Block | None:
         if self.case.strategy == "single-threads":
@@ -163,6 +173,8 @@ class _Measurement:
             with self.job.step(f"step: {self.case} is built"):
                 strategy = self._build(network)
             wrapped = strategy.model
+            if self.case.strategy == "fsdp" and self.job.device.type == "cpu":
+                self.blocked = watch(strategy.network)
             del network
             threads = torch.get_num_threads()
             before = read_cpu()
@@ -208,11 +220,15 @@ class _Measurement:
             if turn == WARM_UP_STEPS:
                 start = time.monotonic()
                 self._reset_peaks(host)
+                if self.blocked is not None:
+                    self.blocked.take()  # of the warm-up
                 busy_s = strategy.busy_s() if isinstance(strategy, Stages) else 0.0
             with job.step(f"step: {self.case}, step {turn}"):
                 ms = self._step(strategy, images, labels, not quiet, first)
             if not first:
                 (own.quiet_ms if quiet else own.times_ms).append(ms)
+                if self.blocked is not None:
+                    own.blocked_ms.append(self.blocked.take() * 1e3)
                 step_s += ms / 1e3
                 if isinstance(strategy.model, ThreadDataParallel):
                     own.parts.append(replace(strategy.model.times))
@@ -221,6 +237,8 @@ class _Measurement:
             if self._agree(enough and (time.monotonic() - start > seconds or turn >= MOST_STEPS)):
                 break
         own.state = measured_state(strategy.network.parameters(), own.state.gradients, self.optimizer)
+        if self.blocked is not None and not self.blocked.known:
+            own.blocked_ms = []
         own.peak_host_bytes = host.bytes() if host else None
         if job.device.type == "cuda":
             own.peak_device_bytes = int(torch.cuda.max_memory_allocated(job.device))
@@ -233,8 +251,12 @@ class _Measurement:
         """Take one step; return its milliseconds, the device's work included."""
         self.job.synchronize()
         begin = time.perf_counter()
-        strategy.backward(images, labels, completes_step=exchange)
-        if first:  # not timed: afterwards they are dropped
+        saved = SavedBytes()
+        with saved.counting(strategy.network, images, labels) if first else nullcontext():
+            strategy.backward(images, labels, completes_step=exchange)
+        if first:  # not timed: afterwards the gradients are dropped
+            threads = isinstance(strategy.model, ThreadDataParallel | nn.DataParallel)  # not counted there
+            self.own.saved_bytes = None if threads else saved.peak
             self.own.state = StateBytes(0, gradient_bytes(strategy.network.parameters()), 0)
         strategy.optimize(self.optimizer)
         self.job.synchronize()
@@ -278,6 +300,8 @@ class _Measurement:
             idle_share=float(np.mean(idle)) if idle else None,
             expected_idle_share=strategy.expected_bubble() if isinstance(strategy, Stages) else None,
             noise=noise,
+            blocked_ms=np.min([o.blocked_ms for o in all_own], axis=0).tolist(),
+            saved_bytes=_highest([o.saved_bytes for o in all_own]),
         )
 
 

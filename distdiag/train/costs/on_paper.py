@@ -13,9 +13,11 @@ from distdiag.probekit.measure import gpus
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.terms.units import size_text
 from distdiag.train.costs import possible
+from distdiag.train.costs.activations import on_meta
 from distdiag.train.costs.advice import Advice, recommend
 from distdiag.train.costs.blocks import make_model
 from distdiag.train.costs.paper import STRATEGIES, PaperRow, Sheet, read_link
+from distdiag.train.costs.rows import StepRow
 from distdiag.train.costs.sizes import Counted, Sizes, Stated
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +58,14 @@ def compute(options: Options) -> Result:
     }  # fmt: skip
     result.elapsed_s = time.monotonic() - began
     return result
+
+
+def add_activations(rows: list[StepRow], options: Options, batch: int) -> None:
+    """Fill in the activations by formula of measured rows; they stay None if the model cannot run on the meta device."""
+    sizes = Counted("", on_meta(make_model(options.model)), torch.float32)
+    for row in rows:
+        strategy = "ddp" if row.strategy == "dataparallel" and options.device == "cuda" else row.strategy
+        row.expected_activations_bytes = sizes.activations(strategy, row.ranks, batch)
 
 
 def _strategies(names: list[str]) -> list[str]:
@@ -121,6 +131,8 @@ def _notes(rows: list[PaperRow], sheet: Sheet) -> list[str]:
         text = "FSDP's buffers are two gathered blocks and the whole gradients of one"
         unknown = any(r.strategy == "fsdp" and r.buffers_bytes is None for r in rows)
         notes.append(f"{text}, which depend on --layers: not in these rows" if unknown else text)
+    if isinstance(sheet.sizes, Counted) and sheet.sizes.problem:
+        notes.append(f"activations are not known: {sheet.sizes.problem}")
     if found & set(possible.STAGED) and isinstance(sheet.sizes, Stated):
         notes.append("stages are taken as equally large")
     return notes

@@ -15,6 +15,7 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.ranks.launch import launch
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.train.costs.blocks import Block, check_batch
+from distdiag.train.costs.on_paper import add_activations
 from distdiag.train.costs.possible import SINGLE, STRATEGIES, Case, Machine, why_not
 from distdiag.train.costs.rows import judge, noise_of, rows_of
 
@@ -68,6 +69,7 @@ def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
     result.backend = machine.backend
     result.host_noise = noise_of(turns.blocks)
     result.rows = rows_of(turns.blocks, options.batch_size, machine.device)
+    add_activations(result.rows, options, options.batch_size)
     judge(result)
     for case, error in turns.failed.items():
         result.judge(Verdict.INCONCLUSIVE, f"{case} failed: {error.message}")

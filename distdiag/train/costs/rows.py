@@ -36,6 +36,8 @@ class StepRow:
         state_bytes: Parameters, gradients and optimizer state on the rank that has most.
         peak_bytes: The device allocator's peak; CUDA only.
         peak_host_bytes: Highest resident memory above the process before the model was built.
+        activations_bytes: Saved for backward, in the first step; None: the copies of DataParallel, which are not counted.
+        expected_activations_bytes: The same by formula; None: the model cannot run on the meta device.
         exposed_ms: Communication that computing does not hide.
         idle_share: With stages: share of the step in which a rank has nothing to compute.
     """
@@ -66,6 +68,8 @@ class StepRow:
     memory: dict[str, int] = field(default_factory=dict)
     expected_memory: dict[str, int] | None = None
     round_ms: list[float] = field(default_factory=list)
+    activations_bytes: int | None = None
+    expected_activations_bytes: int | None = None
 
 
 def rows_of(blocks: Sequence[Block], batch: int, device: str) -> list[StepRow]:
@@ -103,6 +107,7 @@ def _row(blocks: list[Block], batch: int, device: str) -> StepRow:
     )  # fmt: skip
     row.competing = device == "cpu" and first.ranks * first.threads > usable_cpus()
     row.peak_bytes = _median([b.peak_device_bytes for b in blocks])
+    row.activations_bytes = _median([b.saved_bytes for b in blocks])
     row.peak_host_bytes = _median([b.peak_host_bytes for b in blocks])
     idle = [b.idle_share for b in blocks if b.idle_share is not None]
     row.idle_share = float(np.mean(idle)) if idle else None
@@ -110,6 +115,8 @@ def _row(blocks: list[Block], batch: int, device: str) -> StepRow:
         row.exposed_ms = row.parts_ms["scatter"] + row.parts_ms["replicate"] + row.parts_ms["gather"]
     elif quiet := [b for b in blocks if b.quiet_ms]:
         row.exposed_ms = max(0.0, float(np.median([np.median(b.times_ms) - np.median(b.quiet_ms) for b in quiet])))
+    elif blocked := [b.blocked_ms for b in blocks if b.blocked_ms]:
+        row.exposed_ms = float(np.median([np.median(ms) for ms in blocked]))
     if row.exposed_ms is not None:
         row.exposed_ms = min(row.exposed_ms, step_ms)
         row.exposed_share = row.exposed_ms / step_ms

@@ -18,7 +18,8 @@ def table(result: Result, ascii_only: bool = False) -> Table:
         return _on_paper(result, none)
     rows: list[StepRow] = result.rows
     headers = ["strategy", "ranks", "threads", "step ms", "95 % interval", "epoch s", "samples/s", "speed-up"]
-    headers += ["95 % interval", "efficiency", "state/rank", "formula", "peak/rank", "exposed ms", "of step"]
+    headers += ["95 % interval", "efficiency", "state/rank", "formula", "activations", "formula", "peak/rank"]
+    headers += ["exposed ms", "of step"]
     lines = Table(headers, left={0})
     for r in rows:
         mark = "*" if r.competing else ""
@@ -38,6 +39,8 @@ def table(result: Result, ascii_only: bool = False) -> Table:
                 f"{r.efficiency:.0%}{mark}" if r.efficiency else none,
                 size_text(r.state_bytes),
                 size_text(sum(r.expected_memory.values())) if r.expected_memory else none,
+                size_text(r.activations_bytes) if r.activations_bytes is not None else none,
+                size_text(r.expected_activations_bytes) if r.expected_activations_bytes is not None else none,
                 size_text(peak) if peak is not None else none,
                 f"{r.exposed_ms:.1f}" if r.exposed_ms is not None else none,
                 f"{waits:.0%}" + (" idle" if r.exposed_share is None else "") if waits is not None else none,
@@ -95,7 +98,15 @@ def drawing(result: Result, ascii_only: bool = False) -> list[str]:
         waiting = min(cells, round(cells * share))
         lines.append(f"{name:<{width}}  {full * (cells - waiting)}{light * waiting} {r.step_ms:.1f} ms")
     if any(r.exposed_ms for r in rows):
-        lines.append(f"{'':<{width}}  {light} exposed communication: the step against the same step without it")
+        text = "exposed communication: the step against the same step without it"
+        if any(r.strategy == "fsdp" and r.exposed_ms is not None for r in rows):
+            text += "; of FSDP: time in all_gather and reduce_scatter, on the rank that waits least"
+        lines.append(f"{'':<{width}}  {light} {text}")
+    if any(r.strategy == "fsdp" and r.exposed_ms is None for r in rows):
+        lines.append(
+            "FSDP's exposed communication is not measured: on a device no call of the host waits for it, and older versions "
+            "of torch have no hook for it"
+        )
     if idle := [r for r in rows if r.idle_share is not None]:
         formula = ", ".join(f"{r.strategy} x {r.ranks} {r.expected_idle_share:.0%}" for r in idle)
         lines.append(f"{'':<{width}}  {light} of stages: idle. By formula, for equal stages: {formula}")
@@ -103,8 +114,8 @@ def drawing(result: Result, ascii_only: bool = False) -> list[str]:
         lines.append("* more ranks and threads than cores: they compete")
     if any(r.peak_host_bytes is not None for r in rows):
         lines.append(
-            "state: parameters, gradients, SGD momentum; formula: the same on paper; peak: resident memory above the "
-            "process before the model was built"
+            "state: parameters, gradients, SGD momentum; activations: saved for backward; formula: the same on paper; peak: "
+            "resident memory above the process before the model was built"
         )
     return lines
 

@@ -101,6 +101,8 @@ class Counted(Sizes):
             self.block = max(blocks)
             self.gathered = max(a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True))
         self._cuts: dict[int, Cut] = {}
+        self.problem: str | None = None
+        """Why activations are not known."""
 
     def _cut(self, ranks: int) -> Cut:
         if ranks not in self._cuts:
@@ -113,14 +115,25 @@ class Counted(Sizes):
                 self._cut(ranks)
             except DistdiagError as e:
                 return e.message
+            except Exception as e:  # the user's forward, on the meta device
+                return f"its stages {_cannot_run(e)}"
         return None
 
     def largest_stage(self, ranks: int) -> int:
         return max(sum(count_parameters(p.module) for p in pieces) for pieces in self._cut(ranks).stages)
 
     def activations(self, strategy: str, ranks: int, batch: int) -> int | None:
-        stages = self._cut(ranks) if strategy in STAGED else None
-        return expected_activations(strategy, ranks, self.network, batch, IMAGE, stages, self.dtype)
+        try:
+            stages = self._cut(ranks) if strategy in STAGED else None
+            return expected_activations(strategy, ranks, self.network, batch, IMAGE, stages, self.dtype)
+        except Exception as e:  # the user's forward, on the meta device
+            self.problem = f"the model {_cannot_run(e)}"
+            return None
+
+
+def _cannot_run(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"cannot run on the meta device: {type(error).__name__}: {first}"
 
 
 def _count_text(count: int) -> str:
