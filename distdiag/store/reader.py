@@ -37,7 +37,6 @@ from distdiag.store.rows import (
     ProcessRow,
     ScalarRow,
     StepRow,
-    StepTotal,
 )
 from distdiag.terms import secrets
 from distdiag.terms.ranks import unfold_ranks
@@ -228,15 +227,6 @@ class Run(Database):
             raise ValueError(f"no column {column}")
         (value,) = self.named("step", [column])
         return self.query(_seek(f"step.rank, step.step, {value}", len(ranks)), (first, last, *ranks))
-
-    def step_totals(self, first: int, last: int) -> list[StepTotal]:
-        """One row per step over all ranks."""
-        rows = self.query(
-            "SELECT step, max(t_end_s), max(step_ms), sum(samples), avg(loss), count(*) FROM step"
-            " WHERE step BETWEEN ? AND ? GROUP BY step ORDER BY step",
-            (first, last),
-        )
-        return [StepTotal(*r) for r in rows]
 
     def collectives(self, last_steps: int = 50, t_s: float | None = None, limit: int = 5000) -> list[CollectiveRow]:
         """Completed collectives of the last steps (newest first), or the newest `limit` where steps are not known."""

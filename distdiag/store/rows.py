@@ -194,14 +194,3 @@ class ProbeResult(msgspec.Struct, frozen=True):
     name: str
     verdict: str
     json: str
-
-
-class StepTotal(msgspec.Struct, frozen=True):
-    """One step over all ranks: the job's step time is the longest, the loss the mean."""
-
-    step: int
-    t_end_s: float | None
-    step_ms: float | None
-    samples: int | None
-    loss: float | None
-    ranks: int

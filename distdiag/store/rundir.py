@@ -65,11 +65,6 @@ def prepare(run_dir: Path, force: bool = False) -> Path:
     return run_dir
 
 
-def attempt_dir(run_dir: Path, attempt: int) -> Path:
-    """Where attempt `attempt` of an elastically restarted job writes: the run directory itself for 0."""
-    return run_dir if attempt <= 0 else run_dir / f"attempt_{attempt}"
-
-
 def attempts(run_dir: Path) -> list[Path]:
     """All attempts of a run that wrote something, oldest first; `[run_dir]` for a job that was never restarted."""
     base = run_dir.parent if _attempt_number(run_dir) else run_dir

@@ -193,8 +193,8 @@ def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rundir.resolve("reports/a/run.db").resolve() == a
     monkeypatch.setenv(rundir.ENV, str(a))
     assert rundir.resolve() == a and rundir.resolve(b) == b
-    _run(rundir.attempt_dir(a, 1))
-    _run(rundir.attempt_dir(a, 10))
+    _run(a / "attempt_1")
+    _run(a / "attempt_10")
     assert rundir.resolve() == a / "attempt_10" and rundir.resolve(a / "attempt_1") == a / "attempt_1"
     assert [p.name for p in rundir.attempts(a / "attempt_1")] == ["a", "attempt_1", "attempt_10"]
     (tmp_path / "empty").mkdir()

@@ -55,7 +55,7 @@ def test_rows_of_every_table_come_back(tmp_path: Path) -> None:
         assert run.ranks()[1].host == "node0" and run.ranks()[1].self_ms is None
         assert [(s.step, s.rank, s.self_ms) for s in run.steps(2, 3, [1])] == [(2, 1, 91.0), (3, 1, 91.0)]
         assert run.step_range() == (1, 4) and run.step_range(0.25) == (1, 2) and run.step_range(0.01) is None
-        assert [t.ranks for t in run.step_totals(1, 4)] == [2] * 4
+        assert [(s.step, s.rank) for s in run.steps(1, 4)] == [(n, q) for n in range(1, 5) for q in (0, 1)]
         assert run.collectives()[0].bytes == 4096
         assert run.groups()[0].ranks == (0, 1)
         assert run.hosts()[0].cpu_pct == 50.0 and run.processes()[0].rank == 1 and run.gpus()[0].throttle == ""

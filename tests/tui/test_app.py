@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distdiag.store import rundir
 from distdiag.store.writer import Writer
 from distdiag.tui import keys
 from distdiag.tui.app import DistdiagApp
@@ -167,7 +166,7 @@ def test_new_data_arrive_by_themselves_and_a_restart_is_followed(tmp_path: Path)
                 fill(w, Scenario(ranks=2, gpus=False, t_s=300.0))
             set_monitor(run, "live")
             await d.until(lambda: "RUNNING" in d.text())
-            again = rundir.attempt_dir(run, 1)
+            again = run / "attempt_1"
             make(again, Scenario(ranks=2, gpus=False, state="deadlocked"))
             with Writer(again) as w:
                 w.meta(attempt=1)

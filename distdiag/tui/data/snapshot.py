@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -201,8 +200,3 @@ def known_at(findings: tuple[Finding, ...], t_s: float) -> tuple[Finding, ...]:
             continue
         out.append(msgspec.structs.replace(f, cleared_s=None) if f.cleared_s is not None and f.cleared_s > t_s else f)
     return tuple(sorted(out, key=lambda f: f.cleared_s is not None))
-
-
-def age_of(t_s: float | None, started_unix_s: float | None) -> float | None:
-    """Seconds between a moment of the run and now."""
-    return None if t_s is None or started_unix_s is None else max(0.0, time.time() - started_unix_s - t_s)

@@ -6,7 +6,6 @@ what a click there does: `row:5`, `sort:self_ms`, `do:screen('comm')`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distdiag.tui.draw.text import cells, clip, to_ascii
@@ -68,11 +67,6 @@ def marked(text: Line, width: int, style: str = "cursor") -> Line:
     return tuple((t, f"{s} {style}" if s else style, h) for t, s, h in padded)
 
 
-def hit_line(text: Line, hit: str) -> Line:
-    """The line with `hit` on every part that has none."""
-    return tuple((t, s, h or hit) for t, s, h in text)
-
-
 def ascii_line(text: Line) -> Line:
     return tuple((to_ascii(t), s, h) for t, s, h in text)
 
@@ -119,8 +113,3 @@ class Screenful:
     lines: list[Line] = field(default_factory=list)
     rows: int = 1
     cursor: int | None = None
-
-
-def text_of(lines: Iterable[Line], ascii_only: bool = False) -> str:
-    """All lines as plain text."""
-    return "".join((to_ascii(plain(x)) if ascii_only else plain(x)) + "\n" for x in lines)
