@@ -4,7 +4,7 @@ Proved by the wait-for graph while the ranks wait, by how the backend aborted th
 although the calls differ: then the job continues with wrong values.
 
 Faulty jobs: grad_reduce, asr_preds, lesion_metrics, best_worker, active_sites, vocab_build, tagger_heads, gan_scores,
-charlm_clip. Healthy look-alikes: padded_gather, cyclegan_fine.
+charlm_clip, box_matching, token_budget. Healthy look-alikes: padded_gather, cyclegan_fine, empty_records, token_nosync.
 """
 
 from __future__ import annotations
