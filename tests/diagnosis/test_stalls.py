@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.locks import lock_cycles
-from distdiag.diagnosis.model.snapshot import Call, Group, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Call, Group, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
@@ -39,6 +39,18 @@ def test_a_rank_that_waits_for_a_process_it_started_is_told_from_one_that_waits_
 
     assert "it waits for a process that it started at" in message('    subprocess.run(["aws", "s3", "cp", path])')
     assert "it waits on a socket" in message("    answer = connection.recv(64)")
+
+
+def test_a_rank_that_validates_alone_is_given_as_much_time_as_a_checkpoint() -> None:
+    def found(function: str, waited_s: float) -> bool:
+        stack = (Site(LOOP.file, 9, function), LOOP)
+        return bool(
+            findings(waits_for_rank_one(100.0 - waited_s, 100.0, activity="user_code", user_stack=stack), stall)
+        )
+
+    assert found("crop", 30.0)
+    assert not found("run_validation", 30.0) and not found("evaluateModel", 30.0)
+    assert found("run_validation", 61.0)
 
 
 def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:

@@ -30,7 +30,8 @@ class Limits:
     patience_s: Mapping[str, float] = field(
         default_factory=lambda: MappingProxyType({
             "stdin": 5.0, "gil_held": 8.0, "lock": 10.0, "queue": 10.0, "socket": 12.0, "data": 12.0, "sleep": 10.0,
-            "user_code": 20.0, "device": 20.0, "checkpoint": 60.0,
+            "user_code": 20.0, "device": 20.0, "validation": 60.0,
+            "checkpoint": 60.0,
         })
     )  # fmt: skip
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
@@ -50,6 +51,19 @@ class Limits:
 
 
 limits = Limits()
+_WORDS = re.compile(r"[A-Z]?[a-z]+")
+_VALIDATION = {
+    "validate",
+    "validation",
+    "valid",
+    "val",
+    "eval",
+    "evaluate",
+    "evaluation",
+    "test",
+    "predict",
+    "inference",
+}
 _STARTS_PROCESS = re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(")
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
@@ -149,6 +163,8 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
 def patience_s(r: RankState) -> float:
     """Return the seconds that others may wait for this rank before it is a finding, by what it does and has done before."""
     doing = _doing(r)
+    if doing in ("user_code", "sleep") and _validates(r):
+        doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock"):
         base = max(base, limits.first_step_s if len(r.calls) < limits.few_calls else limits.second_step_s)
@@ -157,6 +173,12 @@ def patience_s(r: RankState) -> float:
 
 def _doing(r: RankState) -> str:
     return "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
+
+
+def _validates(r: RankState) -> bool:
+    """True if the rank evaluates a model, by its phase or by the names of the functions that it is in."""
+    words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
+    return r.phase == "validate" or bool(words & _VALIDATION)
 
 
 def _loads_itself(r: RankState) -> bool:
