@@ -18,6 +18,9 @@ from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.store import stacks
 
 SUSPECT_S = 0.3  # a rank stuck in one wait for this long is asked for evidence
+# For so long after its last progress, a rank's flight record is renewed once a second: a device's watchdog notices late, on a
+# busy machine by seconds, what had completed before.
+RENEWED_S = 5.0
 SILENT_S = 1.5  # the pulse has missed six beats
 STACK_KEPT_S = 30.0
 LOADING_S = 3.0  # a rank that has waited for data this long while others wait for it: its workers are asked
@@ -72,7 +75,7 @@ class Gatherer:
             v
             for v in views.values()
             if v.ending is None
-            and v.rank not in self.records
+            and (v.rank not in self.records or (v.device_groups and now_s - (v.still_since_s or now_s) < RENEWED_S))
             and now_s - (v.still_since_s or now_s) >= SUSPECT_S
             and v.rank not in stopped
             and now_s - self._asked.get(v.rank, -1e9) > 1.0

@@ -1,0 +1,64 @@
+"""When a stuck rank is asked for its flight record again: on a device completions are noticed late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distdiag.monitor.evidence import ask
+from distdiag.monitor.evidence.on_suspicion import RENEWED_S, SUSPECT_S, Gatherer
+from distdiag.page.layout import Blocked, Phase
+
+
+class Stuck:
+    """A rank that has waited in one call since second 10."""
+
+    rank, ending, still_since_s, _still_mark = 0, None, 10.0, ("the same",)
+
+    def __init__(self, *device_groups: int) -> None:
+        self.device_groups = device_groups
+        header = SimpleNamespace(blocked=Blocked.WAIT, witness=1, heartbeat_ns=0, phase=Phase.BACKWARD, trace_signal=0)
+        self.page = SimpleNamespace(header=header)
+        self.now_s = 0.0
+
+    def s(self, ns: int) -> float:
+        return self.now_s  # its pulse beats
+
+    def text(self, at: int) -> str:
+        return "socket"
+
+    def in_cpp_wait(self) -> bool:
+        return False
+
+    def has_open_on_device(self) -> bool:
+        return False
+
+    def known_on_device(self) -> frozenset[tuple[str, int]]:
+        return frozenset()
+
+
+@pytest.mark.parametrize(("device_groups", "least", "most"), [((), 1, 1), ((0,), 3, RENEWED_S + 1)])
+def test_a_record_is_renewed_for_a_while_on_a_device_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_groups: tuple[int, ...], least: int, most: float
+) -> None:
+    asked: list[float] = []
+
+    def flight_record(path: str, now_s: float, *_: Any) -> ask.FlightRecord:
+        asked.append(now_s)
+        return ask.FlightRecord(now_s)
+
+    monkeypatch.setattr(ask, "flight_record", flight_record)
+    gatherer, rank = Gatherer(tmp_path), Stuck(*device_groups)
+    try:
+        for i in range(100):
+            rank.now_s = 10.0 + i * 0.25
+            gatherer.gather(rank.now_s, {0: rank}, ())  # type: ignore[dict-item]
+        assert least <= len(asked) <= most
+        assert asked[0] - 10.0 >= SUSPECT_S and asked[-1] - 10.0 < max(RENEWED_S, 1.0)
+        record = gatherer.record(0)
+        assert record is not None and record.taken_s == asked[-1]
+    finally:
+        gatherer.close()
