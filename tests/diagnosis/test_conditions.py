@@ -63,6 +63,7 @@ def test_a_call_behind_if_rank() -> None:
         "if not args.local_rank:",
         "if isMaster():",
         "if self.is_world_process_zero():",
+        'if int(os.environ["LOCAL_RANK"]) == 0:',
         "if args.process_index == 0:",
     ],
 )
@@ -84,6 +85,7 @@ def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
         'if __name__ == "__main__":',
         "if args.remainder:",
         "if process(batch):",
+        'if os.environ["MODE"] == "offline":',
     ],
 )
 def test_other_conditions_tell_nothing(condition: str) -> None:

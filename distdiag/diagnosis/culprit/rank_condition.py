@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import Site
 Source = Callable[[str], str | None]
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _RANK_WORDS = {"rank", "main", "master", "chief", "leader", "primary", "coordinator"}
+_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")  # of the environment
 _OF_PROCESS = {"index", "zero", "id"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
@@ -157,7 +158,8 @@ def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
     names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)}
     words = [{w.lower() for w in _WORDS.findall(name)} for name in names]
     process = any("process" in w and w & _OF_PROCESS for w in words)  # process_index, is_world_process_zero
-    return process or bool(names & set(ranks)) or any(w & _RANK_WORDS for w in words)
+    variable = any(isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(test))
+    return process or variable or bool(names & set(ranks)) or any(w & _RANK_WORDS for w in words)
 
 
 @lru_cache(16)
@@ -176,7 +178,7 @@ def _names_of_the_rank(text: str) -> frozenset[str]:
             asked = isinstance(given, ast.Compare) and _asks_for_rank(given)
             if isinstance(given, ast.Call):
                 asked = _asks_for_rank(given.func) or any(
-                    isinstance(n, ast.Constant) and n.value in ("RANK", "LOCAL_RANK") for n in ast.walk(given)
+                    isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(given)
                 )
             if asked and name:
                 found.add(name)
