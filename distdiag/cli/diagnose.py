@@ -28,6 +28,11 @@ def _of_dumps(targets: tuple[str, ...]) -> Report:
     try:
         return diagnose_dumps(targets)
     except NoDumps as e:
+        from distdiag.store import rundir
+
+        for target in targets:
+            if (runs := rundir.runs_below(Path(target))) is not None:
+                raise runs from e
         if not e.report.bad:
             what = f"no flight-recorder dump in {', '.join(targets)}"
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import msgspec
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.page import place
+from distdiag.terms.untrusted import visible
 
 ENV = "DISTDIAG_RUN_DIR"
 ROOT = Path("reports")
 DATABASE = "run.db"
 POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
+_RECORDED = {DATABASE, POINTER, ".node_0"}  # each marks a directory that a job was recorded in
+_DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
 CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
 
 
@@ -105,17 +109,50 @@ def resolve(run: str | Path | None = None) -> Path:
             return path  # this very attempt
     if not path.is_dir():
         what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
-        raise DistdiagError(what, f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run")
+        hint = f"`{CREATE}` records one" + ("" if named else "; or cd to where the job was started, or name the run")
+        raise DistdiagError(what, hint, ExitCode.NO_DATA, "no_run")
     if _attempt_number(path) and has_run(path):
         return path
     found = attempts(path)
     if not found and (path / "latest").is_dir():
         found = attempts(path / "latest")
     if not found:
+        if (runs := runs_below(path)) is not None:
+            raise runs
         raise DistdiagError(
             f"{path} holds no run (no {DATABASE})", f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run"
         )
     return found[-1]
+
+
+def runs_below(directory: Path, command: str = "diagnose") -> DistdiagError | None:
+    """Return the error for a directory that is no run but holds some, with the newest run in the hint; None without any.
+
+    Args:
+        command: Of distdiag, for the hint.
+    """
+    found: list[tuple[str, Path]] = []
+    for folder, below, names in os.walk(directory):
+        if not _RECORDED.isdisjoint(names):
+            below.clear()
+            path = Path(folder)
+            found.append((path.name if _DEFAULT_NAME.match(path.name) else "", path))
+    if not found:
+        return None
+    newest = max(found, key=lambda entry: (entry[0], _changed(entry[1])))[1]
+    runs = "a distdiag run" if len(found) == 1 else f"{len(found):,} distdiag runs, the newest"
+    return DistdiagError(
+        visible(f"{'this directory' if directory == Path() else directory} holds {runs}: {newest}"),
+        visible(f"distdiag {command} {shlex.quote(str(newest))}"),
+        kind="several_runs",
+    )
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def mark_latest(run_dir: Path) -> bool:
@@ -151,7 +188,7 @@ def _replaceable(link: Path) -> bool:
         return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs")) or (
             failed_launch(path) is not None
         )
-    return re.match(r"\d{8}-\d{6}-", target) is not None  # a default name: no other link looks like that
+    return _DEFAULT_NAME.match(target) is not None  # a default name: no other link looks like that
 
 
 def note_failed_launch(run_dir: Path, reason: str) -> None:

@@ -188,6 +188,30 @@ def test_a_launch_without_a_rank_is_the_answer_not_the_run_before_it(
     assert "failed before any rank started: RuntimeError: port in use" in err
 
 
+@pytest.mark.parametrize("target", [".", "project"])
+def test_a_directory_above_runs_names_the_newest_and_its_dumps_are_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    reports = Path("reports") if target == "." else Path(target, "reports")
+    for name in ("20250101-120000-train", "20250102-090000-train"):
+        a_run(tmp_path / reports / name)
+        hung(tmp_path / reports / name / "flight_recorder")
+    (tmp_path / target / "job.log.pid").write_text("12\n")
+    assert main(["diagnose", target]) == ExitCode.USAGE
+    out, err = capsys.readouterr()
+    newest = reports / "20250102-090000-train"
+    where = "this directory" if target == "." else target
+    assert out == "" and err.splitlines() == [
+        f"distdiag: error: {where} holds 2 distdiag runs, the newest: {newest}",
+        f"hint: distdiag diagnose {newest}",
+    ]
+    # dumps that are not a run's are judged, and so are those of a run if they are named
+    hung(tmp_path / target / "dumps" / "host0")
+    assert main(["diagnose", target]) == ExitCode.FAILED
+    assert "rank 2 has not entered" in capsys.readouterr().out
+    assert main(["diagnose", str(newest / "flight_recorder")]) == ExitCode.FAILED
+
+
 def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", a_run(tmp_path / "run", ranks=0)]) == ExitCode.NO_DATA
     assert "no rank has written" in capsys.readouterr().err
@@ -196,7 +220,7 @@ def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        ([], 4, "no run"),
+        ([], 4, "no run here"),
         (["nowhere"], 4, "nowhere: no such file or directory"),
         (["a", "b"], 2, "a: no such file or directory"),
         (["empty"], 4, "no flight-recorder dump in empty"),
@@ -215,6 +239,8 @@ def test_bad_input_is_two_lines(
     lines = err.splitlines()
     assert len(lines) == 2 and lines[0].startswith("distdiag: error: ") and lines[1].startswith("hint: ")
     assert words in lines[0]
+    assert "find MARK" not in err and "load key" not in err
+    assert args or "cd to where the job was started" in lines[1]
 
 
 def test_a_run_among_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,8 @@ UNPACKED_BYTES, UNPACK_FACTOR = 64 << 20, 200  # what gzip may expand to; real d
 _OTHER = {".log", ".txt", ".md", ".py", ".html", ".db", ".csv", ".yaml", ".yml", ".toml", ".sh", ".out", ".err"}
 _OTHER |= {".db-wal", ".db-shm", ".where", ".png", ".svg", ".sqlite", ".ini", ".cfg"}
 
+_OF_A_RUN = {"run.db", "run.db.where", ".node_0"}  # each marks a directory that distdiag recorded a run in
+
 
 def _ignore(_step: str, _bytes: int) -> None:
     """Announce nothing."""
@@ -96,15 +98,21 @@ def read(path: Path, announce: Announce = _ignore) -> DumpFile:
 
 
 def find(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yield the files of `paths` and below its directories; True with those that were named themselves."""
+    """Yield the files of `paths` and below its directories; True with those that were named themselves.
+
+    A run of distdiag below a given directory is skipped: its dumps may be of ranks that went on, and run.db has its verdict.
+    """
     for path in paths:
         if not os.path.isdir(path):
             yield path, True
             continue
         for folder, below, names in os.walk(path):
+            if not _OF_A_RUN.isdisjoint(names):
+                below.clear()
+                continue
             below.sort()
             for name in sorted(names):
-                if not name.startswith("."):
+                if not name.startswith(".") and name != "run.json":
                     yield Path(folder, name), False
 
 

@@ -34,13 +34,13 @@ def load_pickle(data: bytes) -> Any:
         raise
     except (EOFError, pickle.UnpicklingError, IndexError) as e:
         short = isinstance(e, EOFError) or "truncated" in str(e) or "ran out" in str(e).lower()
-        raise BadDump("cut short" if short else f"not a flight-recorder dump ({one_line(e)})") from e
+        raise BadDump("cut short" if short else "not a flight-recorder dump") from e
     except MemoryError as e:
         raise BadDump("the pickle needs too much memory for its size") from e
     except (RecursionError, OverflowError) as e:
         raise BadDump(f"the pickle is malformed ({type(e).__name__})") from e
     except Exception as e:
-        raise BadDump(f"not a flight-recorder dump ({one_line(e)})") from e
+        raise BadDump("not a flight-recorder dump") from e
 
 
 def one_line(e: BaseException) -> str:
