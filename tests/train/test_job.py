@@ -94,6 +94,24 @@ def test_two_accumulated_batches_equal_one_of_their_size(data: Path, tmp_path: P
         assert not torch.allclose(half[name], weights, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.timeout(420)  # two launches, one after the other
+def test_resnet18_trains_to_the_same_bits_with_the_monitor(data: Path, tmp_path: Path) -> None:
+    options = [*SMALL[2:], "--batch-size", "2", "--model", "resnet18", "--max-steps", "3", "--amp", "off"]
+    options += ["--validate-every", "0", "--checkpoint-every", "3", "--data", str(data)]
+    losses, ends = [], []
+    for name, recorded in (("with", ["--monitor", "--run-dir", str(tmp_path / "run")]), ("without", [])):
+        with launch(
+            ["-m", "distdiag.train", *options, *recorded, "--checkpoint-dir", tmp_path / name], timeout=200
+        ) as job:
+            assert job.wait() == 0, job.tail()
+            losses.append(re.findall(r"step (\d)/3  loss ([\d.]+)", job.stdout()))
+        ends.append(load(tmp_path / name / "step-00000003.pt"))
+    assert [step for step, _ in losses[0]] == list("123") and losses[0] == losses[1]
+    assert differences(*ends) == []
+    # a short job on a busy host may end before its monitor has made run.db; the ranks make the directory themselves
+    assert any((tmp_path / "run").iterdir()), "the first job was recorded"
+
+
 def test_a_damaged_data_set_ends_all_ranks_with_one_error(data: Path, tmp_path: Path) -> None:
     for file in data.iterdir():
         (tmp_path / file.name).symlink_to(file)
