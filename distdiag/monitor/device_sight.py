@@ -40,6 +40,8 @@ class DeviceSight:
         if len(still) < len(s.ranks) or any(r.blocked is not None or r.host_wait == HostWait.DEVICE for r in ranks):
             return
         for r in still:
+            if r.host_wait is None:
+                continue  # not asked yet, or it cannot be asked: that is another finding
             for name, issued in r.enqueued.items():
                 group = s.groups.get(name)
                 if group is None or blocks_host(group.backend) or r.completed.get(name, -1) >= issued or not issued:

@@ -53,6 +53,7 @@ class Pages:
                     raise PageError(f"{path.name} is damaged: rank is {view.rank}")
                 opened(view)
                 view.refresh(now_s)
+                view.still_since_s, view._still_mark = None, ()  # `opened` may have set another time zero
             except OSError:
                 continue
             except Exception as e:

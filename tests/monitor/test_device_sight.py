@@ -10,6 +10,7 @@ import pytest
 
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Snapshot
 from distdiag.monitor.device_sight import SETTLED_BEATS, DeviceSight
+from distdiag.monitor.pages import Pages
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
@@ -98,6 +99,7 @@ def test_a_job_that_stands_still_with_hosts_nobody_understands_is_reported() -> 
     "s",
     [
         stuck("device"),
+        stuck(None),
         stuck("no", activity_since_s=99.0),
         stuck("no", blocked=Call(op="new_group", group="g", seq=1)),
         stuck("no", life=Life.FINISHED),
@@ -105,3 +107,21 @@ def test_a_job_that_stands_still_with_hosts_nobody_understands_is_reported() -> 
 )
 def test_hosts_that_wait_move_or_are_explained_are_not_reported(s: Snapshot) -> None:
     assert list(DeviceSight.unknown_hosts(s)) == []
+
+
+def test_a_rank_that_was_stuck_before_the_monitor_came_counts_from_the_first_poll(tmp_path: Path) -> None:
+    """The run's time zero is known once the first page is open: until then the time is the monitor's own."""
+    page = PageWriter(page_path(tmp_path, 0))
+    page.publish()
+    pages = Pages(tmp_path)
+    try:
+        pages.discover(0.1, lambda view: None)
+        view = pages.views[0]
+        view.refresh(60.0)
+        assert view.still_since_s == 60.0
+        view.refresh(61.0)
+        assert view.still_since_s == 60.0
+    finally:
+        for view in pages.views.values():
+            view.page = None
+            view.reader.close()
