@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from distdiag.diagnosis.culprit import call_order
-from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot, Step
 from tests.diagnosis.made import proved
 
 
@@ -176,3 +176,38 @@ def test_a_group_that_is_brought_to_another_groups_line() -> None:
     assert verdict(state(12, usual), state(30, wrong))[2] == (1,)
     assert verdict(state(12, usual), state(30, wrong, whole=False))[2] == ()
     assert verdict(state(12, {**usual, "net.py:30": (3,)}), state(30, wrong))[2] == ()
+
+
+def trainer(rank: int, metrics: list[int], blocked: str) -> RankState:
+    """Steps 1 to 6 of DDP, each followed by so many all_reduces of a metric in a group of its own; then the call it is in."""
+    calls, steps = [], []
+    for i, n in enumerate(metrics, 1):
+        steps.append(Step(i, float(i), 900.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None, i, 8, 1.0))
+        for k in range(n):
+            at = Site("train.py", 18, "log_loss")
+            calls.append(Call(op="all_reduce", group="1", seq=len(calls) + 1, site=at, entered_s=i + 0.1 * (k + 1)))
+    gradients = Call(
+        op="all_reduce", group="default_pg", seq=40, site=Site("train.py", 45, "main"), entered_s=len(metrics) + 0.9
+    )
+    return RankState(
+        rank=rank, calls=tuple(calls), steps=tuple(steps), blocked=calls[-1] if blocked == "metric" else gradients
+    )
+
+
+def test_a_call_left_out_between_the_steps_of_ddp() -> None:
+    """A rank that skips the metric's group is in the next backward: DDP's own all-reduces are no calls of the script."""
+    waits = trainer(0, [1, 1, 1, 1, 1, 1], "metric")
+    left_out = trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
+    assert call_order.passed_over([waits, left_out]) == 1
+    one_more = trainer(0, [1, 1, 1, 1, 1, 2], "metric")
+    goes_on = trainer(1, [1, 1, 1, 1, 1, 1], "gradients")
+    assert call_order.passed_over([one_more, goes_on]) == 0
+
+
+def test_a_call_is_due_only_after_it_always_followed() -> None:
+    new = trainer(0, [1, 1, 1], "metric"), trainer(1, [1, 1, 0], "gradients")
+    assert call_order.passed_over(new) is None
+    irregular = trainer(0, [0, 1, 0, 0, 1, 1], "metric"), trainer(1, [0, 1, 0, 0, 1, 0], "gradients")
+    assert call_order.passed_over(irregular) is None
+    both = trainer(0, [1, 1, 1, 1, 1, 2], "metric"), trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
+    assert call_order.passed_over(both) is None

@@ -45,18 +45,20 @@ def _has_departed(st: RankState) -> bool | None:
     return bool(set(now) - set(before))
 
 
-def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
-    """Return (what was called, how often in a row, what came next), earlier and recently.
-
-    What is called is the operation, with whom, where, and how far its tag moved on from the last of its kind.
-    """
+def _with_tags(calls: tuple[Call, ...]) -> list[Any]:
+    """Return of each call the operation, with whom, where, and how far its tag moved on from the last of its kind."""
     kinds: list[Any] = []
     tags: dict[Any, int] = {}
     for c in calls:
         kind = (c.op, c.group, c.peer, c.site.key if c.site else None)
         kinds.append((kind, c.tag - tags.get(kind, c.tag)))
         tags[kind] = c.tag
-    runs = [(kind, sum(1 for _ in same)) for kind, same in itertools.groupby(kinds)]
+    return kinds
+
+
+def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
+    """Return (what was called, how often in a row, what came next), earlier and recently."""
+    runs = [(kind, sum(1 for _ in same)) for kind, same in itertools.groupby(_with_tags(calls))]
     before: list[Any] = []
     now: list[Any] = []
     end = 0
@@ -65,6 +67,50 @@ def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
         if i:  # of the first run, the beginning may not be known
             (now if end > len(calls) - LATELY else before).append((kind, n, runs[i + 1][0]))
     return before, now
+
+
+def passed_over(members: Iterable[RankState]) -> int | None:
+    """Return the one rank that is in another call than was due after its preceding calls, if all others are in theirs."""
+    found = [(st.rank, _in_due(st)) for st in members]
+    odd = [rank for rank, due in found if due is False]
+    return odd[0] if len(odd) == 1 and all(due is not None for _, due in found) else None
+
+
+def _in_due(st: RankState) -> bool | None:
+    """True if a rank is in the call that always followed its preceding calls and steps; None if no call always did.
+
+    DDP's own collectives are not among the calls of a rank: the end of the step stands for them.
+    """
+    here = st.blocked
+    if here is None:
+        return None
+    at = next((i for i in reversed(range(len(st.calls))) if _same(st.calls[i], here)), len(st.calls))
+    calls = (*st.calls[:at], here)
+    if any(c.entered_s is None for c in calls):
+        return None
+    times = [c.entered_s or 0.0 for c in calls]
+    steps = [(x.end_s, "step") for x in st.steps if times[0] < x.end_s < times[-1]]
+    kinds = [kind for _, kind in sorted([*zip(times, _with_tags(calls), strict=True), *steps], key=lambda x: x[0])]
+    if at == len(st.calls):
+        kinds[-1] = "step"
+    due = _follower(kinds[:-1])
+    return None if due is None else due == kinds[-1]
+
+
+def _same(a: Call, b: Call) -> bool:
+    return (a.op, a.group, a.seq, a.peer, a.nth) == (b.op, b.group, b.seq, b.peer, b.nth)
+
+
+def _follower(kinds: list[Any]) -> Any:
+    """Return what always followed the newest of these calls, at least `SEEN` times; None if not one and the same did."""
+    for k in range(1, min(LONGEST, len(kinds) - 1) + 1):
+        last = kinds[-k:]
+        followers = [kinds[i + k] for i in range(len(kinds) - k) if kinds[i : i + k] == last]
+        if len(followers) < SEEN:
+            return None
+        if len(set(followers)) == 1:
+            return followers[0]
+    return None
 
 
 def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
@@ -93,12 +139,4 @@ def _due(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | Non
     )
     if [n for n, _ in numbered] != list(range(seq - len(numbered), seq)):
         return None  # some are not known
-    kinds = [_kind(c) for _, c in numbered]
-    for k in range(1, min(LONGEST, len(kinds) - 1) + 1):
-        last = kinds[-k:]
-        followers = [kinds[i + k] for i in range(len(kinds) - k) if kinds[i : i + k] == last]
-        if len(followers) < SEEN:
-            return None
-        if len(set(followers)) == 1:
-            return followers[0]
-    return None
+    return _follower([_kind(c) for _, c in numbered])

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     MESSAGES = "messages"  # it has sent fewer messages than its peers
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
+    DUE = "due"  # it is in another call than was due after its own calls
     NONE = "none"
 
 
@@ -183,6 +184,11 @@ def _departed(case: Case) -> Collection[int]:
     return () if departed is None else (departed,)
 
 
+def _passed_over(case: Case) -> Collection[int]:
+    rank = call_order.passed_over(case.states[r] for r in sorted(case.incident.members))
+    return () if rank is None else (rank,)
+
+
 def _new_site_in_cycle(case: Case) -> Collection[int]:
     """Return the one member at a site that no other member has used.
 
@@ -241,6 +247,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
             Reason.COUNT, _always, lambda case: message_counts.visits_differ(case.snapshot, case.incident, case.here)
         ),
         Witness(Reason.ALONE, lambda case: len(case.incident.waits) == 2, _alone),
+        Witness(Reason.DUE, _always, _passed_over),
     ),
 }
 
