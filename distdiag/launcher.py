@@ -1,7 +1,7 @@
 """Runs in torchrun's process at its exit: prints the verdict after torchrun's tracebacks, or notes that no rank started.
 
-The monitor prints its summary when the last rank has ended. torchrun prints its traceback after that, so the lines that people
-copy would end without the verdict. `torchrun_compat.autoload` registers `at_end` in a launcher of `distdiag.run`.
+The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the lines that people
+copy would end without the verdict: it is printed again. If the summary came after the traceback, it is not. `torchrun_compat.autoload` registers `at_end` in a launcher of `distdiag.run`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from pathlib import Path
 
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
+PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them on, as `stream_id` names it
+
+
+def stream_id(fd: int) -> str:
+    """Return which file, pipe or terminal a file descriptor is, equal in all processes of a host; empty if it is closed."""
+    try:
+        stat = os.fstat(fd)
+    except OSError:
+        return ""
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_rdev}"
 
 
 def run_dir_option(argv: list[str]) -> str | None:
@@ -51,9 +61,12 @@ def at_end(argv: list[str], since_unix_s: float) -> None:
         if found is None:
             _note(argv, error)
         elif error is not None and "--quiet" not in argv and os.environ.get("DISTDIAG_QUIET") != "1":
+            before = (found / VERDICT).exists()
             end = time.monotonic() + VERDICT_S
             while not (found / VERDICT).exists() and time.monotonic() < end:
                 time.sleep(0.05)
+            if not before and _printed_here(found):
+                return  # after the traceback: once is enough
             text = (found / VERDICT).read_text()
             sys.stderr.flush()
             os.write(2, ("\n" + text).encode("utf-8", "replace"))
@@ -61,11 +74,30 @@ def at_end(argv: list[str], since_unix_s: float) -> None:
         return
 
 
+def _reason(error: BaseException) -> str:
+    """Return why a launch failed, on one line: the rank's own message if there is one, else the launcher's."""
+    first_failure = getattr(error, "get_first_failure", None)
+    if first_failure is None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip(" =-")]
+        return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300].rstrip(": ")
+    rank, failure = first_failure()
+    if os.path.isfile(failure.error_file):
+        message = failure.message
+        return str(message["message"] if isinstance(message, dict) else message)[:300]
+    return f"rank {rank} ended with exit code {failure.exitcode}"
+
+
+def _printed_here(run_dir: Path) -> bool:
+    """True if the monitor printed its verdict on our standard error."""
+    try:
+        return (run_dir / PRINTED_ON).read_text() == stream_id(2) != ""
+    except OSError:
+        return False
+
+
 def _note(argv: list[str], error: BaseException | None) -> None:
     from distdiag.store import rundir
 
     chosen = run_dir_option(argv) or os.environ.get("DISTDIAG_RUN_DIR")
-    reason = (
-        f"{type(error).__name__}: {error}"[:300] if error is not None else "the launcher ended before any rank began"
-    )
+    reason = _reason(error) if error is not None else "the launcher ended before any rank began"
     rundir.note_failed_launch(Path(chosen) if chosen else rundir.default_run_dir("launch-failed"), reason)

@@ -7,6 +7,7 @@ A traceback shows its own frames only.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         options, module, rest = _parse(sys.argv[1:] if argv is None else argv)
     except DistdiagError as e:
         # Every rank has this error; rank 0 prints it. The others wait, as the launcher ends all ranks with the first.
+        _tell_launcher(e.message)
         if os.environ.get("RANK", "0") == "0":
             from distdiag.cli.errors import report_error
 
@@ -83,6 +85,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _run_script(rest)
     else:
         _run_module(module, rest)
+
+
+def _tell_launcher(message: str) -> None:
+    """Write why this rank ends to the file that torchrun reads such messages from, if it is our launcher."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        import json
+
+        with contextlib.suppress(OSError):
+            about = {"timestamp": str(int(time.time())), "py_callstack": message}  # torchrun prints the latter
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))
 
 
 def _run_script(argv: list[str]) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -48,18 +49,15 @@ def _of_dumps(targets: tuple[str, ...]) -> Report:
 
 
 def _of_run(target: str | None) -> Report:
+    import msgspec
+
     from distdiag.store import rundir
     from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
     failed = rundir.failed_launch(path)
     if failed is not None:
-        raise DistdiagError(
-            f"the launch of {path} failed before any rank started: {failed}",
-            "see the launcher's own messages; earlier runs: `ls` the directory, then `distdiag diagnose RUN`",
-            ExitCode.NO_DATA,
-            "no_rank",
-        )
+        raise _failed_launch(path, target, failed)
     _finish(path)
     with open_run(path) as run:
         report = run.report()
@@ -70,7 +68,27 @@ def _of_run(target: str | None) -> Report:
             ExitCode.NO_DATA,
             "no_rank",
         )
-    return report
+    note = _newer_launch(path) if path.is_symlink() else None
+    return report if note is None else msgspec.structs.replace(report, notes=(*report.notes, note))
+
+
+def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError:
+    """Return the error for a launch without a rank: its reason, and the run before it."""
+    from distdiag.store import rundir
+    from distdiag.terms.untrusted import visible
+
+    lines = [line.strip() for line in reason.splitlines() if line.strip(" =-")]
+    which = "the last launch" if target is None else f"the launch of {visible(target)}"
+    before = rundir.newest_run(path.resolve().parent)
+    hint = "see the launcher's own messages"
+    if before is not None:
+        hint = f"the run before it: distdiag diagnose {shlex.quote(rundir.shown(before))}"
+    return DistdiagError(
+        f"{which} failed before any rank started: {visible(lines[0] if lines else 'no reason is known')[:300]}",
+        visible(hint),
+        ExitCode.NO_DATA,
+        "no_rank",
+    )
 
 
 def _finish(path: Path) -> None:
@@ -130,7 +148,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 def verdict(report: Report) -> str:
     """One line: the state of the job, and who is to blame for it."""
-    from distdiag.diagnosis.model.findings import Severity, rank_list
+    from distdiag.diagnosis.model.findings import STOPPED_BY, Severity, rank_list
 
     open_ones = [f for f in report.findings if f.cleared_s is None]
     world = "?" if report.world_size is None else f"{report.world_size:,}"
@@ -140,6 +158,9 @@ def verdict(report: Report) -> str:
         for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
         if (n := sum(f.severity == s for f in open_ones))
     ]
+    stopped = report.state_text if (report.state_text or "").startswith(STOPPED_BY) else None
+    if not counts and stopped:
+        return f"{report.state}: {stopped}; nothing else found, {seen}"
     if not counts and report.state in BAD_STATES:
         why = f"; {report.state_text}" if report.state_text else ""
         return f"{report.state}: the cause was not found, {seen}{why}"
@@ -150,20 +171,35 @@ def verdict(report: Report) -> str:
         return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
     culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
     blame = f"; look at {rank_list(culprits)} first" if culprits else ""
-    return f"{report.state}: {', '.join(counts)}{blame} ({seen})"
+    how = f"{stopped}; " if stopped else ""
+    return f"{report.state}: {how}{', '.join(counts)}{blame} ({seen})"
 
 
 def source(report: Report) -> str | None:
-    """What the verdict is about: the run, how long ago it began, its command; None for dumps."""
+    """What the verdict is about: the run, how long ago it began or ended, its command; None for dumps."""
     from distdiag.diagnosis.text.finding import printable
+    from distdiag.store import rundir
     from distdiag.terms.units import rough_duration
 
     if report.age_s is None:
         return None
+    path = Path(report.run)
+    real = rundir.shown(path) if path.is_symlink() or path.parent.is_symlink() else report.run
+    latest = "" if real == report.run else " (latest)"
+    when = f"started {rough_duration(report.age_s)} ago"
+    if report.ended_ago_s is not None:
+        when = f"ended {rough_duration(report.ended_ago_s)} ago"
     command = printable(report.command or "")
-    return f"run {printable(report.run)}, started {rough_duration(report.age_s)} ago" + (
-        f": {command}" if command else ""
-    )
+    return f"run {printable(real)}{latest}, {when}" + (f": {command}" if command else "")
+
+
+def _newer_launch(path: Path) -> str | None:
+    """Return a note if a launch newer than the run `latest` points to has its directory and no report yet."""
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.store import rundir
+
+    name = rundir.unreported_launch(path)
+    return f"a newer launch ({printable(name)}) has not reported yet" if name is not None else None
 
 
 def exit_code(report: Report, threshold: str) -> ExitCode:
@@ -186,7 +222,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 def _print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.model.findings import Severity
     from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import finding_lines, printable
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
 
     encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
     plain = ascii or not encoding.startswith("utf")
@@ -201,11 +237,19 @@ def _print_text(report: Report, ascii: bool) -> None:
         print(show(about))
     print(show(printable(verdict(report))))
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
-    for f in sorted(report.findings, key=lambda f: (f.cleared_s is not None, order.index(Severity(f.severity)))):
+    ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
+    open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
+    for f in open_ones:
         print()
-        for i, line in enumerate(finding_lines(f, ascii=plain, width=width)):
+        shown = in_the_past(f) if report.ended_ago_s is not None else f
+        for i, line in enumerate(finding_lines(shown, ascii=plain, width=width)):
             print(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line)
-    footer = checked_lines(report.checks, width)
+    if cleared:
+        print("\ncleared:")
+    for f in cleared:
+        print(f"  {finding_lines(f, ascii=plain)[0]}")
+    errors = any(f.severity == Severity.ERROR for f in open_ones)
+    footer = [] if errors else checked_lines(report.checks, width)
     if footer:
         print()
     for line in footer:
@@ -222,7 +266,7 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
 
     if kind not in known_kinds():
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
-    for line in why_lines(kind, report.checks, report.findings):
+    for line in why_lines(kind, report.checks, report.findings, report.ended_ago_s is not None):
         print(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
     for f in report.findings:
         if f.kind == kind:

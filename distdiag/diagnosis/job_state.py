@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal as signals
+
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.history import all_ended
-from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.model.snapshot import Life, Snapshot
-from distdiag.diagnosis.text.phrases import op_text
+from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
+from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.text.phrases import op_text, shortened
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.units import rough_duration
 
@@ -49,13 +52,25 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
     bad = [r for r in s.ranks.values() if r.life != Life.FINISHED]
     if bad:
         first = min(bad, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
-        how = first.exception or (f"signal {first.signal}" if first.signal else "an unknown end")
-        return State.FAILED, f"rank {first.rank}: {how[:120]}; {len(bad)} of {len(s.ranks)} failed"
+        if all(ending_kind(r) == "outside" for r in bad):
+            return State.FAILED, f"{STOPPED_BY} {_signal(first)} (from the launcher or a person)"
+        how = first.exception or (_signal(first) if first.signal else "an unknown end")
+        return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
     if any(kinds.of(f).fatal for f in worst):
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
     return State.ENDED, f"all ranks {how} after {steps:,} steps"
+
+
+def _signal(r: RankState) -> str:
+    """Return the name of the signal that ended a rank; a KeyboardInterrupt is Ctrl-C."""
+    if r.signal is None:
+        return "SIGINT" if (r.exception or "").startswith("KeyboardInterrupt") else "a signal"
+    try:
+        return signals.Signals(r.signal).name
+    except ValueError:
+        return f"signal {r.signal}"
 
 
 def _missing(s: Snapshot, expected: int) -> str:

@@ -147,6 +147,7 @@ STRAGGLER = Kind(
     while_blocked=False,
     hold=3,
     release=20,
+    explains=(Explains(kind="comm_bound"),),  # the others wait for this rank, not for the network
 )
 INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
 COMM_BOUND = Kind(name="comm_bound", severities=(_INFO,), while_blocked=False, hold=3)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
-from distdiag.diagnosis.text.finding import finding_lines, printable
-from distdiag.launcher import VERDICT
+from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
+from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
+from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
 
 
 class Voice:
@@ -56,7 +56,7 @@ class Voice:
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
 
-        The same lines are left in `verdict.txt`: the launcher prints them again after its own tracebacks. Another node than
+        The same lines are left in `verdict.txt`: if they came before the launcher's traceback, it prints them again. Another node than
         the first knows its own ranks only and names the directory of the verdict on all of them.
 
         Args:
@@ -69,28 +69,34 @@ class Voice:
         where = self.run_dir
         with contextlib.suppress(ValueError):
             where = self.run_dir.relative_to(Path.cwd())
-        state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
-        lines = [f"{state}: {diagnosis.state_text}" if diagnosis.state_text else state]
+        state, text = (
+            "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}",
+            diagnosis.state_text,
+        )
+        stopped = text.startswith(STOPPED_BY)
+        lines = [f"the job was {text}" if stopped else f"{state}: {text}" if text else state]
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
             lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
-                    lines += finding_lines(f, ascii=self.ascii)
+                    lines += finding_lines(in_the_past(f), ascii=self.ascii)
                     continue
                 cleared = " (cleared)" if f.cleared_s is not None else ""
                 lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}{cleared}")
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
-            lines.append("nothing found" if diagnosis.state == State.ENDED else "no rule explains it")
+            lines.append("nothing found" if diagnosis.state == State.ENDED or stopped else "no rule explains it")
         if node:
             lines = [f"node {node}: {line}" for line in lines]
             where = where.parent
         lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
         text = "".join(f"[distdiag] {line}\n" for line in lines)
+        self._write("\n" + text)
         part = self.run_dir / f".{VERDICT}.{os.getpid()}"
         with contextlib.suppress(OSError):
             part.write_text(text, encoding="utf-8", errors="replace")
+            if not self.quiet:
+                (self.run_dir / PRINTED_ON).write_text(stream_id(2))
             os.replace(part, self.run_dir / VERDICT)
-        self._write("\n" + text)

@@ -116,7 +116,8 @@ class Run(Database):
             unjudged = f"{seen:,} of {'?' if world is None else f'{world:,.0f}'} ranks seen"
         if self.note:
             notes.append(self.note)
-        started = number(meta.get("started_unix_s"))
+        started, ended_s = number(meta.get("started_unix_s")), number(meta.get("ended_s"))
+        age_s = None if started is None else max(0.0, time.time() - started)
         return Report(
             run=str(self.path),
             state=state_of(meta),
@@ -128,7 +129,8 @@ class Run(Database):
             unjudged=unjudged,
             state_text=meta.get("state_text") or None,
             command=meta.get("command") or None,
-            age_s=None if started is None else max(0.0, time.time() - started),
+            age_s=age_s,
+            ended_ago_s=None if age_s is None or ended_s is None else max(0.0, age_s - ended_s),
             gradients=read_gradients(self),
         )
 

@@ -22,6 +22,7 @@ DATABASE = "run.db"
 POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
 _RECORDED = {DATABASE, POINTER, ".node_0"}  # each marks a directory that a job was recorded in
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
+STARTING_S = 600.0  # an older directory without a report is of a launch that never came that far
 CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
 
 
@@ -123,6 +124,40 @@ def resolve(run: str | Path | None = None) -> Path:
             f"{path} holds no run (no {DATABASE})", f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run"
         )
     return found[-1]
+
+
+def shown(path: Path) -> str:
+    """Return the real directory of a run (`reports/latest` is a link), relative to the working directory if it is below it."""
+    real, here = path.resolve(), Path.cwd().resolve()
+    return str(real.relative_to(here)) if real.is_relative_to(here) else str(real)
+
+
+def newest_run(directory: Path) -> Path | None:
+    """Return the newest recorded run in a directory of runs, by name; None without any."""
+    with contextlib.suppress(OSError):
+        runs = [
+            p for p in directory.iterdir() if _DEFAULT_NAME.match(p.name) and any((p / n).exists() for n in _RECORDED)
+        ]
+        return max(runs, key=lambda p: p.name, default=None)
+    return None
+
+
+def unreported_launch(latest: Path) -> str | None:
+    """Return the name of the job whose launch is newer than the run that the link `latest` points to, and whose monitor has not
+    written yet; None without any, or if that directory has not changed for `STARTING_S`."""
+    with contextlib.suppress(OSError):
+        current = latest.resolve().name
+        names = [
+            p.name
+            for p in latest.parent.iterdir()
+            if _DEFAULT_NAME.match(p.name) and p.name > current and p.is_dir() and failed_launch(p) is None
+        ]
+        newest = max(names, default=None)
+        path = latest.parent / (newest or "")
+        starting = newest is not None and time.time() - path.stat().st_mtime < STARTING_S
+        if newest is not None and starting and not (path / DATABASE).exists():
+            return _DEFAULT_NAME.sub("", newest)
+    return None
 
 
 def runs_below(directory: Path, command: str = "diagnose") -> DistdiagError | None:

@@ -184,8 +184,56 @@ def test_a_launch_without_a_rank_is_the_answer_not_the_run_before_it(
     rundir.mark_latest(tmp_path / "reports" / "20250101-120000-train")
     rundir.note_failed_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
     assert main(["diagnose"]) == ExitCode.NO_DATA
-    assert "20250102-120000" in (err := capsys.readouterr().err) or "latest" in err
-    assert "failed before any rank started: RuntimeError: port in use" in err
+    assert capsys.readouterr().err.splitlines() == [
+        "distdiag: error: the last launch failed before any rank started: RuntimeError: port in use",
+        "hint: the run before it: distdiag diagnose reports/20250101-120000-train",
+    ]
+
+
+def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "reports" / "20250101-120000-train"
+    a_run(run, started_unix_s=time.time() - 180, ended_s=60, state="ended")
+    rundir.mark_latest(run)
+    assert main(["diagnose"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.startswith(f"run reports/{run.name} (latest), ended 120 s ago") and "newer launch" not in out
+    (tmp_path / "reports" / "20250102-120000-train_slow").mkdir()
+    main(["diagnose"])
+    assert "note: a newer launch (train_slow) has not reported yet" in capsys.readouterr().out
+    main(["diagnose", str(run)])
+    assert "newer launch" not in capsys.readouterr().out
+
+
+def test_cleared_findings_are_one_line_each_and_an_error_comes_without_the_list_of_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import msgspec
+
+    error = Finding(
+        kind="deadlock", cause="missing_rank", severity="error", certainty="proved", culprits=(1,),
+        message="rank 1 is elsewhere", cost="the job makes no progress", first_seen_s=20.0,
+    )  # fmt: skip
+    gone = msgspec.structs.replace(FINDING, cleared_s=9.0)
+    run = a_run(
+        tmp_path / "run", error, gone, started_unix_s=time.time() - 60, ended_s=30.0, state="failed",
+        state_text="stopped by SIGTERM (from the launcher or a person)",
+    )  # fmt: skip
+    with Writer(tmp_path / "run") as w:
+        w.checks((Check(kind="straggler", reason="fewer than two ranks are running"),))
+    assert main(["diagnose", run]) == ExitCode.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("failed: stopped by SIGTERM (from the launcher or a person); 1 error; look at rank 1")
+    assert "the job made no progress until it ended" in "".join(lines)
+    at = lines.index("cleared:")
+    assert "deadlock" in "".join(lines[:at])
+    assert lines[at + 1 :] == ["  ▲ WARNING straggler/data (suspected)  rank 1  data +62 ms/step (cleared after 8 s)"]
+    main(["diagnose", run, "--why", "straggler"])
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "straggler: found 1 time, 1 cleared",
+        "  straggler: not evaluated now: the job has ended",
+    ]
 
 
 @pytest.mark.parametrize("target", [".", "project"])

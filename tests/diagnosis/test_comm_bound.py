@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Model
 from distdiag.diagnosis.rules import comm_bound
@@ -57,3 +58,10 @@ def test_the_advice_fits_the_buckets() -> None:
 def test_gradients_are_named_only_if_they_are_most_of_it(exposed_ms: float, named: bool) -> None:
     f = only(found((exposed_ms, exposed_ms), on_device=False))
     assert ("gradients" in f.message) is named and ("no_sync" in str(f.advice)) is named
+
+
+def test_a_straggler_explains_why_the_others_wait() -> None:
+    straggler = Finding(kind="straggler", cause="host", severity="warning", culprits=(1,))
+    shared = Finding(kind="comm_bound", severity="info", victims=(0, 1))
+    for new in (True, False):
+        assert kinds.explains(straggler, shared, new) and not kinds.explains(shared, straggler, new)

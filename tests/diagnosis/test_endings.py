@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
@@ -17,11 +18,37 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
 from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
+from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank
 
 
 def ended(s: Snapshot, **known: Any) -> list[Finding]:
     return findings(s, timeout, mismatch, deadlock, rank_lost, **known)
+
+
+def how_it_ended(*ranks: RankState) -> str:
+    s = job(*ranks)
+    return job_state(s, build(s), [], final=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [
+        ({"life": Life.KILLED, "signal": 15}, "SIGTERM"),
+        ({"life": Life.KILLED, "signal": 2}, "SIGINT"),
+        ({"life": Life.CRASHED, "exception": "KeyboardInterrupt"}, "SIGINT"),
+    ],
+)
+def test_a_job_that_was_only_stopped_from_outside_does_not_read_like_a_crash(end: dict[str, Any], name: str) -> None:
+    text = how_it_ended(rank(0, ended_s=9.0, **end), rank(1, life=Life.KILLED, signal=15, ended_s=9.2))
+    assert text == f"stopped by {name} (from the launcher or a person)"
+    crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
+    assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
+
+
+def test_the_text_of_an_exception_is_cut_between_words() -> None:
+    text = how_it_ended(rank(0, life=Life.CRASHED, exception="ValueError: " + "label " * 60, ended_s=9.0))
+    assert text.endswith("label label …; 1 of 1 failed") and len(text) < 160
 
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"

@@ -43,3 +43,50 @@ def test_the_verdict_of_a_failed_launch_is_printed_last(
     assert ("torchrun's traceback\n\ndistdiag: rank 1 crashed\n" in done.stderr) == printed, done.stderr
     assert done.stderr.endswith("distdiag: rank 1 crashed\n") == printed
     assert done.returncode == ("fails" in options)
+
+
+MONITOR = """
+import os, sys, time
+from pathlib import Path
+from distdiag import launcher
+run = Path(sys.argv[1])
+if sys.argv[2] == "after":
+    time.sleep(0.5)
+print("distdiag: rank 1 crashed", file=sys.stderr, flush=True)
+stream = os.stat(sys.argv[3]) if len(sys.argv) > 3 else None
+(run / launcher.PRINTED_ON).write_text("another file" if stream else launcher.stream_id(2))
+(run / ".part").write_text("distdiag: rank 1 crashed\\n")
+os.replace(run / ".part", run / "verdict.txt")
+"""
+SLOW_LAUNCHER = LAUNCHER.replace(
+    "raise ",
+    """
+    import subprocess
+    command = [sys.executable, "-c", os.environ["MONITOR"], *sys.argv[-2].split("|")]
+    monitor = subprocess.Popen(command)
+    if "before" in command:
+        monitor.wait()
+    raise """,
+).replace("import atexit", "import atexit, os")
+
+
+@pytest.mark.parametrize(
+    ("when", "elsewhere", "times"), [("before", False, 2), ("after", False, 1), ("after", True, 2)],
+    ids=["before the traceback", "after the traceback", "into a log file"],
+)  # fmt: skip
+def test_a_verdict_that_the_monitor_printed_after_the_traceback_is_not_repeated(
+    when: str, elsewhere: bool, times: int, tmp_path: Path
+) -> None:
+    run = tmp_path / "R"
+    (run / ".jobs").mkdir(parents=True)
+    (run / ".jobs" / "0").write_text("token\n")
+    monitor = "|".join([str(run), when, *([str(tmp_path)] if elsewhere else [])])
+    arguments = ["-m", "distdiag.run", "--run-dir", str(run), "train.py", "fails", monitor, str(time.time() - 3600)]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_LAUNCHER, *arguments],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "MONITOR": MONITOR}),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr.count("distdiag: rank 1 crashed\n") == times, done.stderr
+    assert done.stderr.endswith("distdiag: rank 1 crashed\n")
+    assert "the last line of torchrun's traceback\n" in done.stderr

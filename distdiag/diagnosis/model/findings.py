@@ -131,6 +131,9 @@ class Gradients(msgspec.Struct, frozen=True, kw_only=True):
     exposed_share: float | None = None  # of step time
 
 
+STOPPED_BY = "stopped by"  # begins the state's text if nothing but a signal from outside ended the ranks
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What `distdiag diagnose --json` prints: one run, or one set of dumps."""
 
@@ -146,6 +149,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     state_text: str | None = None  # what decided the state
     command: str | None = None  # of the run's ranks
     age_s: float | None = None  # since the run began
+    ended_ago_s: float | None = None  # since its last rank ended; None if it runs, or for dumps
     gradients: Gradients | None = None  # None: no DDP module was measured
 
 

@@ -51,7 +51,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about GPUs, from NVML's readings and the job's own progress."""
     s = facts.snapshot
     if not s.gpus:
-        yield Abstained("no GPU is measured")
+        yield Abstained("no GPU found")
         return
     for g in s.gpus:
         yield from _card(g)

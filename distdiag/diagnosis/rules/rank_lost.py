@@ -18,7 +18,7 @@ from distdiag.diagnosis.endings import UNUSED, End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import at, place_text, where, where_stack
+from distdiag.diagnosis.text.phrases import at, place_text, shortened, where, where_stack
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.units import rough_duration
 
@@ -94,7 +94,7 @@ def _lost(facts: Facts) -> Finding:
             name, "read the rank's own stderr above: what did the library print before the rank died?"
         )
     else:
-        message = f"{who} ended by {(first.exception or f'exit code {first.exit_code}')[:200]}{at(first.place)}"
+        message = f"{who} ended by {shortened(first.exception or f'exit code {first.exit_code}', 200)}{at(first.place)}"
         advice = f"fix {place_text(first.place) or 'the exception'}"
         if echoes:
             advice += "; the other ranks' errors follow from it"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
+import msgspec
+
 from distdiag.diagnosis.model.findings import Finding, Severity, Where
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
 from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
@@ -44,6 +47,11 @@ def _places(places: tuple[Where, ...]) -> str:
     if len(seen) > SHOWN_PLACES:
         parts.append(f"and {len(seen) - SHOWN_PLACES} more")
     return "; ".join(parts)
+
+
+def in_the_past(f: Finding) -> Finding:
+    """Return an open finding as it reads after the job's end."""
+    return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
 
 
 def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> list[str]:

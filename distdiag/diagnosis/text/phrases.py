@@ -6,6 +6,7 @@ from distdiag.diagnosis.model.findings import Where
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
+NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
 
 
 def place_text(site: Site | None) -> str:
@@ -28,6 +29,15 @@ def rough_time(s: float) -> str:
         if s >= 2 * size:
             return f"{s / size:.0f} {unit}"
     return f"{s:.0f} s"
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return `text` on one line of at most `limit` characters, cut between words, with an ellipsis if it was cut."""
+    line = " ".join(text.split())
+    if len(line) <= limit:
+        return line
+    whole = line[: limit - 1].rpartition(" ")[0]
+    return (whole if len(whole) > limit // 2 else line[: limit - 2]) + " …"
 
 
 def op_text(call: Call) -> str:
