@@ -160,7 +160,8 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
             continue
         entries = [Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries.values()]
         recorded[a.rank] = _recorded(a, trace, entries)
-    found, collectives, offsets = profile_of(str(run_dir.absolute()), taken.number, recorded, missing, chosen)
+    one_host = len({a.host for a in taken.ranks}) == 1
+    found, collectives, offsets = profile_of(str(run_dir.absolute()), taken.number, recorded, missing, chosen, one_host)
     folder = profile_files.results(run_dir, taken.number)
     notes = list(found.notes)
     saved = None

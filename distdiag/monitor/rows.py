@@ -272,8 +272,7 @@ def _row(
         device_bytes=r.device_bytes,
         last_op=last.op if last else None,
         last_group=last.group if last else None,
-        last_seq=max(r.enqueued.get("default_pg", 0), last.seq or 0 if last and last.group == "default_pg" else 0)
-        or None,
+        last_seq=max(r.enqueued.get(last.group, 0), last.seq or 0) or None if last else None,
         last_bytes=last.bytes if last else None,
         severity=severity,
         cpu_pct=r.cpu_pct,

@@ -24,6 +24,7 @@ Window = tuple[float, float]
 TOP = 12
 MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
 CLOCK_US, LEAST_ENDS = 5_000.0, 3
+LEAST_SAMPLES = 3  # of a line; fewer show nothing
 _MESSAGES = ("send", "recv")
 _TOGETHER = ("allreduce", "allgather", "barrier", "reducescatter", "alltoall")
 
@@ -245,6 +246,7 @@ def differences(
 def line_times(lines: Sequence[tuple[str, int, str, int]], samples: int, step_ms: float) -> list[LineTime]:
     """Return sampled lines of the training thread as ms per step, most first."""
     total = max(1, samples)
+    lines = [x for x in lines if x[3] >= LEAST_SAMPLES]
     return [
         LineTime(file=file, line=line, function=function, ms=step_ms * min(n, total) / total, samples=n)
         for file, line, function, n in sorted(lines, key=lambda x: -x[3])

@@ -44,11 +44,13 @@ def profile_of(
     recorded: Mapping[int, Recorded],
     missing: Sequence[Missing],
     chosen: tuple[int, int, str] | None,
+    same_clock: bool = False,
 ) -> tuple[Profile, dict[Key, dict[int, Comm]], dict[int, float]]:
     """Return the profile, the collectives that ranks share, and the offset of each trace on the common clock (µs).
 
     Args:
         chosen: Culprit, peer, and why it is the culprit, if two ranks are compared.
+        same_clock: All ranks are on one host. Else ranks whose collectives end at other times have another clock.
     """
     missing, notes = list(missing), []
     common = _common_steps(recorded)
@@ -65,8 +67,8 @@ def profile_of(
         windows[q] = r.trace.us(ends[before]), r.trace.us(ends[last])
     steps = last - before
     collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
-    if usable and (moved := analyse.align(collectives, offsets)):
-        notes.append(f"clocks of rank {fold_ranks(moved)} moved: collectives of all ranks end together")
+    if usable and not same_clock and (moved := analyse.align(collectives, offsets)):
+        notes.append(f"clocks of ranks {fold_ranks(moved)} were aligned: all ranks leave a collective together")
     ranks = []
     for q, r in sorted(usable.items()):
         times = analyse.rank_times(q, r.trace, windows[q], steps, offsets, collectives)

@@ -53,7 +53,7 @@ def lines(p: Profile) -> list[str]:
         saving = max(r.save_ms or 0.0 for r in measured)
         out += [
             "",
-            f"cost, once: {ms_text(control)} ms to start and stop; {ms_text(saving)} ms to write the trace, mostly without Python",
+            f"cost, once: {ms_text(control)} ms to start and stop; {ms_text(saving)} ms to write the trace, in which the script mostly waits",
         ]
     out += [f"rank {m.rank}: no profile: {visible(m.reason)}" for m in p.missing]
     out += [f"note: {visible(n)}" for n in p.notes]
@@ -74,7 +74,7 @@ def _times(r: RankTimes) -> tuple[str, ...]:
     return (str(r.rank), *map(ms_text, times), size_text(memory))
 
 
-_COLLECTIVE_HEAD = ("collective", "group", "per step", "bytes", "skew", "transfer", "last to come")
+_COLLECTIVE_HEAD = ("collective", "group", "per step", "bytes", "skew ms", "transfer ms", "arrives last")
 
 
 def _collective(c: CollectiveTimes) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ KEYS: tuple[Key, ...] = (
     Key("6", "show('data')", "Data", "does every rank get its own, equally many batches", "6"),
     Key("7", "show('stacks')", "Stacks", "where is every rank in the code", "7"),
     Key("8", "show('probes')", "Probes", "what can this machine do", "8"),
-    Key("9", "show('timeline')", "Timeline", "who stopped first, and who waits since", "9"),
+    Key("9", "show('timeline')", "Timeline", "who stopped first, and who has waited since then", "9"),
     Key("0", "show('profile')", "Profile", "where does the time of a step go", "0"),
     Key("escape", "back", "Back", "back to the screen before", "Esc", ("rank", "help")),
     Key("enter", "open", "", "open the rank (or the finding's rank) under the cursor", "Enter"),

@@ -55,7 +55,7 @@ def test_the_late_rank_of_a_cluster_is_named_although_its_clocks_differ(tmp_path
     (reduce,) = found.collectives
     assert (reduce.skew_ms, reduce.transfer_ms) == pytest.approx((0.3, 0.25))
     assert (reduce.late_rank, reduce.per_step, reduce.bytes_per_step) == (2, 1.0, 4096.0)
-    assert "clocks of rank 1-2" in found.notes[0]
+    assert "clocks of ranks 1-2 were aligned" in found.notes[0]
 
 
 def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_intervals_cover_overlap_and_leave_out() -> None:
     assert both(spans, [(2, 6), (9, 30)]) == [(2, 3), (5, 6), (9, 10)]
     assert without(spans, [(2, 6), (7, 8)]) == [(1, 2), (6, 7), (8, 10)]
     assert length(spans) == 7
+
+
+def test_ranks_of_one_host_share_a_clock() -> None:
+    """There collectives that end at other times were seen late: that is no other clock."""
+    ranks = two_ranks()
+    for c in ranks[1].trace.comms:
+        c.end += 9_000.0
+    for step in range(2):  # three collectives in all are enough for another clock
+        ranks[0].trace.comms.append(replace(ranks[0].trace.comms[step], seq=None))
+        ranks[1].trace.comms.append(replace(ranks[1].trace.comms[step], seq=None))
+    assert profile_of("run", 1, ranks, [], None, same_clock=True)[0].notes == []
 
 
 def test_the_time_of_each_rank_and_its_wait_for_the_late_one() -> None:

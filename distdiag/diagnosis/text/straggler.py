@@ -68,20 +68,22 @@ def slow_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str,
         step=r.step,
         message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
         f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms per step: "
-        f"{percent(slow.gain_ms / slow.step_ms)} of step time{_gain_text(window, slow)}",
+        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms of a step of "
+        f"{slow.step_ms:.0f} ms{_gain_text(window, slow)}",
         advice=_advice(s, slow.ranks, phase),
     )
 
 
 def _gain_text(window: Window, slow: Slow) -> str:
-    """Return `; like the others it would save 22 % (95 % interval 20 to 25 %)`, or nothing if that is not known."""
+    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
     found = gain(window, slow.ranks)
     if found is None or found.low <= 0:
         return ""
-    who = "it" if len(slow.ranks) == 1 else "they"
+    rest = [q for q in window.ranks if q not in slow.ranks]
+    others = rank_list(rest) if len(rest) == 1 else "the others"
     interval = f"{percent(max(0.0, found.low)).removesuffix(' %')} to {percent(found.high)}"
-    return f"; like the others {who} would save {percent(found.share)} (95 % interval {interval})"
+    if_equal = f"if {rank_list(slow.ranks)} were as fast as {others}"
+    return f"; {if_equal}, a step would take {percent(found.share)} less (95 % interval {interval})"
 
 
 def stage_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str, excess_ms: float) -> Finding:

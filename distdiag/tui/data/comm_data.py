@@ -186,13 +186,27 @@ def probe_for(data: CommData, op: OpStats) -> float | None:
     return min(near)[1] if near else None
 
 
+def _steps_during(run: Run, rows: list[CollectiveRow]) -> int:
+    """Return how many steps ended between the first and the last of these collectives.
+
+    The step of a row is that of the poll which saw it complete, and tells only roughly where to look.
+    """
+    seen, times = [r.step for r in rows if r.step is not None], [r.t_s for r in rows if r.t_s is not None]
+    if not seen or not times:
+        return 0
+    return run.query(
+        "SELECT count(DISTINCT step) FROM step WHERE step > ? AND step <= ? AND t_end_s >= ? AND t_end_s <= ?",
+        (min(seen) - 1000, max(seen), min(times), max(times)),
+    )[0][0]
+
+
 def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any]) -> CommData:
     """Read and aggregate; the rows of a moment are read once."""
     newest = run.query("SELECT (SELECT count(*) FROM collective), (SELECT max(step) FROM step)")[0]
     key = ("comm", newest, at_s)
     if cache.get("comm_key") != key:
         rows = run.collectives(WINDOW_STEPS, at_s)
-        steps = len({r.step for r in rows if r.step is not None})
+        steps = _steps_during(run, rows)
         groups = run.groups()
         sizes = {g.name: len(g.ranks) for g in groups}
         by: dict[tuple[str, str, int | None], list[CollectiveRow]] = {}

@@ -69,7 +69,7 @@ FLIGHT: tuple[Column[InFlight], ...] = (
     Column("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
     Column("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
     Column("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
-    Column("", "missing", 8, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
+    Column("", "waits for", 10, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
 )
 
 
@@ -80,7 +80,7 @@ def _entered(f: InFlight) -> str:
 def _missing(f: InFlight) -> str:
     if not f.size:
         return "members not known"
-    return rank_list(f.missing).split(" ", 1)[1] if f.missing else "none"
+    return rank_list(f.missing) if f.missing else "none"
 
 
 def verdict(data: CommData, snap: Snapshot) -> Line:

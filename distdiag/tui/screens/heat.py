@@ -369,7 +369,8 @@ def _legend(data: HeatData, ui: Ui, top: int, shown: int, n: int) -> list[Line]:
             )
         ]
     else:
-        scale = f" scale  . up to {low} ms   1 –{milliseconds(data.low + step)}   2 –{milliseconds(data.low + 2 * step)} … 8 –{high}   9 above   {NOT_MEASURED} not measured"
+        first, second = milliseconds(data.low + step), milliseconds(data.low + 2 * step)
+        scale = f" scale  . to {low} ms   1 to {first}   2 to {second} … 8 to {high}   9 above   {NOT_MEASURED} not measured"
         out = [line((scale, "muted"))]
     if data.per > 1:
         every = f", of which every {data.stride}th is read" if data.stride > 1 else ""

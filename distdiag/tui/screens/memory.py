@@ -174,9 +174,9 @@ def _columns(snap: Snapshot, with_gpus: bool) -> list[Column[_Shown]]:
     )  # fmt: skip
     rss = Column[_Shown]("memory", "rss GiB", 7, "resident memory of the process", _rss)
     trend = Column[_Shown](
-        "", "MiB/100", 7, "growth of device memory (else rss), MiB per 100 steps", _trend_cell, ">", 2
+        "", "MiB/100 steps", 13, "growth of device memory (else rss), MiB per 100 steps", _trend_cell, ">", 2
     )
-    full = Column[_Shown]("", "full in", 8, "steps until the memory is full at this growth", _full_in, ">", 3)
+    full = Column[_Shown]("", "steps to full", 13, "steps until the memory is full at this growth", _full_in, ">", 3)
     cpu = Column[_Shown]("cpu", "CPU %", 6, "of one core, this process", _cpu, ">", 4)
     if not with_gpus:
 

@@ -143,7 +143,8 @@ def _spread_line(snap: Snapshot, ui: Ui, job: JobState, width: int) -> Line:
             (op, group, seq, nbytes), n = s.waiting[0]
             what = clean(op) + (f" #{seq}" if seq is not None else "")
             detail = ", ".join(x for x in (clean(group), size(nbytes) if nbytes is not None else "") if x)
-            more = f"; {len(s.waiting) - 1} other" if len(s.waiting) > 1 else ""
+            others = sum(n for _, n in s.waiting[1:])
+            more = f"; {others:,} in other collectives" if others else ""
             left = f" waiting  {n:,} of {s.n:,} ranks, in {what} ({detail}){more}"
         else:
             left = " waiting  no rank waits in a collective"

@@ -143,7 +143,7 @@ def _tree_line(t: TreeLine, total: int, width: int) -> Line:
     """`ranks 0–2 (3 of 4)  main  train.py:91`: who, where ranks part; then function and place."""
     function, _, at = t.frame.rpartition(" ")
     file, _, number = at.rpartition(":")
-    is_frame = bool(function) and number.isdigit()
+    is_frame = bool(function and file) and number.isdigit()
     indent = "   " + "  " * t.depth
     who, style = "", ""
     if t.splits or t.first:

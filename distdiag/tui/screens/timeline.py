@@ -1,4 +1,4 @@
-"""Timeline: the last seconds of all ranks as lanes. Who stopped first, and who waits since?
+"""Timeline: the last seconds of all ranks as lanes. Who stopped first, and who has waited since then?
 
 A step is recorded as how long each phase took, not when: phases are drawn in the order of a training loop, the waiting
 after backward, where DDP waits. What a rank does now is drawn from the newest frame.
@@ -129,7 +129,8 @@ def now_of(row: RankRow, after: float, now: float) -> list[Segment]:
     if row.waiting_op:
         age, name = row.waiting_age_s or 0.0, "wait"
         number = f" #{row.waiting_seq}" if row.waiting_seq is not None else ""
-        text = f"waits in {clean(row.waiting_op)}{number} for {seconds(age)}"
+        group = f" ({clean(row.waiting_group)})" if row.waiting_group else ""
+        text = f"waits in {clean(row.waiting_op)}{number}{group} for {seconds(age)}"
     else:
         age, name = row.phase_age_s or 0.0, _PHASES.get(row.phase or "", "other")
         text = f"{clean(row.phase or '')} for {seconds(age)}" + (f" at {place(row.file, row.line)}" if row.file else "")
@@ -198,7 +199,7 @@ def _cells(owner: list[str], a: int, b: int, halves: int) -> list[Part]:
 class TimelinePage:
     name = "timeline"
     title = "timeline"
-    question = "who stopped first, and who waits since?"
+    question = "who stopped first, and who has waited since then?"
 
     def __init__(self) -> None:
         self.order = Cached(time.monotonic)
