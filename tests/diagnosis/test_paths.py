@@ -291,7 +291,7 @@ def test_an_abort_by_gloo_names_the_condition_of_the_extra_call() -> None:
     )  # fmt: skip
     (f,) = findings(s, mismatch, source={FILE: text}.get)
     assert (f.cause, f.culprits) == ("shape", (1,))
-    assert "their paths part at `if self.items`" in f.message
+    assert "they diverge at `if self.items`" in f.message
 
 
 @pytest.mark.parametrize("decorator", ["rank_zero_only", "accelerator.on_main_process"])
@@ -334,7 +334,7 @@ def test_the_handler_that_made_a_rank_leave_out_its_message_is_named() -> None:
     )
     f = only(s, source={FILE: text}.get)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (1,)), f.message
-    assert f"their paths part at `except ConnectionError as e` (train.py:{at['B'] - 2})" in f.message
+    assert f"they diverge at `except ConnectionError as e` (train.py:{at['B'] - 2})" in f.message
     assert "or skip them on all ranks together" in f.advice
 
 
@@ -384,7 +384,7 @@ def test_of_a_tie_the_condition_at_which_the_paths_part_is_named() -> None:
     )
     f = only(s, source={FILE: text}.get)
     assert (f.culprits, f.victims) == ((), (0, 1))
-    assert "their paths part at `if (ids == EOS).all()` (train.py:4)" in f.message
+    assert "they diverge at `if (ids == EOS).all()` (train.py:4)" in f.message
 
 
 def test_of_a_circle_the_smallest_edit_is_named() -> None:
@@ -415,4 +415,4 @@ def test_a_rank_that_left_by_a_condition_while_the_others_failed_is_explained() 
     )  # fmt: skip
     (f,) = findings(s, deadlock, source={FILE: text}.get)
     assert (f.cause, f.culprits) == ("rank_finished", (1,))
-    assert "their paths part at `if self.should_stop` (train.py:8)" in f.message
+    assert "they diverge at `if self.should_stop` (train.py:8)" in f.message

@@ -79,11 +79,11 @@ def leaving(place: Site | None, theirs: Sequence[Site], source: Source) -> list[
 
 
 def parting_text(conditions: Sequence[Condition]) -> str:
-    """Return the end of a sentence: `; their paths part at `if loss < 0.2` (train.py:6)`; empty if there is no condition."""
+    """Return the end of a sentence: `; they diverge at `if loss < 0.2` (train.py:6)`; empty if there is no condition."""
     if not conditions:
         return ""
     names = [f"`{c.text.removesuffix(':')}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in conditions]
-    return f"; their paths part at {' or '.join(names)}"
+    return f"; they diverge at {' or '.join(names)}"
 
 
 def decision_advice(condition: Condition, culprits: Collection[int]) -> str:

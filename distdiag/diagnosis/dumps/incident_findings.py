@@ -165,11 +165,11 @@ def _condition(blame: Blame, on_host: bool) -> str:
     parts = []
     if blame.idle:
         whose = "" if len(blame.idle) == len(blame.culprits) else f" ({rank_list(blame.idle)})"
-        parts.append(f"nothing is in flight there{whose}: the host stopped issuing")
+        parts.append(f"no collective is in flight there{whose}: the CPU side launched no more")
     if blame.device:
         whose = "" if len(blame.device) == len(blame.culprits) else f" ({rank_list(blame.device)})"
         parts.append(
-            f"what is in flight there has completed on all peers{whose}{'' if on_host else ': the device stopped'}"
+            f"what is in flight there has completed on all other ranks{whose}{'' if on_host else ': the device stopped'}"
         )
     return f"; {'; '.join(parts)}" if parts else ""
 
