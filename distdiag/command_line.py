@@ -37,9 +37,22 @@ def usage_error(error: click.UsageError, prog: str) -> DistdiagError:
 class SectionedCommand(click.Command):
     """A command whose help lists its options in sections: title -> options."""
 
-    def __init__(self, sections: dict[str, list[click.Parameter]], params: list[click.Parameter], **attrs: Any) -> None:
+    def __init__(
+        self,
+        sections: dict[str, list[click.Parameter]],
+        params: list[click.Parameter],
+        shown: Callable[[click.Parameter], bool] = lambda _: True,
+        **attrs: Any,
+    ) -> None:
+        """Make the command.
+
+        Args:
+            sections: Title -> options.
+            params: Of no section: arguments.
+            shown: Whether the help lists an option; the command line takes all.
+        """
         super().__init__(params=[*params, *itertools.chain(*sections.values())], context_settings=SETTINGS, **attrs)
-        self.sections = sections
+        self.sections = {title: listed for title, given in sections.items() if (listed := [*filter(shown, given)])}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shown = dict(self.sections)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from distdiag.cli.options import ascii_option
@@ -50,13 +52,19 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     if not no_save:
         try:
             written = dump.save(run_dir, now_s, dumps)
-            click.echo(f"saved: {written[0]} and {len(written) - 1} files in {run_dir / 'flight_recorder'}", err=True)
+            recorded = (len(written) - 1) // 2  # two formats of each
+            ranks = f"{recorded} rank{'s' if recorded != 1 else ''}"
+            folder = printable(str(run_dir / "flight_recorder"))
+            click.echo(f"saved: the stacks in {printable(str(written[0]))}", err=True)
+            if recorded:
+                click.echo(f"saved: the flight records of {ranks} in {folder} (JSON, and for torchfrtrace)", err=True)
         except OSError as e:
             click.echo(f"distdiag: not saved: {e.strerror or e}", err=True)
     if silent:
         click.echo(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
-        return int(ExitCode.TIMEOUT)
-    return int(ExitCode.OK)
+    if not no_save:
+        click.echo(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
+    return int(ExitCode.TIMEOUT if silent else ExitCode.OK)
 
 
 def tree_lines(branches: list, indent: int = 0, above: int = 0) -> list[str]:

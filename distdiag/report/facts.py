@@ -5,6 +5,7 @@ Medians, because one slow step is not a slow job; quantiles are left out where t
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from distdiag.diagnosis.model.findings import Finding, Gradients, State
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import MEASURED, TIMES, Quantiles, SeriesPoint, Steps
 from distdiag.store import rundir
-from distdiag.store.liveness import number
+from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event, LoaderRow, ProbeResult
 from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
@@ -382,4 +383,14 @@ def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummar
 
 
 def state_words(state: str) -> str:
+    """Return the state of the job as a sentence; empty for a word that is no state."""
     return _STATE_WORDS.get(State(state), "") if state in set(State) else ""
+
+
+def verdict_words(facts: RunFacts) -> str:
+    """Return the state as a sentence, with the time that it is of if the job was still running."""
+    words = state_words(facts.state)
+    if facts.monitor != Monitor.LIVE or facts.started_unix_s is None or facts.duration_s is None:
+        return words
+    newest = time.strftime("%H:%M:%S", time.localtime(facts.started_unix_s + facts.duration_s))
+    return f"{words}, as of {newest}".removeprefix(", ")

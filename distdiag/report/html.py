@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list
 from distdiag.report import words
-from distdiag.report.facts import RunFacts, notable_ranks, state_words
+from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.terms import units
 from distdiag.traces.text import ms_text, place
 
@@ -40,7 +40,7 @@ def render(facts: RunFacts) -> str:
     timed = tuple(r for r in shown if r.step_ms is not None)
     return environment.get_template("report.html.j2").render(
         f=facts,
-        state_words=state_words(facts.state),
+        state_words=verdict_words(facts),
         worst=facts.open_findings[0] if facts.open_findings else None,
         ranks=shown,
         collectives=facts.collectives[:MAX_COLLECTIVES],

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
-from distdiag.report.facts import RunFacts, notable_ranks, state_words
+from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
@@ -42,7 +42,7 @@ def _wrap(label: str, text: str, indent: str = "  ") -> list[str]:
 
 
 def _head(f: RunFacts) -> list[str]:
-    words = state_words(f.state)
+    words = verdict_words(f)
     lines = [f"{f.name}  {f.state.upper()}" + (f": {words}" if words else "")]
     lines.append(f"{f.run}, {moment(f.started_unix_s)}, {duration(f.duration_s)}")
     lines += [f"note: {n}" for n in f.notes]

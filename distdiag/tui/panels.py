@@ -105,7 +105,9 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
         body += _notices(snap, job, ui, width)
         if not body and snap.frame is not None:
             cleared = len(snap.findings)
-            quiet = f" · no open findings; {cleared} cleared: press 5" if cleared else " · no findings"
+            quiet = (
+                f" · no open findings; {cleared} cleared: {ui.opens('5', 'findings')}" if cleared else " · no findings"
+            )
             body.append(line((quiet, "muted")))
     if snap.problem is None and over and not findings:
         body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
@@ -144,12 +146,12 @@ def _some_findings(
     return body
 
 
-def summary_line(snap: Snapshot, width: int) -> Line:
+def summary_line(snap: Snapshot, width: int, ui: Ui) -> Line:
     """The worst open finding on one line, for screens that are about something else."""
     findings = list(snap.open_findings)
     if not findings:
         return line((" · no open findings", "muted"))
-    more = f"   +{len(findings) - 1}: press 5" if len(findings) > 1 else ""
+    more = f"   +{len(findings) - 1}: {ui.opens('5', 'findings')}" if len(findings) > 1 else ""
     lead = finding_lines(findings[0], width - cells(more), full=False)[0]
     return (*lead, (more, "muted", "do:show('findings')")) if more else lead
 

@@ -52,6 +52,10 @@ class Ui:
         """True if areas are drawn in colour."""
         return self.colour and not self.ascii
 
+    def opens(self, key: str, screen: str) -> str:
+        """How to open a screen: its key, or the command if nobody can press one."""
+        return f"press {key}" if self.interactive else f"distdiag tui --screen {screen}"
+
     def window(self, page: str, items: Sequence[Hashable], rows: int) -> tuple[int, int | None]:
         """First item shown, and the index of the cursor; keeps the cursor on its item and on the screen."""
         n = len(items)

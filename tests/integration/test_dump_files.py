@@ -71,7 +71,9 @@ def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job, tmp
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in shown.stdout
     assert f"looks_for_its_file {line_of(script, 'time.sleep(0.5)')}" in shown.stdout
     assert "in all_reduce #21 default_pg" in shown.stdout
-    assert "saved: " in shown.stderr  # stdout is data
+    *saved, hint = shown.stderr.splitlines()[-3:]  # stdout is data
+    assert saved[0] == "saved: the stacks in R/stacks/latest.json" and "the flight records of 2 ranks" in saved[1]
+    assert hint == "next: distdiag diagnose R"
 
     given = dump(tmp_path, "--json", "--no-save")
     assert given.returncode == 0, given.stderr
@@ -116,7 +118,7 @@ def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Jo
     finally:
         os.kill(pid, signal.SIGCONT)
     assert late.returncode == 5, late.stderr
-    said = [line for line in late.stderr.splitlines() if not line.startswith("saved: ")]
+    said = [line for line in late.stderr.splitlines() if not line.startswith(("saved: ", "next: "))]
     assert len(said) == 1 and "Traceback" not in late.stderr
     assert re.search(r"\branks? 1\b", said[0]) and not re.search(r"\branks? 0\b", said[0])
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in late.stdout  # what the others said is not lost

@@ -183,3 +183,22 @@ def test_bad_user_objects_are_refused(arguments: list[str], says: str, capsys: p
     assert command.main(arguments) == 2
     err = capsys.readouterr().err
     assert says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed", "left_out"),
+    [
+        (["step", "--help"], ("--strategies", "--params", "--budget"), ("--workers", "--max-bytes", "--floor")),
+        (["all_reduce", "--help"], ("--max-bytes", "--floor", "--budget"), ("--strategies", "--params", "--dataset")),
+        (["dataloader", "--help"], ("--workers", "--batch-size"), ("--max-bytes", "--svg")),
+        (["--help"], ("--strategies", "--max-bytes", "--workers", "sendrecv"), ()),
+    ],
+)
+def test_the_help_of_a_probe_lists_its_own_options(
+    arguments: list[str], listed: tuple[str, ...], left_out: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    shown = capsys.readouterr().out.split()
+    assert set(listed) <= set(shown) and not set(left_out) & set(shown)
+    assert (("distdiag probe --help") in " ".join(shown)) == (arguments != ["--help"])

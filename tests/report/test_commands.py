@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,25 @@ def test_text_and_json_go_to_standard_output(run: Path, capsysbinary: pytest.Cap
     facts = json.loads(capsysbinary.readouterr().out)
     assert next(iter(facts)) == "schema" and facts["schema"] == "distdiag.report/1"
     assert facts["findings"][0]["kind"] == "deadlock"
+
+
+def test_a_report_of_a_running_job_names_the_time_that_it_is_of(
+    run: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    def first_line() -> bytes:
+        assert main(["report", str(run), "--format", "text"]) == 0
+        return capsysbinary.readouterr().out.splitlines()[0]
+
+    assert b"as of" not in first_line()  # it has ended
+    con = sqlite3.connect(run / "run.db")
+    con.execute("DELETE FROM meta WHERE key = 'ended_s'")
+    now = {"monitor_ended": "0", "state": "running", "heartbeat_unix_s": str(time.time())}
+    con.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
+    con.commit()
+    con.close()
+    assert re.search(rb"RUNNING: the job is running, as of \d\d:\d\d:\d\d$", first_line())
+    assert main(["report", str(run), "-o", "-"]) == 0
+    assert b"the job is running, as of " in capsysbinary.readouterr().out
 
 
 def test_a_trace_beside_the_run(run: Path) -> None:

@@ -199,6 +199,13 @@ def test_time_travel_knows_only_what_was_known_then(runs: MakeRun) -> None:
     assert "SIGKILL" in "\n".join(_check(run, "ranks", Ui(), 80, 24))
 
 
+@pytest.mark.parametrize("page", ["heat", "stacks", "probes"])
+def test_a_printed_screen_names_the_command_where_a_live_one_names_the_key(runs: MakeRun, page: str) -> None:
+    run = runs(Scenario(state="running", ranks=1024), "live")
+    live, printed = ("\n".join(_check(run, page, Ui(interactive=i), 120, 30)) for i in (True, False))
+    assert "+1: press 5" in live and "+1: distdiag tui --screen findings" in printed and "press 5" not in printed
+
+
 def test_a_run_that_cannot_be_read_says_why_and_what_to_do(runs: MakeRun, tmp_path: Path) -> None:
     for status in ReadStatus:
         error = RunUnreadable(status, f"reason {status}", f"remedy {status}")

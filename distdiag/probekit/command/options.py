@@ -142,16 +142,50 @@ def _sections() -> dict[str, list[click.Parameter]]:
     }  # fmt: skip
 
 
-def build_command(named: bool = False) -> SectionedCommand:
-    """Return the command; `named`: the script itself is the probe, so no NAME is taken."""
+_LOADER, _STEP = frozenset({"dataloader"}), frozenset({"step"})
+_MESSAGES = frozenset(catalog.PROBES) - {"barrier", "pairs", "dataloader", "step", "gpu"} | {catalog.ALL}
+# Options that only some probes use; the help of the others leaves them out.
+_USED_BY: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("dataset", "workers"), _LOADER),
+    **dict.fromkeys(("batch_size", "step_ms"), _LOADER | _STEP),
+    **dict.fromkeys(("model", "strategies", "ranks", "svg", "params", "paper", "memory", "optimizer"), _STEP),
+    **dict.fromkeys(("bytes_per_param", "layers", "activations", "link"), _STEP),
+    **dict.fromkeys(("min_bytes", "max_bytes", "factor"), _MESSAGES),
+    "floor": _MESSAGES - {catalog.ALL},
+}
+
+
+def build_command(named: bool = False, probe: str | None = None) -> SectionedCommand:
+    """Return the command.
+
+    Args:
+        named: The script itself is the probe, so no NAME is taken.
+        probe: The probe whose options the help lists; None: those of all.
+    """
     text = "Measure, with a verdict: pass, fail or inconclusive, and the reasons."
     params: list[click.Parameter] = []
-    if not named:
+    if probe is not None:
+        about = catalog.PROBES.get(probe, "the whole health check in one budget")
+        text = f"{probe}: {about}.\n\n{text} All options: distdiag probe --help."
+    if not named and probe is None:
         names = "\n".join(f"  {name:14s}{about}" for name, about in catalog.PROBES.items())
         text += f"\n\n\b\n{names}\n  {'all':14s}the whole health check in one budget"
-        params.append(click.Argument(["name"], metavar="NAME"))
+    if not named:
+        params.append(click.Argument(["name"], metavar=(probe or "NAME")))
     codes = "Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + "."
-    return SectionedCommand(_sections(), params, name=None, help=text, epilog=codes)
+
+    def shown(option: click.Parameter) -> bool:
+        return probe is None or probe in _USED_BY.get(option.name or "", {probe})
+
+    return SectionedCommand(_sections(), params, shown, name=None, help=text, epilog=codes)
+
+
+def _known(name: str | None) -> str | None:
+    """Return the probe that is meant if `name` is one."""
+    try:
+        return catalog.canonical(name) if name else None
+    except DistdiagError:
+        return None
 
 
 def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe") -> Options:
@@ -164,7 +198,8 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         DistdiagError: an option or value is wrong.
         SystemExit: `--help`, with 0.
     """
-    args = SimpleNamespace(**read(build_command(named=name is not None), argv, prog))
+    about = _known(name or (argv[0] if argv else None))
+    args = SimpleNamespace(**read(build_command(named=name is not None, probe=about), argv, prog))
     probe = catalog.canonical(name or args.name)
     paper = parse_paper(args, probe)
     step_ms = DEFAULT_STEP_MS if args.step_ms is None else args.step_ms

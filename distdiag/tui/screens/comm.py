@@ -134,7 +134,7 @@ def _share_of_step(o: OpStats, snap: Snapshot) -> float | None:
     return o.per_step * (o.p50_us + (o.skew_p50_us or 0.0)) / 1e3 / step_ms
 
 
-def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int) -> list[Line]:
+def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int, ui: Ui) -> list[Line]:
     """The collectives panel of the home screen."""
     if not data.ops:
         return []
@@ -143,7 +143,7 @@ def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int) -> l
     out += [row(chosen, o) for o in data.ops[: at_most - 2]]
     left = len(data.ops) - (at_most - 2)
     if left > 0:
-        out.append(line((f"   {left} more: press 2", "muted", "do:show('comm')")))
+        out.append(line((f"   {left} more: {ui.opens('2', 'comm')}", "muted", "do:show('comm')")))
     return out
 
 
@@ -221,7 +221,7 @@ def _reached(data: CommData, snap: Snapshot, ui: Ui) -> Line:
     o = data.ops[ui.index("comm", items)]
     reached = probe_for(data, o)
     if reached is None:
-        return line((f" no probe of {clean(o.op)} at {size(o.bytes)} in this run: press 8", "muted"))
+        return line((f" no probe of {clean(o.op)} at {size(o.bytes)} in this run: {ui.opens('8', 'probes')}", "muted"))
     text = f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.bytes)}"
     if not o.busbw_gbps:
         return line(text)

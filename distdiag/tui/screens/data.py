@@ -164,7 +164,7 @@ class DataPage:
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, DataData) else DataData()
         lines = [title_line(snap, ui, width, self.title, self.question), *_totals(snap, data, width)]
-        tail = [rule(width), summary_line(snap, width)]
+        tail = [rule(width), summary_line(snap, width, ui)]
         items = self.items(snap, ui)
         room = max(1, height - len(lines) - len(tail) - 2)
         top, index = ui.window("data", items, room)

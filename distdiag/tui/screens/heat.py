@@ -230,7 +230,7 @@ class HeatPage:
             title_line(snap, ui, width, self.title, self.question, span),
             fitted(line(" ", (NAMES.get(ui.metric, ui.metric), "bold"), (keys, "muted")), width),
         ]
-        tail = [rule(width), summary_line(snap, width)]
+        tail = [rule(width), summary_line(snap, width, ui)]
         items = self.items(snap, ui)
         if data.last < data.first or not items:
             text = (

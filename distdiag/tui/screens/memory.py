@@ -253,7 +253,7 @@ class MemoryPage:
         data = snap.panel if isinstance(snap.panel, MemoryData) else MemoryData()
         lines = [title_line(snap, ui, width, self.title, self.question)]
         lines += _hosts(data, snap, width, 2 if height < 30 else 6)
-        tail = [rule(width), summary_line(snap, width)]
+        tail = [rule(width), summary_line(snap, width, ui)]
         spinning = sum((g.utilization_pct or 0.0) >= BUSY_PCT for g in data.gpus) if job_state(snap).stuck else 0
         if spinning:
             text = f"{spinning:,} GPUs are busy, yet the job makes no progress: a kernel that spins in a collective looks like work"

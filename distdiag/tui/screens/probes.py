@@ -58,7 +58,7 @@ class ProbesPage:
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, ProbesData) else ProbesData()
         lines = [title_line(snap, ui, width, self.title, self.question)]
-        tail = [rule(width), summary_line(snap, width)]
+        tail = [rule(width), summary_line(snap, width, ui)]
         items = self.items(snap, ui)
         cursor = None
         room = 1

@@ -96,7 +96,7 @@ class ProfilePage:
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, ProfileData) else ProfileData()
-        tail = [rule(width), summary_line(snap, width)]
+        tail = [rule(width), summary_line(snap, width, ui)]
         lines = [title_line(snap, ui, width, self.title, self.question)]
         room, cursor = 1, None
         p = data.profile

@@ -136,7 +136,7 @@ class RankPage:
         ]
         flag = [rule(width), *finding_lines(mine[0], width)][: max(3, height // 4)] if mine else []
         room = height - len(flag)
-        stack, calls = _stack(data, row, snap, width, height), _collectives(data, width, 8 if height >= 40 else 3)
+        stack, calls = _stack(data, row, snap, ui, width, height), _collectives(data, width, 8 if height >= 40 else 3)
         phases = _phases(data, snap, at, width)
         # a stuck rank shows where it is, a running one how long it takes
         facts = _facts(data, row, width)
@@ -261,7 +261,7 @@ def _collectives(data: RankData, width: int, at_most: int) -> list[Line]:
     return out
 
 
-def _stack(data: RankData, row: RankRow, snap: Snapshot, width: int, height: int) -> list[Line]:
+def _stack(data: RankData, row: RankRow, snap: Snapshot, ui: Ui, width: int, height: int) -> list[Line]:
     if data.stack is None:
         hint = f"distdiag dump {quote(snap.run)} takes whole stacks"
         return [
@@ -279,7 +279,9 @@ def _stack(data: RankData, row: RankRow, snap: Snapshot, width: int, height: int
         function, _, at = clean(f).rpartition(" ")
         out.append(line(f"   {fit(clip_left(at, 40), 40)}  ", function))
     if len(frames) > at_most:
-        out.append(line((f"   {len(frames) - at_most} more frames: press 7", "muted", "do:show('stacks')")))
+        out.append(
+            line((f"   {len(frames) - at_most} more frames: {ui.opens('7', 'stacks')}", "muted", "do:show('stacks')"))
+        )
     return out
 
 

@@ -230,7 +230,7 @@ def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> li
         return []
     collectives: list[Line] = []
     if data.comm is not None and width >= PANEL_WIDTH and left >= 2 * history.MIN_HEIGHT + 8:
-        collectives = comm.summary_lines(data.comm, snap, width, 5)
+        collectives = comm.summary_lines(data.comm, snap, width, 5, ui)
     room = left - 1 - (len(collectives) + 1 if collectives else 0)
     marks = tuple((f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
     charts = page.charts(

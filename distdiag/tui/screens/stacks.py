@@ -97,7 +97,7 @@ class StacksPage:
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, StacksData) else StacksData()
         lines = [title_line(snap, ui, width, self.title, self.question), *_age(snap, data, ui, width), BLANK]
-        tail = [rule(width), summary_line(snap, width)]
+        tail = [rule(width), summary_line(snap, width, ui)]
         items = self.items(snap, ui)
         room = max(1, height - len(lines) - len(tail) - 1)
         top, index = ui.window("stacks", items, room)
