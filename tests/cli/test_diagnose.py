@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -171,10 +172,11 @@ def test_zero_means_that_all_ranks_were_judged_and_the_job_did_not_fail(
 def test_the_first_line_names_the_run_its_age_and_its_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = a_run(tmp_path / "run", started_unix_s=time.time() - 120, command="python train.py --lr 1")
+    run = a_run(tmp_path / "run", started_unix_s=time.time() - 100, command="python train.py --lr 1")
     main(["diagnose", run])
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"run {run}, started 120 s ago: python train.py --lr 1") and second.startswith("running: ")
+    assert re.fullmatch(rf"run {re.escape(run)}, started 1\d\d s ago: python train.py --lr 1", first)
+    assert second.startswith("running: ")
 
 
 def test_a_launch_without_a_rank_is_the_answer_not_the_run_before_it(
@@ -194,11 +196,11 @@ def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "reports" / "20250101-120000-train"
-    a_run(run, started_unix_s=time.time() - 180, ended_s=60, state="ended")
+    a_run(run, started_unix_s=time.time() - 200, ended_s=100, state="ended")
     rundir.mark_latest(run)
     assert main(["diagnose"]) == ExitCode.OK
     out = capsys.readouterr().out
-    assert out.startswith(f"run reports/{run.name} (latest), ended 120 s ago") and "newer launch" not in out
+    assert re.match(rf"run reports/{run.name} \(latest\), ended 1\d\d s ago", out) and "newer launch" not in out
     (tmp_path / "reports" / "20250102-120000-train_slow").mkdir()
     main(["diagnose"])
     assert "note: a newer launch (train_slow) has not reported yet" in capsys.readouterr().out
