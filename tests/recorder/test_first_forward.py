@@ -56,7 +56,7 @@ dist.destroy_process_group()
     ("case", "says"),
     [
         ("never", "forward never called aside, spare"),
-        ("aside", "what they compute does not reach the loss"),
+        ("aside", "their output does not reach the loss"),
         ("compiled", ""),  # hooks of ours would be seen by its guards
     ],
 )

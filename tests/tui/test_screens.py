@@ -165,7 +165,7 @@ def test_the_cause_is_named_as_network_or_rank(runs: MakeRun) -> None:
     assert "the network is not the cause. See rank 5." in text and "85% of it reached" in text
     stuck = "\n".join(_check(runs(Scenario(state="deadlocked", ranks=8)), "comm", Ui(page="comm"), 120, 30))
     flight = next(x for x in stuck.splitlines() if "5404" in x and "31.2 s" in x)
-    assert flight.split()[-4:] == ["7", "of", "8", "5"]
+    assert flight.split()[-5:] == ["7", "of", "8", "rank", "5"]
 
 
 def test_busy_without_progress_is_said(runs: MakeRun) -> None:

@@ -64,7 +64,7 @@ def test_a_deadlock_is_seen_as_lanes_that_stop(runs: MakeRun) -> None:
             lines = (await d.press("9")).splitlines()
             lanes = [x for x in lines if x[3:8].strip().isdigit()]
             assert len(lanes) == 8 and "data for 31.4 s at train.py:118" in lanes[0]
-            assert all("waits in all_reduce #5404 for 31.2 s" in x for x in lanes[1:])
+            assert all("waits in all_reduce #5404 (default_pg) for 31.2 s" in x for x in lanes[1:])
             assert "30.0 s up to" in await d.press("plus")
             text = await d.press("left", "left")
             assert d.app.ui.until_s is not None and "waits in" not in text.splitlines()[4]
