@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
@@ -23,7 +24,8 @@ from distdiag.train.costs import possible, rounds, rows, show, svg
 from distdiag.train.costs.blocks import Block
 from distdiag.train.costs.memory import StateBytes, expected_state, gradient_bytes, measured_state
 from distdiag.train.costs.possible import Case, Machine, why_not
-from distdiag.train.models import SimpleCNN, count_parameters
+from distdiag.train.costs.sizes import Counted
+from distdiag.train.models import SimpleCNN, build_model, count_parameters
 
 CPU = Machine("cpu", "gloo", 0)
 STATE = StateBytes(100, 100, 100)
@@ -226,3 +228,28 @@ def test_all_cases_are_measured_on_real_ranks_and_those_that_cannot_run_have_a_r
     assert measured["fsdp", 2].exposed_ms is not None and 0 < measured["fsdp", 2].exposed_share <= 1
     assert measured["ddp", 2].exposed_ms is not None and 0 <= measured["pipeline", 2].idle_share <= 1
     assert any(line.startswith("not possible here: on 3: pipeline: 3 stages") for line in found.notes)
+
+
+@pytest.mark.parametrize("name", ["simple", "resnet18"])
+def test_the_formulas_give_what_torchs_own_memory_tracker_counts(name: str) -> None:
+    torch.manual_seed(0)
+    model, images, labels = build_model(name), torch.rand(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+
+    def counted() -> dict[str, int]:
+        (found,) = tracker.get_tracker_snapshot("current").values()
+        return {getattr(kind, "name", str(kind)): size for kind, size in found.items()}
+
+    with tracker:
+        loss = F.cross_entropy(model(images), labels)
+        forward = counted()
+        loss.backward()
+        del loss
+        optimizer.step()
+        step = counted()
+    expected = expected_state("single", 1, count_parameters(model))
+    assert expected == StateBytes(step["PARAM"], step["GRAD"], step["OPT"])
+    activations = Counted(name, build_model(name), torch.float32).activations("single", 1, 8)
+    assert activations == pytest.approx(forward["ACT"], rel=0.02)
