@@ -276,7 +276,7 @@ def test_batches_of_messages_in_a_dump_of_what_is_active_are_told_by_the_groups_
             dump["pg_status"]["1"].update(last_enqueued_collective=5, last_completed_collective=over)
             at.write_bytes(pickle.dumps(dump))
         f = only(diagnose_dumps(folder))
-        assert f.culprits == (1,) and ("nothing is in flight there" in f.message) == (over == 5)
+        assert f.culprits == (1,) and ("no collective is in flight there" in f.message) == (over == 5)
 
 
 def test_a_timeout_is_told_by_the_dump_itself_where_files_were_copied(tmp_path: Path) -> None:
