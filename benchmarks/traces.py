@@ -1,11 +1,11 @@
-"""`distdiag diagnose` on Kineto traces of several ranks beside HTA (Holistic Trace Analysis): the same numbers, time, memory.
+"""`distdiag diagnose` and HTA (Holistic Trace Analysis) on the same Kineto traces of several ranks: numbers, time, memory.
 
     python benchmarks/traces.py --hta /path/to/python-with-hta [--ranks 8] [--mb 200] [--rounds 3] [--traces DIR] [--write]
 
-Without --traces, traces of a made job are written first: on each rank four steps of kernels on one stream and of an NCCL
-all_reduce per layer on another, host operators around them, rank 1 late; `--mb` is the size of each file. Both programs
-run in turns on the same files, each in a process of its own. HTA looks from the first kernel to the last, distdiag at whole
-steps; so the numbers that are compared are times of compute kernels, of communication kernels, and of both at once.
+Without --traces it generates traces first: each rank has four steps, with compute kernels on one stream, an NCCL all_reduce
+per layer on another, and host operators around them; rank 1 is late. `--mb` is the size of each file. The two programs take
+turns, each run in a new process. HTA's time span is from the first kernel to the last, distdiag's is whole steps; so we
+compare the time of compute kernels, the time of communication kernels, and their overlap.
 """
 
 from __future__ import annotations

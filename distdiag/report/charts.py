@@ -8,17 +8,18 @@ Colours are Okabe and Ito's, which every kind of colour vision can distinguish; 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.report.facts import RankSummary
 from distdiag.report.steps import PHASES, SeriesPoint
-from distdiag.traces.model import RankTimes
+from distdiag.traces.model import RankTimes, parts_of
 
 COLOURS = {
     "data": "#E69F00",
@@ -28,8 +29,17 @@ COLOURS = {
     "optimizer": "#009E73",
     "other": "#9A9A9A",
     "wait": "#BCC1C8",
+    "compute": "#56B4E9",
+    "hidden": "#0072B2",
+    "transfer": "#E69F00",
+    "idle": "#E4E7EA",
 }
-LABELS = {"h2d": "host to device", "wait": "waiting for other ranks"}
+LABELS = {
+    "h2d": "host to device",
+    "wait": "waiting for other ranks",
+    "hidden": "compute and communication",
+    "transfer": "communication",
+}
 # placeholders, replaced by colours of the page's theme
 _INK, _LINE = "#010203", "#040506"
 _STYLE: Any = {
@@ -78,59 +88,36 @@ def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -
 
 def phases(ranks: Sequence[RankSummary]) -> str:
     """Draw a bar per rank: its step by phases. Waiting for other ranks is taken out of backward and drawn last."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "phases"}):
-        figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
-        axes = figure.subplots()
-        y = np.arange(len(ranks))
-        parts = {p: np.array([getattr(r, f"{p}_ms") or 0.0 for r in ranks]) for p in PHASES}
-        steps, waits = (np.array([getattr(r, name) or 0.0 for r in ranks]) for name in ("step_ms", "wait_ms"))
-        apart = np.maximum(0.0, steps - sum(parts.values()))
-        parts["backward"] = np.maximum(0.0, parts["backward"] - np.maximum(0.0, waits - apart))
-        left = np.zeros(len(ranks))
-        for phase, width in (parts | {"wait": waits}).items():
-            if width.any():  # a phase that was not recorded has no place in the legend
-                axes.barh(y, width, 0.62, left=left, color=COLOURS[phase], label=LABELS.get(phase, phase))
-            left += width
-        axes.set_yticks(y, [f"rank {r.rank}" for r in ranks])
-        axes.invert_yaxis()
-        axes.set_xlabel("ms per step (medians)")
-        axes.grid(visible=False, axis="y")
-        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
-        return _svg(figure)
-
-
-PROFILE_COLOURS = {
-    "compute": "#56B4E9",
-    "compute and communication": "#0072B2",
-    "communication": "#E69F00",
-    "waiting for other ranks": "#BCC1C8",
-    "idle": "#E4E7EA",
-}
+    parts = {p: np.array([getattr(r, f"{p}_ms") or 0.0 for r in ranks]) for p in PHASES}
+    steps, waits = (np.array([getattr(r, name) or 0.0 for r in ranks]) for name in ("step_ms", "wait_ms"))
+    apart = np.maximum(0.0, steps - sum(parts.values()))
+    parts["backward"] = np.maximum(0.0, parts["backward"] - np.maximum(0.0, waits - apart))
+    return _bars("phases", [r.rank for r in ranks], parts | {"wait": waits}, "ms per step (medians)")
 
 
 def profile(ranks: Sequence[RankTimes]) -> str:
     """Draw a bar per rank: its step in a profile."""
-    waits = [min(r.wait_ms or 0.0, r.exposed_ms) for r in ranks]
-    parts = [
-        [r.compute_ms - r.overlap_ms for r in ranks],
-        [r.overlap_ms for r in ranks],
-        [r.exposed_ms - w for r, w in zip(ranks, waits, strict=True)],
-        waits,
-        [r.idle_ms for r in ranks],
-    ]
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "profile"}):
+    parts = [parts_of(r) for r in ranks]
+    names = parts[0] if parts else {}
+    values = {name: np.maximum(0.0, np.array([p[name] for p in parts])) for name in names}
+    return _bars("profile", [r.rank for r in ranks], values, "ms per step")
+
+
+def _bars(salt: str, ranks: Sequence[int], parts: Mapping[str, NDArray[np.float64]], axis: str) -> str:
+    """Draw a bar per rank of parts one after the other. A part that is nowhere has no place in the legend."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
         axes = figure.subplots()
         y, left = np.arange(len(ranks)), np.zeros(len(ranks))
-        for (label, colour), values in zip(PROFILE_COLOURS.items(), parts, strict=True):
-            width = np.maximum(0.0, np.array(values))
-            axes.barh(y, width, 0.62, left=left, color=colour, label=label)
+        for name, width in parts.items():
+            if width.any():
+                axes.barh(y, width, 0.62, left=left, color=COLOURS[name], label=LABELS.get(name, name))
             left += width
-        axes.set_yticks(y, [f"rank {r.rank}" for r in ranks])
+        axes.set_yticks(y, [f"rank {rank}" for rank in ranks])
         axes.invert_yaxis()
-        axes.set_xlabel("ms per step")
+        axes.set_xlabel(axis)
         axes.grid(visible=False, axis="y")
-        axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
+        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
         return _svg(figure)
 
 

@@ -43,6 +43,15 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     save_ms: float | None = None  # in a thread, mostly with the GIL
 
 
+def parts_of(r: RankTimes) -> dict[str, float]:
+    """Return the parts of a rank's step, ms; together they are the step. `hidden` is communication during compute."""
+    wait = min(r.wait_ms or 0.0, r.exposed_ms)
+    return {
+        "compute": r.compute_ms - r.overlap_ms, "hidden": r.overlap_ms, "transfer": r.exposed_ms - wait, "wait": wait,
+        "idle": r.idle_ms,
+    }  # fmt: skip
+
+
 class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):
     """All collectives of one operation in one group, per step."""
 

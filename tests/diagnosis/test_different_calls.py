@@ -70,13 +70,13 @@ BOTH = {key(SAVE): 3, key(TRAIN): 90}
 
 
 def at_the_end_of_an_epoch(r: int, *visits: int) -> RankState:
-    """Stands in the barrier that both ranks know, at the newest of these sequence numbers."""
+    """Return a rank that is in the barrier of both ranks. Its visits there had these sequence numbers; the newest is this one."""
     seen = {"default_pg": {key(SAVE): visits}}
     return rank(r, call("barrier", visits[-1], SAVE), sites=BOTH, visits=seen)
 
 
 def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) -> RankState:
-    """Stands in the step of its loop; was in the barrier at these numbers."""
+    """Return a rank that is in a training step. `saved` are the sequence numbers of its visits to the barrier."""
     seen = {"default_pg": {key(SAVE): saved, key(TRAIN): trained}}
     return rank(r, call("all_reduce", seq, TRAIN, shape=(7,)), sites=BOTH, visits=seen)
 
@@ -174,7 +174,7 @@ def test_the_rank_that_the_backend_aborted_tells_what_it_was_about_to_call() -> 
 
 
 def test_after_a_mismatch_ranks_ahead_are_its_victims() -> None:
-    """Rank 3 issued the collective without waiting, and waits for the others in a group of its own."""
+    """Rank 3 issued the collective without waiting, and waits for rank 2 in their own group."""
     s = snapshot(
         rank(0, call("barrier", 7, SAVE)),
         rank(1, call()),

@@ -1,4 +1,4 @@
-"""Who of a circle has departed from the order of its own calls."""
+"""In a cycle: which rank broke the order of its earlier calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def message(op: str, peer: int, line: int, tag: int = 0, nth: int = 1) -> Call:
 
 
 def last_stage(steps: int, left_out: int | None = None) -> tuple[Call, ...]:
-    """Receives a micro-batch and sends back its gradient, four times a step."""
+    """Return the calls of a stage that receives a micro-batch and sends back its gradient, four times a step."""
     out: list[Call] = []
     for i in range(4 * steps):
         out.append(message("recv", 0, 49, nth=i + 1))
@@ -24,7 +24,7 @@ def last_stage(steps: int, left_out: int | None = None) -> tuple[Call, ...]:
 
 
 def first_stage(steps: int) -> tuple[Call, ...]:
-    """Sends four micro-batches, then receives their gradients."""
+    """Return the calls of a stage that sends four micro-batches, then receives their gradients."""
     step = [message("send", 1, 40) for _ in range(4)] + [message("recv", 1, 50) for _ in range(4)]
     return tuple(step * steps)
 
@@ -179,7 +179,7 @@ def test_a_group_that_is_brought_to_another_groups_line() -> None:
 
 
 def trainer(rank: int, metrics: list[int], blocked: str) -> RankState:
-    """Steps 1 to 6 of DDP, each followed by so many all_reduces of a metric in a group of its own; then the call it is in."""
+    """Return a rank after steps of DDP. After step i it made `metrics[i]` all_reduces in a second group; now it is in `blocked`."""
     calls, steps = [], []
     for i, n in enumerate(metrics, 1):
         steps.append(Step(i, float(i), 900.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None, i, 8, 1.0))

@@ -73,7 +73,7 @@ def test_a_send_may_have_left_in_a_buffer() -> None:
     assert s.ranks[0].blocked is not None and s.ranks[0].blocked.op == "all_reduce"
 
 
-def test_what_all_have_issued_alike_shows_no_wait() -> None:
+def test_ranks_that_issued_the_same_calls_show_no_wait() -> None:
     s = job(rank(0, *COMMON), rank(1, *COMMON))
     assert resolved(s) is s
 

@@ -40,23 +40,24 @@ def close(a: Any, b: Any, where: str = "") -> None:
         assert a == b, where
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp", "model", "pipeline"])
 def test_a_strategy_trains_without_a_finding_and_resumes_to_the_same_result(strategy: str, tmp_path: Path) -> None:
     data = shared("cifar-10-batches-py")
+    nproc = 1 if strategy in ("single", "dp") else 2
     options = ["-m", "distdiag.train", "--strategy", strategy, "--data", data, "--batch-size", "16", "--amp", "off"]
     options += ["--max-steps", "12", "--log-every", "4", "--checkpoint-every", "6", "--validate-every", "0"]
     recorded = ["--monitor", "--run-dir", tmp_path / "R"]
-    with launch([*options, *recorded, "--checkpoint-dir", tmp_path / "a"], timeout=280) as job:
+    with launch([*options, *recorded, "--checkpoint-dir", tmp_path / "a"], nproc=nproc, timeout=280) as job:
         assert job.wait() == 0, job.tail()
         losses = [float(x) for x in re.findall(r"step \d+/12  loss ([\d.]+)", job.stdout())]
     assert len(losses) == 3 and all(0 < loss < 10 for loss in losses)
     found = [json.loads(text) for (text,) in rows(tmp_path / "R", "SELECT json FROM finding")]
     assert [f for f in found if f["kind"] in OF_THE_JOB or f["severity"] == "error"] == []
     steps = rows(tmp_path / "R", "SELECT rank, max(step) FROM step GROUP BY rank")
-    assert [rank for rank, _ in steps] == [0, 1]
+    assert [rank for rank, _ in steps] == list(range(nproc))
 
     resumed = ["--resume", tmp_path / "a" / "step-00000006.pt", "--checkpoint-dir", tmp_path / "b"]
-    with launch([*options, *resumed], timeout=280) as job:
+    with launch([*options, *resumed], nproc=nproc, timeout=280) as job:
         assert job.wait() == 0, job.tail()
     ends = [torch.load(tmp_path / name / "step-00000012.pt", weights_only=True) for name in ("a", "b")]
     half = torch.load(tmp_path / "a" / "step-00000006.pt", weights_only=True)

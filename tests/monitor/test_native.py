@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -133,18 +134,18 @@ def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
     assert found == [("all_gather_into_tensor", (8, 4)), ("all_gather_into_tensor_coalesced", None)]
 
 
-def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
-    """The job may use the same signal itself: our handler is there only if its file is."""
+def waiting_rank(folder: Path, still_s: float) -> Any:
+    """Return a rank of this process: it has an open collective on a device, and stood still for `still_s`."""
 
     class Header:
         pid, trace_signal, blocked = os.getpid(), 47, 0
 
     class View:
-        rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, 0.0, (0,)
+        rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, still_s, (0,)
         page = SimpleNamespace(header=Header)
 
         def file(self, kind: str) -> Path:
-            return tmp_path / f"r0.{kind}"
+            return folder / f"r0.{kind}"
 
         def has_open_on_device(self) -> bool:
             return True
@@ -152,15 +153,21 @@ def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
         def progress_mark(self) -> tuple[int, ...]:
             return ()
 
+    return View()
+
+
+def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
+    """The job may use the same signal itself: our handler is there only if its file is."""
+
     received: list[int] = []
     before = signal.signal(46, lambda number, _: received.append(number))
     try:
-        waits = HostWaits()
+        waits, view = HostWaits(), waiting_rank(tmp_path, still_s=0.0)
         for now_s in (1.0, 2.0, 3.0):
-            waits.sample(now_s, {0: View()}, ())  # type: ignore[dict-item]
+            waits.sample(now_s, {0: view}, ())
         assert received == [] and waits.of(0) is None
         (tmp_path / "r0.native").touch()
-        waits.sample(4.0, {0: View()}, ())  # type: ignore[dict-item]
+        waits.sample(4.0, {0: view}, ())
         assert received == [46]
     finally:
         signal.signal(46, before)
@@ -191,34 +198,17 @@ def test_a_backend_nobody_knows(libraries: list[str], in_python: str, expected: 
 
 def test_the_next_poll_comes_as_soon_as_it_can_learn_more(tmp_path: Path) -> None:
     """A rank is asked once it is still for long enough, and answers within milliseconds."""
-
-    class Header:
-        pid, trace_signal, blocked = os.getpid(), 47, 0
-
-    class View:
-        rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, 10.0, (0,)
-        page = SimpleNamespace(header=Header)
-
-        def file(self, kind: str) -> Path:
-            return tmp_path / f"r0.{kind}"
-
-        def has_open_on_device(self) -> bool:
-            return True
-
-        def progress_mark(self) -> tuple[int, ...]:
-            return ()
-
     (tmp_path / "r0.native").touch()
     before = signal.signal(46, lambda number, _: None)
     try:
-        waits, view = HostWaits(), View()
+        waits, view = HostWaits(), waiting_rank(tmp_path, still_s=10.0)
         polls = []
         for now_s in (10.0, 10.25, 10.3, 10.35, 10.6):
-            waits.sample(now_s, {0: view}, ())  # type: ignore[dict-item]
+            waits.sample(now_s, {0: view}, ())
             polls.append(None if waits.next_s is None else round(waits.next_s, 2))
         assert polls[:4] == [None, 10.3, 10.35, 10.4]
         view.device_groups = ()
-        waits.sample(10.7, {0: view}, ())  # type: ignore[dict-item]
+        waits.sample(10.7, {0: view}, ())
         assert waits.next_s is None
     finally:
         signal.signal(46, before)

@@ -210,7 +210,9 @@ def _cycle(case: Case, without: Collection[str]) -> Verdict:
     culprits, reason = hear(case, without)
     by_message = any(w.p2p for w in incident.waits)
     kind, cause = kinds.DEADLOCK, "p2p_cycle" if by_message else "group_cycle"
-    mixed = None if by_message or reason not in (Reason.NONE, Reason.ALONE) else _one_site(incident)
+    # A call with the wrong group is not the due call, either.
+    weak = reason in (Reason.NONE, Reason.ALONE, Reason.DUE)
+    mixed = None if by_message or not weak else _one_site(incident)
     if mixed is not None:
         kind, cause, culprits = kinds.MISMATCH, "group", mixed
     elif culprits:

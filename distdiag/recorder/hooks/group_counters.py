@@ -49,9 +49,8 @@ class Group:
 
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
         self.pg, self.slot, self.slot_index = pg, slot, slot_index
-        self.counter = _counter(
-            pg
-        )  # of the backend's collectives; None: it has none, and what Python issues is counted
+        # Of the backend's collectives. None: it counts none, and those that Python issues are counted.
+        self.counter = _counter(pg)
         self.members = members
         self.to_global = dict(enumerate(members))
         self.offset = 0  # of the backend's counter over the number of collectives

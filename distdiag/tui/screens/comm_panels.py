@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from distdiag.store.frames import Frame
-from distdiag.tui.data.comm_data import CommData
+from distdiag.tui.data.comm_data import CommData, InFlight
 from distdiag.tui.draw import bars
 from distdiag.tui.draw.lines import BLANK, Line, Part, line
 from distdiag.tui.draw.text import SPARKS, clean, clip, decimal, fit, milliseconds, seconds
@@ -17,9 +17,9 @@ _NAME, _CELL = 16, 13
 
 
 def arrivals(frame: Frame, width: int) -> list[Line]:
-    """Draw when each rank comes to the first collective of a step: one cell is a share of the time to the last one.
+    """Draw when each rank arrives at the first collective of a step, on an axis from the first rank to the last.
 
-    Empty if that is not known of two ranks.
+    Empty if fewer than two arrivals are known.
     """
     table = frame.table
     known = sorted(
@@ -49,9 +49,9 @@ def arrivals(frame: Frame, width: int) -> list[Line]:
 def matrix(data: CommData, width: int, room: int) -> list[Line]:
     """Draw groups by collectives: how many per step, or for how long one is in flight; empty for a single group."""
     flying = {(f.group, f.op): f for f in data.in_flight}
-    per_step: Counter[tuple[str, str]] = Counter()
+    per_step: dict[tuple[str, str], float] = {}
     for o in data.ops:
-        per_step[o.group, o.op] += o.per_step or 0.0  # type: ignore[assignment]
+        per_step[o.group, o.op] = per_step.get((o.group, o.op), 0.0) + (o.per_step or 0.0)
     groups = list(dict.fromkeys([g for g, _ in flying] + [o.group for o in data.ops]))
     ops = list(dict.fromkeys([op for _, op in flying] + [o.op for o in data.ops]))
     if len(groups) < 2 or room < 4:
@@ -68,10 +68,9 @@ def matrix(data: CommData, width: int, room: int) -> list[Line]:
     return [*out, BLANK]
 
 
-def _cell(flight: object, per_step: float | None) -> Part:
-    age = getattr(flight, "age_s", None)
+def _cell(flight: InFlight | None, per_step: float | None) -> Part:
     if flight is not None:
-        text, style = f"in it {seconds(age)}", "error" if (age or 0.0) > STALE_S else "accent"
+        text, style = f"in it {seconds(flight.age_s)}", "error" if (flight.age_s or 0.0) > STALE_S else "accent"
     elif per_step is None:
         text, style = "·", "muted"
     else:

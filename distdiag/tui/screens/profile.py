@@ -10,7 +10,7 @@ from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import Run
 from distdiag.traces import saved
-from distdiag.traces.model import Comparison, Profile, RankTimes
+from distdiag.traces.model import Comparison, Profile, RankTimes, parts_of
 from distdiag.traces.text import place
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import bars
@@ -48,18 +48,9 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Pro
     return cache["profile"]
 
 
-def parts_of(r: RankTimes) -> list[tuple[str, float]]:
-    """Split a rank's step into what the bar shows, ms; together they are the step."""
-    wait = min(r.wait_ms or 0.0, r.exposed_ms)
-    return [
-        ("compute", r.compute_ms - r.overlap_ms), ("hidden", r.overlap_ms), ("transfer", r.exposed_ms - wait), ("wait", wait),
-        ("idle", r.idle_ms),
-    ]  # fmt: skip
-
-
 def _columns(scale_ms: float, colour: bool) -> tuple[Column[RankTimes], ...]:
     def bar(r: RankTimes, width: int) -> list[Part]:
-        return bars.stacked(parts_of(r), scale_ms, width, colour=colour, words=width >= 30)
+        return bars.stacked(list(parts_of(r).items()), scale_ms, width, colour=colour, words=width >= 30)
 
     def head(width: int) -> list[Part]:
         made = bars.legend(width, colour=colour, parts=PARTS)
