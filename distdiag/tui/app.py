@@ -141,17 +141,15 @@ class DistdiagApp(Navigation):
         self._draw(width, height)
 
     def _answers(self, request: Request) -> bool:
-        """Whether the snapshot at hand was read for this page, rank and moment."""
+        """True if the newest snapshot was read for this page, row and moment."""
         have = self.snap.request
         if self.snap.problem is not None or self.snap.frame is None:
             return True
-        return (have.page, have.rank, have.at_s, have.metric, have.place) == (
-            request.page,
-            request.rank,
-            request.at_s,
-            request.metric,
-            request.place,
-        )
+
+        def of(r: Request) -> tuple[object, ...]:
+            return (r.page, r.rank, r.gpu, r.at_s, r.metric, r.place)
+
+        return of(have) == of(request)
 
     def _draw_late(self) -> None:
         width, height = self.canvas.size

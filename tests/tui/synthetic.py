@@ -259,23 +259,7 @@ def fill(w: Writer, sc: Scenario) -> None:
             if sc.ranks > 500:
                 w.commit()
         w.scalars([ScalarRow(rank=0, step=sc.step, name="loss", value=1.7, t_s=sc.t_s)])
-    nodes = (sc.ranks + 7) // 8
-    for n in range(nodes):
-        w.hosts([HostRow(t_s=sc.t_s - 1 + n * 1e-6, node=n, host=host_of(sc, n * 8), cpu_pct=61.0 + n % 9, load1=11.5, cores=64,
-                         memory_used_bytes=212 * 2**30, memory_total_bytes=512 * 2**30, disk_read_bytes_per_s=180e6,
-                         disk_write_bytes_per_s=2e6, net_sent_bytes_per_s=9e6, net_recv_bytes_per_s=8e6)])  # fmt: skip
-    w.processes([ProcessRow(t_s=sc.t_s - 1, rank=r, cpu_pct=97.0 + r % 3, rss_bytes=(3000 + r % 7) * MIB, threads=42, children=8, children_cpu_pct=220.0,
-                            read_bytes_per_s=22e6, write_bytes_per_s=1e5) for r in range(sc.ranks)])  # fmt: skip
-    if sc.gpus:
-        for k in range(20):
-            w.gpus([GpuRow(t_s=sc.t_s - 19 + k, node=r // 8, gpu=r % 8, uuid=f"GPU-{r}", name="H100", rank=r,
-                           utilization_pct=99.0 if sc.state in ("stalled", "deadlocked") else 60.0 + (r * 7 + k * 13) % 39, memory_utilization_pct=40.0,
-                           memory_used_bytes=int((62 + r % 3) * 2**30), memory_total_bytes=80 * 2**30, power_w=610.0 - r % 5, power_limit_w=700.0,
-                           temperature_c=61.0 + r % 9, sm_clock_mhz=1980.0 if r % 8 != 2 else 1410.0, sm_clock_max_mhz=1980.0, throttle="sw_thermal" if r % 8 == 2 else "",
-                           ecc_uncorrected=0, pcie_generation=5, pcie_generation_max=5, pcie_width=16 if r % 8 != 6 else 8, pcie_width_max=16, nvlink_active=18, processes=1)
-                    for r in range(min(sc.ranks, 1024))])  # fmt: skip
-    else:
-        w.event(0.4, "monitor", "info", "no NVIDIA driver on this node: no GPU readings")
+    _hardware(w, sc)
     w.loaders([
         LoaderRow(rank=r, loader=0, file=TRAIN, line=117, length=98 if r != 1 else 97, batch_size=32, dataset_length=50000, drop_last=False,
                   distributed_sampler=True, sampler_epoch=2, shuffle=True, epoch=3, batches=41, exhausted=False, in_training=True, workers=8,
@@ -299,6 +283,37 @@ def fill(w: Writer, sc: Scenario) -> None:
             w.ranks(rows(sc, state, step, t))
     over = sc.state in ("ended", "failed")
     w.meta(state=frame_state(sc.state), ended_s=sc.t_s if over else None)
+
+
+def _hardware(w: Writer, sc: Scenario) -> None:
+    """Twenty seconds of samples of hosts, processes and GPUs; of many ranks only the newest of hosts and processes."""
+    for k in range(20) if sc.ranks <= 64 else (19,):
+        t_s = sc.t_s - 20 + k
+        for n in range((sc.ranks + 7) // 8):
+            w.hosts([HostRow(t_s=t_s + n * 1e-6, node=n, host=host_of(sc, n * 8), cpu_pct=61.0 + n % 9 - (19 - k) % 5 * 4, load1=11.5, cores=64,
+                             memory_used_bytes=(212 - (19 - k)) * 2**30, memory_total_bytes=512 * 2**30, disk_read_bytes_per_s=180e6,
+                             disk_write_bytes_per_s=2e6, net_sent_bytes_per_s=9e6 + (19 - k) % 3 * 1e6, net_recv_bytes_per_s=8e6)])  # fmt: skip
+        w.processes([ProcessRow(t_s=t_s, rank=r, cpu_pct=97.0 + r % 3, rss_bytes=(3000 + r % 7 - (19 - k) * 20 * (r == 1)) * MIB, threads=42, children=8,
+                                children_cpu_pct=220.0, read_bytes_per_s=22e6 - (19 - k) % 4 * 5e6, write_bytes_per_s=1e5)
+                     for r in range(sc.ranks)])  # fmt: skip
+    if not sc.gpus:
+        w.event(0.4, "monitor", "info", "no NVIDIA driver on this node: no GPU readings")
+        return
+    for k in range(20):
+        w.gpus([_gpu(sc, r, k) for r in range(min(sc.ranks, 1024))])
+
+
+def _gpu(sc: Scenario, r: int, k: int) -> GpuRow:
+    """One sample of a GPU; the third one of each node gets hot and lowers its clock in the second half."""
+    hot = r % 8 == 2 and k >= 10
+    return GpuRow(
+        t_s=sc.t_s - 19 + k, node=r // 8, gpu=r % 8, uuid=f"GPU-{r}", name="H100", rank=r,
+        utilization_pct=99.0 if sc.state in ("stalled", "deadlocked") else 60.0 + (r * 7 + k * 13) % 39, memory_utilization_pct=40.0,
+        memory_used_bytes=int((62 + r % 3) * 2**30), memory_total_bytes=80 * 2**30, power_w=610.0 - r % 5 - 150 * hot, power_limit_w=700.0,
+        temperature_c=61.0 + r % 9 + (2 * min(k, 10) if r % 8 == 2 else 0), sm_clock_mhz=1410.0 if hot else 1980.0, sm_clock_max_mhz=1980.0,
+        throttle="thermal (software)" if hot else "", ecc_uncorrected=0, pcie_generation=5, pcie_generation_max=5,
+        pcie_width=16 if r % 8 != 6 else 8, pcie_width_max=16, nvlink_active=18, processes=1,
+    )  # fmt: skip
 
 
 def tree(sc: Scenario) -> stacks.Stacks:

@@ -8,8 +8,8 @@ from typing import Any
 
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
-from distdiag.tui.draw.charts import Chart, Curve, draw, side_by_side
-from distdiag.tui.draw.lines import BLANK, Line
+from distdiag.tui.draw.charts import Chart, Curve, grid
+from distdiag.tui.draw.lines import Line
 from distdiag.tui.draw.text import MISSING, decimal, milliseconds, percent, quantile
 
 RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same step time
@@ -120,9 +120,6 @@ def _loss(v: float | None) -> str:
     return MISSING if v is None or v != v else f"{v:.4g}" if abs(v) < 10_000 else f"{v:.1e}"
 
 
-MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
-
-
 def chart_lines(
     points: tuple[Point, ...],
     now: float,
@@ -131,21 +128,8 @@ def chart_lines(
     marks: tuple[tuple[float, str], ...],
     ascii_only: bool,
 ) -> list[Line]:
-    """As many charts as fit into `height` lines, in one or two rows; nothing if not one fits."""
-    if height < MIN_HEIGHT or not points or width < MIN_WIDTH:
+    """As many charts as fit into `height` lines; nothing if not one fits, or if no step has ended."""
+    if not points:
         return []
-    every = charts(points, marks, with_area=not ascii_only)
-    fits = max(1, (width + 1) // (MIN_WIDTH + 1))
     start = max(0.0, points[0].t_s - (points[0].step_ms or 0.0) / 1000)
-    rows = 2 if height >= 2 * MIN_HEIGHT + 3 and len(every) > 2 else 1
-    across = min(fits, -(-len(every) // rows))
-    every = every[: across * rows]
-    each = min((height - (rows - 1)) // rows, 12)
-    out: list[Line] = []
-    for r in range(0, len(every), across):
-        some = every[r : r + across]
-        cell = (width - (across - 1) * 2) // across
-        blocks = [draw(c, start, now, cell, each, ascii_only) for c in some]
-        blocks += [[] for _ in range(across - len(blocks))]
-        out += ([BLANK] if out else []) + side_by_side(blocks, width, 2)
-    return out[:height]
+    return grid(charts(points, marks, with_area=not ascii_only), start, now, width, height, ascii_only)

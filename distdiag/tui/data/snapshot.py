@@ -23,8 +23,9 @@ class Request:
     Attributes:
         page: Name of the page.
         at_s: Moment to show, seconds since the run began; None follows the job.
-        rank: The rank of the detail page.
+        rank: The rank of the detail page, or the one under the cursor.
         ranks: The ranks that a page shows rows of, where it reads rows per rank.
+        gpu: Node and index of the GPU under the cursor, if no rank uses it.
         window: Steps that fit on the screen.
         metric: Column of a heat map.
         extra: Whether the page has room for its optional panels.
@@ -49,6 +50,7 @@ class Request:
     step: int | None = None
     span: float = 0.0
     until: float | None = None
+    gpu: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from distdiag.tui.draw.lines import Line, Part, fitted, line, width_of
+from distdiag.tui.draw.lines import BLANK, Line, Part, fitted, line, width_of
 from distdiag.tui.draw.text import cells, clock, fit
 
 LABEL = 7  # cells left of the axis
+MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
+TALLEST = 12  # lines of one chart
 # seconds of one dot: the smallest that shows the whole span is taken, so that the picture changes seldom
 _STEPS = tuple(f * 10**k for k in range(-1, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
 _TOPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
@@ -25,6 +27,7 @@ class Curve:
         style: Of the dots.
         filled: Down to the axis.
         pick: How the values of one dot become one.
+        bridge_s: Gaps up to so long are bridged, whatever the other gaps are.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Curve:
     style: str
     filled: bool = False
     pick: Callable[[list[float]], float] = field(default=lambda v: sum(v) / len(v))
+    bridge_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Chart:
         floor: Smallest value of the axis; None starts at the smallest value shown.
         top: Largest value of the axis; None ends at the largest value shown.
         marks: Moments to mark on the axis, and the style of the mark.
+        spans: First and last moment of times to mark on the axis, and the style of the marks.
     """
 
     title: str
@@ -53,6 +58,7 @@ class Chart:
     floor: float | None = 0.0
     top: float | None = None
     marks: tuple[tuple[float, str], ...] = ()
+    spans: tuple[tuple[float, float, str], ...] = ()
 
 
 def step_of(span_s: float, dots: int) -> float:
@@ -70,9 +76,9 @@ def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]
     out: list[float | None] = [curve.pick(v) if v else None for v in found]
     known = [i for i, v in enumerate(out) if v is not None]
     gaps = sorted(b - a for a, b in itertools.pairwise(known))
-    usual = max(2, 3 * gaps[len(gaps) // 2]) if gaps else 0  # a pause of the job stays a gap
+    longest = max(2, 3 * gaps[len(gaps) // 2], curve.bridge_s / step) if gaps else 0  # a pause of the job stays a gap
     for a, b in itertools.pairwise(known):
-        if b - a <= usual:
+        if b - a <= longest:
             out[a + 1 : b] = [out[a]] * (b - a - 1)
     return out
 
@@ -169,16 +175,22 @@ def _title(chart: Chart, series: list[list[float | None]], width: int) -> Line:
 
 
 def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> Line:
-    """The time axis: moments of the run at both ends, marks where something began."""
+    """The time axis: moments of the run at both ends, marks where something began or lasted."""
     left, right = clock(max(0.0, start)), clock(now)
     cells_of: list[tuple[str, str]] = [("─", "muted")] * columns
-    for text, at in ((f" {left} ", 0), (f" {right} ", columns - cells(right) - 2)):
-        if at >= 0 and at + len(text) <= columns:
-            cells_of[at : at + len(text)] = [(c, "muted") for c in text]
-    for t, style in chart.marks:
-        at = int((t - start) / (end - start) * columns) if end > start else -1
-        if 0 <= at < columns:
+
+    def cell(t_s: float) -> int:
+        return int((t_s - start) / (end - start) * columns) if end > start else -1
+
+    for first, last, style in chart.spans:
+        for at in range(max(0, cell(first)), min(columns, cell(last) + 1)):
             cells_of[at] = ("▲", style)
+    for text, at in ((f" {left} ", 0), (f" {right} ", columns - cells(right) - 2)):
+        if at >= 0 and at + len(text) <= columns:  # over a span in its style
+            cells_of[at : at + len(text)] = [(c, cells_of[at + i][1]) for i, c in enumerate(text)]
+    for t, style in chart.marks:
+        if 0 <= cell(t) < columns:
+            cells_of[cell(t)] = ("▲", style)
     parts: list[Part] = [(" " * LABEL + "└", "muted", "")]
     for glyph, style in cells_of:
         if parts[-1][1] == style:
@@ -200,3 +212,24 @@ def side_by_side(blocks: Sequence[list[Line]], width: int, gap: int = 1) -> list
             parts += [*text] if last else [*text, (" " * (each - width_of(text) + gap), "", "")]
         out.append(tuple(parts))
     return out
+
+
+def grid(
+    charts: Sequence[Chart], start: float, now: float, width: int, height: int, ascii_only: bool = False
+) -> list[Line]:
+    """As many charts as fit into `height` lines, in up to three rows; nothing if not one fits."""
+    if height < MIN_HEIGHT or width < MIN_WIDTH or not charts:
+        return []
+    fits = max(1, (width + 1) // (MIN_WIDTH + 1))
+    rows = 2 if height >= 2 * MIN_HEIGHT + 3 and len(charts) > 2 else 1
+    if len(charts) > 2 * fits and height >= 3 * MIN_HEIGHT + 2:
+        rows = 3
+    across = min(fits, -(-len(charts) // rows))
+    each = min((height - (rows - 1)) // rows, TALLEST)
+    cell = (width - (across - 1) * 2) // across
+    out: list[Line] = []
+    for first in range(0, min(len(charts), across * rows), across):
+        blocks = [draw(c, start, now, cell, each, ascii_only) for c in charts[first : first + across]]
+        blocks += [[] for _ in range(across - len(blocks))]
+        out += ([BLANK] if out else []) + side_by_side(blocks, width, 2)
+    return out[:height]

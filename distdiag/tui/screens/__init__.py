@@ -61,10 +61,11 @@ def pages() -> dict[str, Page]:
 
 def readers() -> dict[str, PageReader]:
     """What each screen reads beyond the frame."""
-    from distdiag.tui.screens import comm, data, findings, heat, memory, probes, profile, rank, ranks, stacks, timeline
+    from distdiag.tui.data import memory_data
+    from distdiag.tui.screens import comm, data, findings, heat, probes, profile, rank, ranks, stacks, timeline
 
     return {
-        "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory.read, "findings": findings.read,
+        "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory_data.read, "findings": findings.read,
         "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read, "timeline": timeline.read,
         "profile": profile.read,
     }  # fmt: skip

@@ -4,91 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from distdiag.store.frames import Frame, RankRow
-from distdiag.store.reader import Run
-from distdiag.store.rows import GpuRow, HostRow, ProcessRow
+from distdiag.store.frames import RankRow
+from distdiag.store.rows import GpuRow
+from distdiag.tui.data.memory_data import MemoryData
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import severity
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
-from distdiag.tui.draw.text import cells, clean, decimal, gib, integer, median_low, percent, rate, spark, wrap
+from distdiag.tui.draw.text import cells, clean, decimal, gib, integer, percent, rate, spark, wrap
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import summary_line
+from distdiag.tui.screens import memory_charts
 from distdiag.tui.screens.ranks_columns import host_width, short_host
 from distdiag.tui.ui import Ui
 
-HISTORY_S = 60.0
-HISTORY_WIDTH = 12
-TREND_STEPS = 400  # the trend looks back at most so far
+SPARK_WIDTH = 12
 BUSY_PCT = 50.0
-
-
-@dataclass(frozen=True)
-class MemoryData:
-    """Hardware readings around one moment."""
-
-    gpus: tuple[GpuRow, ...] = ()
-    hosts: tuple[HostRow, ...] = ()
-    processes: dict[int, ProcessRow] = field(default_factory=dict)
-    trend: dict[int, float] = field(default_factory=dict)  # rank -> bytes per 100 steps
-    history: dict[tuple[int, int], tuple[float | None, ...]] = field(default_factory=dict)  # (node, gpu) -> utilization
-    why_none: str = ""  # the monitor's own word on missing GPUs
-
-
-def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> MemoryData:
-    """Newest readings; history and trend for the ranks on the screen."""
-    gpus = tuple(run.gpus(request.at_s))
-    shown = set(request.ranks)
-    history: dict[tuple[int, int], tuple[float | None, ...]] = {}
-    if gpus:
-        end = max(g.t_s for g in gpus)
-        for g in gpus:
-            if g.rank in shown or g.rank is None:
-                values = run.history("gpu", "utilization_pct", end - HISTORY_S, end, node=g.node, gpu=g.gpu)
-                history[(g.node, g.gpu)] = tuple(v for _, v in values)
-            if len(history) >= 64:
-                break
-    why = ""
-    if not gpus:
-        why = next(
-            (e.text for e in reversed(run.events()) if "nvidia" in e.text.lower() or "gpu" in e.text.lower()), ""
-        )
-    return MemoryData(
-        gpus=gpus,
-        hosts=tuple(run.hosts(request.at_s)),
-        processes={p.rank: p for p in run.processes(request.at_s)},
-        trend=_trend(run, request, frame),
-        history=history,
-        why_none=why,
-    )
-
-
-def _trend(run: Run, request: Request, frame: Frame) -> dict[int, float]:
-    """Growth per 100 steps: median of five steps now against five steps then, so that one spike makes no trend."""
-    span = run.step_range(request.at_s)
-    if span is None or not request.ranks or span[1] - span[0] < 50:
-        return {}
-    first, last = max(span[0], span[1] - TREND_STEPS), span[1]
-    device = any(v == v for v in frame.table.numbers("device_bytes"))
-    column = "device_bytes" if device else "rss_bytes"
-    ends: list[dict[int, list[float]]] = []
-    for a, b in ((first, first + 4), (last - 4, last)):
-        found: dict[int, list[float]] = {}
-        for rank, _, value in run.step_column(column, a, b, request.ranks):
-            if value is not None:
-                found.setdefault(rank, []).append(value)
-        ends.append(found)
-    out = {}
-    for rank in request.ranks:
-        then, now = median_low(ends[0].get(rank, [])), median_low(ends[1].get(rank, []))
-        if then is not None and now is not None:
-            out[rank] = (now - then) / (last - first) * 100
-    return out
+MIN_ROWS = 6
+CHARTS_FROM = 28  # lines of a screen that has charts however many ranks there are
 
 
 @dataclass(frozen=True)
@@ -148,6 +85,8 @@ def _cpu(s: _Shown) -> Cell:
 def _throttle(s: _Shown) -> Cell:
     if s.gpu is None or s.gpu.throttle is None:
         return "–"
+    if s.gpu.throttle == memory_charts.POWER_CAP:
+        return s.gpu.throttle
     return (clean(s.gpu.throttle), "warning") if s.gpu.throttle else ("none", "muted")
 
 
@@ -197,7 +136,7 @@ def _columns(snap: Snapshot, with_gpus: bool) -> list[Column[_Shown]]:
         rank, host,
         Column("", "gpu", 3, "index on its node", lambda s: integer(g("gpu")(s))),
         Column("", "util", 5, "share of time a kernel ran, NVML", lambda s: percent(g("utilization_pct")(s))),
-        Column("", "last minute", HISTORY_WIDTH, "utilization of the last minute", lambda s: (_spark(s), "accent"), "<", 3),
+        Column("", "last minute", SPARK_WIDTH, "utilization of the last minute", lambda s: (_spark(s), "accent"), "<", 3),
         Column("", "used", 6, "device memory in use, GiB", lambda s: gib(g("memory_used_bytes")(s))),
         Column("", "of GiB", 6, "device memory", lambda s: gib(g("memory_total_bytes")(s)), ">", 2),
         Column("", "W", 4, "power", lambda s: decimal(g("power_w")(s), 0), ">", 1),
@@ -216,9 +155,9 @@ def _columns(snap: Snapshot, with_gpus: bool) -> list[Column[_Shown]]:
 def _spark(s: _Shown) -> str:
     if s.gpu is None:
         return "–"
-    values = s.data.history.get((s.gpu.node, s.gpu.gpu), ())
+    values = s.data.sparks.get((s.gpu.node, s.gpu.gpu), ())
     # on the scale of 0 to 100 %: a steady 95 % must look full
-    return spark((0.0, 100.0, *values), len(values) + 2)[2:][-HISTORY_WIDTH:]
+    return spark((0.0, 100.0, *values), len(values) + 2)[2:][-SPARK_WIDTH:]
 
 
 def _pcie(s: _Shown) -> Cell:
@@ -239,10 +178,17 @@ class MemoryPage:
         self.order = Cached(time.monotonic)
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        ranks = self.order.ranks(snap, ui)
+        ranks, items = self.order.ranks(snap, ui), self.items(snap, ui)
         room = max(1, height - 6)
-        top, _ = ui.window("memory", self.items(snap, ui), room)
-        return Request("memory", ui.paused_at_s, None, tuple(ranks[top : top + room]))
+        index = ui.index("memory", items) if ui.interactive else 0
+        at = items[index] if items else None  # without a cursor the first row has the charts
+        return Request(
+            "memory",
+            ui.paused_at_s,
+            at if isinstance(at, int) else None,
+            tuple(ranks[max(0, index - room) : index + room]),
+            gpu=(at[1], at[2]) if isinstance(at, tuple) else None,
+        )
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         data = snap.panel if isinstance(snap.panel, MemoryData) else MemoryData()
@@ -253,33 +199,34 @@ class MemoryPage:
         data = snap.panel if isinstance(snap.panel, MemoryData) else MemoryData()
         lines = [title_line(snap, ui, width, self.title, self.question)]
         lines += _hosts(data, snap, width, 2 if height < 30 else 6)
+        lines += _notices(data, snap, width)
         tail = [rule(width), summary_line(snap, width, ui)]
-        spinning = sum((g.utilization_pct or 0.0) >= BUSY_PCT for g in data.gpus) if job_state(snap).stuck else 0
-        if spinning:
-            text = f"{spinning:,} GPUs are busy, yet the job makes no progress: a kernel that spins in a collective looks like work"
-            lines += [
-                line((f" {severity.WARN.glyph} " if i == 0 else "   ", "warning"), t)
-                for i, t in enumerate(wrap(text, width - 4))
-            ]
-        if not data.gpus and snap.frame is not None:
-            why = clean(data.why_none) or "no GPU readings in this run"
-            lines.append(line((f" {why}", "muted")))
+        room = height - len(lines) - len(tail) - 2
+        if height >= CHARTS_FROM and data.history is not None:
+            room = max(min(room, MIN_ROWS), room - memory_charts.ROOM - 1)  # with many ranks one row of charts stays
+        body, shown, cursor = self._table(snap, data, ui, width, max(1, room))
+        cursor = None if cursor is None else len(lines) + cursor
+        lines += body
+        left = height - len(lines) - len(tail) - 1
+        charts = memory_charts.chart_lines(data.history, snap, width, left, ui.ascii)
+        lines += [BLANK, *charts] if charts else []
+        lines = [fitted(x, width) for x in lines[: height - len(tail)]]
+        lines += [BLANK] * (height - len(lines) - len(tail))
+        return Screenful([*lines, *tail][:height], shown, cursor)
+
+    def _table(
+        self, snap: Snapshot, data: MemoryData, ui: Ui, width: int, room: int
+    ) -> tuple[list[Line], int, int | None]:
+        """Return the head and at most `room` rows, how many rows that is, and the line of the cursor."""
         items = self.items(snap, ui)
-        room = max(1, height - len(lines) - len(tail) - 2)
         top, index = ui.window("memory", items, room)
         chosen = choose(_columns(snap, bool(data.gpus)), width, 2)
-        lines.append(header(chosen, 2, ui.sort, ui.reverse))
+        lines = [header(chosen, 2, ui.sort, ui.reverse)]
         cursor = None
-        shown = self._rows(snap, data, items[top : top + room])
-        for nth, item in enumerate(shown, top):
+        for nth, item in enumerate(self._rows(snap, data, items[top : top + room]), top):
             hit = f"row:{item.rank}" if item.row else ""
-            text = row(
-                chosen,
-                item,
-                ((f" {item.mark.glyph}", item.mark.style, hit),),
-                bool(item.row and severity.stale(item.row)),
-                hit,
-            )
+            lead = ((f" {item.mark.glyph}", item.mark.style, hit),)
+            text = row(chosen, item, lead, bool(item.row and severity.stale(item.row)), hit)
             if nth == index:
                 cursor = len(lines)
                 text = marked(text, width)
@@ -287,17 +234,9 @@ class MemoryPage:
         if len(items) > room:
             lines.append(line((f"   rows {top + 1:,}–{min(len(items), top + room):,} of {len(items):,}", "muted")))
         if not items:
-            lines.append(
-                line(
-                    (
-                        "   no rank yet" if not ui.filter.text else f"   no rank passes `{clean(ui.filter.text)}`",
-                        "muted",
-                    )
-                )
-            )
-        lines = [fitted(x, width) for x in lines[: height - len(tail)]]
-        lines += [BLANK] * (height - len(lines) - len(tail))
-        return Screenful([*lines, *tail][:height], room, cursor)
+            why = f"no rank passes `{clean(ui.filter.text)}`" if ui.filter.text else "no rank yet"
+            lines.append(line((f"   {why}", "muted")))
+        return lines, room, cursor
 
     def _rows(self, snap: Snapshot, data: MemoryData, items: Sequence[Hashable]) -> list[_Shown]:
         if snap.frame is None:
@@ -316,6 +255,19 @@ class MemoryPage:
                 gpu = by_rank.get(item) or (by_place.get((r.node, r.gpu)) if r.gpu is not None else None)
                 out.append(_Shown(r, gpu, marks[where[item]], data, snap, stuck))
         return out
+
+
+def _notices(data: MemoryData, snap: Snapshot, width: int) -> list[Line]:
+    """Return why the readings of the GPUs mislead, or why there are none."""
+    if not data.gpus:
+        why = clean(data.why_none) or "no GPU readings in this run"
+        return [line((f" {why}", "muted"))] if snap.frame is not None else []
+    busy = sum((g.utilization_pct or 0.0) >= BUSY_PCT for g in data.gpus)
+    if not busy or not job_state(snap).stuck:
+        return []
+    text = f"{busy:,} GPUs are busy, yet the job makes no progress: a kernel that spins in a collective looks like work"
+    rows = wrap(text, width - 4)
+    return [line((f" {severity.WARN.glyph} " if i == 0 else "   ", "warning"), t) for i, t in enumerate(rows)]
 
 
 def _hosts(data: MemoryData, snap: Snapshot, width: int, at_most: int) -> list[Line]:

@@ -14,6 +14,7 @@ from distdiag.tui.data.order import BY_KEY, Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import JobState
 from distdiag.tui.draw import bars, severity
+from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
 from distdiag.tui.draw.rankmap import map_lines
 from distdiag.tui.draw.table import choose, header, row
@@ -114,7 +115,7 @@ class RanksPage:
         room = height - len(lines) - len(panel)
         if height >= CHARTS_FROM and isinstance(snap.panel, RanksData) and snap.panel.points:
             # with many ranks the charts shrink first, to one row of the lowest ones
-            room = max(min(room, MIN_ROWS), room - history.MIN_HEIGHT - 1)
+            room = max(min(room, MIN_ROWS), room - CHART_HEIGHT - 1)
         if ui.group:
             body, shown, cursor = group_lines(snap, ui, width, max(1, room))
         else:
@@ -226,10 +227,10 @@ def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> li
     """Charts of the job over time and its collectives, in what the table leaves free."""
     assert snap.frame is not None
     data = snap.panel if isinstance(snap.panel, RanksData) else RanksData()
-    if left < history.MIN_HEIGHT + 1:
+    if left < CHART_HEIGHT + 1:
         return []
     collectives: list[Line] = []
-    if data.comm is not None and width >= PANEL_WIDTH and left >= 2 * history.MIN_HEIGHT + 8:
+    if data.comm is not None and width >= PANEL_WIDTH and left >= 2 * CHART_HEIGHT + 8:
         collectives = comm.summary_lines(data.comm, snap, width, 5, ui)
     room = left - 1 - (len(collectives) + 1 if collectives else 0)
     marks = tuple((f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
