@@ -358,7 +358,7 @@ def test_every_style_can_be_read_on_dark_and_light_grounds(runs: MakeRun, theme:
             assert d.app.theme == theme
             for name in ("", *STYLES):
                 for names in (name, f"{name} cursor".strip()):
-                    style = d.app.canvas._style(names)
+                    style = d.app.canvas.style_of(names)
                     assert style.color is not None and style.bgcolor is not None
                     ratio = _contrast(style.color.get_truecolor(), style.bgcolor.get_truecolor())
                     needed = 3.0 if name in ("muted", "head", "other") or "cursor" in names else 4.5

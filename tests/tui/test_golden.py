@@ -223,8 +223,9 @@ def test_no_colour_says_the_same(runs: MakeRun, at: At, monkeypatch: pytest.Monk
 
 
 def test_the_golden_files_are_made_here() -> None:
-    """No stale golden file: each belongs to a test above."""
+    """No stale golden file: each belongs to a test above, or in test_colours.py."""
     names = {p.stem for p in GOLDEN.glob("*.txt")}
     expected = {f"running-{n}-{w}x{h}" for n in (2, 8, 1024) for w, h in SIZES}
     expected |= {f"state-{s}" for s in ("waiting", "stalled", "deadlocked", "lost", "ended", "failed")}
+    expected |= {"colour", "colours"}  # test_colours.py
     assert names == expected | {"time-travel", "reading", "ascii-and-sizes", "4096-ranks"}

@@ -74,6 +74,11 @@ class Canvas(Widget, can_focus=True):
         self._lines: list[Line] = []
         self._styles: dict[str, Style] = {}
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What is shown, from the top."""
+        return tuple(self._lines)
+
     def show(self, lines: list[Line]) -> int:
         """Show these lines from the top; returns how many had to be drawn again."""
         old, self._lines = self._lines, lines
@@ -89,15 +94,15 @@ class Canvas(Widget, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
-        base = self._style("")
+        base = self.style_of("")
         if y >= len(self._lines):
             return Strip.blank(width, base)
         known = self._styles
-        segments = [Segment(text, known.get(style) or self._style(style)) for text, style, _ in self._lines[y]]
+        segments = [Segment(text, known.get(style) or self.style_of(style)) for text, style, _ in self._lines[y]]
         return Strip(segments).adjust_cell_length(width, base)
 
-    def _style(self, names: str) -> Style:
-        """Styles of several meanings, joined: colours of the text, and the cursor's of the ground."""
+    def style_of(self, names: str) -> Style:
+        """Return the colours of some styles: of the text, and the ground of an area or the cursor."""
         found = self._styles.get(names)
         if found is None:
             found = self.rich_style
@@ -119,7 +124,7 @@ class Canvas(Widget, can_focus=True):
 
     def picture(self, title: str) -> str:
         """What is shown, as SVG."""
-        return svg(self._lines, self._style, self.size.width, title)
+        return svg(self._lines, self.style_of, self.size.width, title)
 
     def notify_style_update(self) -> None:
         """Another theme: all styles are looked up anew."""
