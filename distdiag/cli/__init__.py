@@ -1,6 +1,6 @@
 """The `distdiag` command: one file per sub-command, imported only when it is called.
 
-`distdiag --help` must cost no torch, textual or pandas, so the group knows its commands only by name and short help.
+`distdiag --help` must not import torch, textual or pandas, so the group has only names and short help.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from distdiag.streams import tolerate
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with an attribute `command`, one line for the overview)
-    "run": ("distdiag.cli.run", "Launch any training script on all ranks, recorded, no line changed."),
+    "run": ("distdiag.cli.run", "Launch an unchanged training script on all ranks, and record it."),
     "tui": ("distdiag.cli.tui", "Watch a run live, or replay a finished one."),
-    "diagnose": ("distdiag.cli.diagnose", "The verdict on a run, or on flight-recorder dumps from any cluster."),
-    "dump": ("distdiag.cli.dump", "Stacks and in-flight collectives of every rank, now."),
-    "profile": ("distdiag.cli.profile", "Profile the running job for a few steps, no line changed."),
-    "probe": ("distdiag.cli.probe", "Measure this machine (collectives, data loading, steps, GPUs), with a verdict."),
+    "diagnose": ("distdiag.cli.diagnose", "Print the verdict on a run, or on flight-recorder dumps from any cluster."),
+    "dump": ("distdiag.cli.dump", "Print the stacks and in-flight collectives of every rank, now."),
+    "profile": ("distdiag.cli.profile", "Profile the running job for a few steps, with torch.profiler."),
+    "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs."),
     "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
-    "doctor": ("distdiag.cli.doctor", "Check that this machine can run distributed jobs; say what to fix."),
+    "doctor": ("distdiag.cli.doctor", "Check that this machine can run distributed jobs; list what to fix."),
     "bench": ("distdiag.cli.bench", "Run the fault collection and print the scorecard."),
 }
 
@@ -59,11 +59,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
-@click.group(
-    cls=_LazyGroup,
-    epilog=EXIT_CODES,
-    context_settings=SETTINGS,
-)
+@click.group(cls=_LazyGroup, epilog=EXIT_CODES, context_settings=SETTINGS)
 @click.version_option(package_name="distdiag")
 def app() -> None:
     """Who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.
@@ -76,7 +72,7 @@ def app() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the `distdiag` command; returns the exit code and never shows a traceback for a known error."""
+    """Run the `distdiag` command and return its exit code; a known error shows no traceback."""
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     json_of = arguments[0] if "--json" in arguments and arguments[0] in COMMANDS else None
@@ -95,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         code = int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # the reader of stdout (head, less) is gone; Python would complain again at exit
+        # the reader of stdout (head, less) has ended; without this, Python reports it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     return code

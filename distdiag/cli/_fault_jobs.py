@@ -1,4 +1,4 @@
-"""The fault collection: its manifest, and starting one of its jobs so that nothing of it can outlive the bench.
+"""The fault collection: its manifest, and how one of its jobs is started and killed with all its processes.
 
 A collection is a folder with `manifest.json` and the jobs it names; `tests/faults/README.md` describes the format.
 """
@@ -22,11 +22,11 @@ import psutil
 
 from distdiag.errors import DistdiagError, ExitCode
 
-# what a launcher above us has set, and a job would obey
+# variables of a launcher that started us; the job must not see them
 _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "SLURM_")
-MARK = "DISTDIAG_BENCH_JOB"  # in the environment of all that a job starts, however often it changes its session
+MARK = "DISTDIAG_BENCH_JOB"  # in the environment of every process of a job, in any session
 
-interrupted = threading.Event()  # set on Ctrl-C: jobs run in threads, which no signal reaches
+interrupted = threading.Event()  # set on Ctrl-C: jobs run in threads, which get no signal
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +36,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["culprit", "victim", "cycle"]
     file: str  # relative to the manifest's folder
     line: int
-    last_line: int | None = None  # of a range where any line is right: a loop that never ends
-    code: str | None = None  # text of that line, so that an edited job is noticed
+    last_line: int | None = None  # of a range in which any line is right: an endless loop
+    code: str | None = None  # text of that line, to notice an edited job
     state: str | None = None
     op: str | None = None
 
@@ -53,18 +53,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """What a right diagnosis says; a finding is right where kind, cause and culprits all agree."""
+    """The right diagnosis. A finding is right if kind, cause and culprits agree."""
 
     kinds_any_or_all: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()  # any of these; empty: not judged
     culprits: tuple[int, ...] = ()
-    culprits_any: tuple[tuple[int, ...], ...] = ()  # as good as `culprits`, where people would differ
-    tolerated: tuple[str, ...] = ()  # kinds that may be reported, too: true of the job, and not its fault
+    culprits_any: tuple[tuple[int, ...], ...] = ()  # also right, where people would disagree
+    tolerated: tuple[str, ...] = ()  # other kinds that may be reported: true, but not the fault
     nothing_else_of_severity: str = "warning or above"
 
 
 class OnBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What is right on another backend, where it is not what is right on gloo; None: the same."""
+    """What is right on another backend, if it differs from gloo; None: the same."""
 
     reason: str  # what that backend does, or does not show
     plain_outcome: Outcome | None = None
@@ -91,7 +91,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     on: dict[str, OnBackend] = {}  # by name of the backend
 
     def on_backend(self, name: str | None) -> Job:
-        """Return the job with what is right on this backend (a name, or the folder of a stand-in)."""
+        """Return the job with the expectations for this backend (a name, or the folder of a stand-in)."""
         other = self.on.get(Path(name).name) if name else None
         if other is None:
             return self
@@ -116,10 +116,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(manifest: Path) -> Manifest:
-    """Read a manifest and see that its jobs exist.
+    """Read a manifest and check that its jobs exist.
 
     Raises:
-        DistdiagError: the file is missing, is not a manifest, or names a job that is not there.
+        DistdiagError: the file is missing, is not a manifest, or names a missing job.
     """
     try:
         found = msgspec.json.decode(manifest.read_bytes(), type=Manifest)
@@ -130,8 +130,7 @@ def load(manifest: Path) -> Manifest:
         ) from e
     except msgspec.DecodeError as e:
         raise DistdiagError(
-            f"{manifest} is not a manifest of fault jobs: {e}",
-            "tests/faults/README.md describes the format",
+            f"{manifest} is not a manifest of fault jobs: {e}", "tests/faults/README.md describes the format"
         ) from e
     for job in found.jobs:
         if not (manifest.parent / job.path).is_file():
@@ -148,7 +147,7 @@ def backend_environment(manifest: Path, backend: str | None) -> dict[str, str]:
 
     Args:
         backend: Name of a folder in `standins/` next to the collection's folder, or the path of one. It is put on
-            PYTHONPATH, so that Python runs its `sitecustomize.py`; its `prepare.py` is run once before.
+            PYTHONPATH, so that Python runs its `sitecustomize.py`; its `prepare.py` runs once before.
 
     Raises:
         DistdiagError: no such folder, or it cannot be prepared here.
@@ -168,15 +167,12 @@ def backend_environment(manifest: Path, backend: str | None) -> dict[str, str]:
             raise DistdiagError(
                 f"the backend '{backend}' cannot be built: {done.stderr.strip()[-300:]}", "install a C++ compiler (g++)"
             )
-    return {"PYTHONPATH": _joined(str(folder), os.environ.get("PYTHONPATH", ""))}
-
-
-def _joined(*paths: str) -> str:
-    return os.pathsep.join(p for p in paths if p)
+    paths = (str(folder), os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 
 def command(job: Job, script: Path, run_dir: Path | None) -> list[str]:
-    """The command line of a job; `run_dir` None runs it without distdiag."""
+    """Return the command line of a job; without distdiag if `run_dir` is None."""
     inner = [str(script)] if run_dir is None else ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]
     if job.launch == "python":
         return [sys.executable, *inner]
@@ -207,7 +203,7 @@ class Running:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Everything alive that this job started, its own sessions and orphans included."""
+        """Return all living processes of this job, in any session, orphans included."""
         return [p for p in psutil.process_iter() if _marked(p, self.mark)]
 
 
@@ -222,10 +218,10 @@ def _marked(process: psutil.Process, mark: str) -> bool:
 def started(
     job: Job, script: Path, workdir: Path, run_dir: Path | None, extra_env: dict[str, str] | None = None
 ) -> Iterator[Running]:
-    """Start `job` in `workdir` and kill all that is left of it on the way out.
+    """Start `job` in `workdir`; at the end, kill all its processes.
 
-    Its standard input is a pipe that stays open and silent, as under a scheduler. torchrun and the monitor start
-    sessions of their own, so that killing one process group is not enough: what carries the mark is killed.
+    Its standard input is a pipe that stays open and empty, as under a scheduler. torchrun and the monitor start
+    new sessions, so killing one process group is not enough: every process with the mark is killed.
     """
     mark = uuid.uuid4().hex
     inherited = ("DISTDIAG_RUN_DIR", "TORCHELASTIC_", "TORCH_NCCL_", "PYTEST_", "PYTHONWARNINGS", *_LAUNCHER)
@@ -235,14 +231,9 @@ def started(
     out: IO[bytes]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command(job, script, run_dir),
-            cwd=workdir,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=subprocess.STDOUT,
+            command(job, script, run_dir), cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        )  # fmt: skip
         running = Running(process, mark, log, workdir)
         try:
             yield running
@@ -256,7 +247,7 @@ def _kill(running: Running) -> None:
     except ProcessLookupError:
         pass
     deadline = time.monotonic() + 5.0
-    while left := running.processes():  # again: a process may have forked between the look and the kill
+    while left := running.processes():  # again: a process may have forked in the meantime
         for p in left:
             try:
                 p.kill()

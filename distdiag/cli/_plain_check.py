@@ -1,4 +1,4 @@
-"""Checks a fault collection itself: each job without distdiag must do what its manifest says it does."""
+"""Check a fault collection: without distdiag, each job must do what its manifest states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import psutil
 
 from distdiag.cli._fault_jobs import Job, Running, interrupted, started
 
-LOOK_FROM_S = 8.0  # hangs are complete within 15 s of the launch on free cores; start looking earlier
-LOOK_EVERY_S = 2.0
+POLL_FROM_S = 8.0  # on free cores hangs are complete within 15 s of the launch; poll earlier
+POLL_EVERY_S = 2.0
 LIMIT_S = 300.0  # loaded machines take ten times as long as free ones
 
-# every Python process of the job answers SIGUSR1 with its stacks, from C, so that a held GIL does not matter
+# every Python process of the job answers SIGUSR1 with its stacks, written by C code that needs no GIL
 _ON_SIGNAL = """
 import faulthandler, os, signal
 faulthandler.register(signal.SIGUSR1, file=open(os.environ["DISTDIAG_BENCH_STACKS"] + f"/{os.getpid()}", "w"))
@@ -26,7 +26,7 @@ faulthandler.register(signal.SIGUSR1, file=open(os.environ["DISTDIAG_BENCH_STACK
 
 
 class PlainResult(msgspec.Struct, kw_only=True):
-    """What one job did without distdiag, and in what that differs from its manifest."""
+    """What one job did without distdiag; `problems`: the differences to its manifest."""
 
     name: str
     outcome: str
@@ -36,10 +36,10 @@ class PlainResult(msgspec.Struct, kw_only=True):
 
 
 def check(job: Job, folder: Path, environment: dict[str, str] | None = None) -> PlainResult:
-    """Run one job under plain torchrun and compare its outcome and its positions with the manifest.
+    """Run one job under plain torchrun and compare its outcome and positions with the manifest.
 
     Args:
-        environment: Set on top, as by `backend_environment`; a sitecustomize on its PYTHONPATH runs the one used here.
+        environment: Additional variables, from `backend_environment`. A sitecustomize on its PYTHONPATH imports ours.
     """
     environment = environment or {}
     problems = _line_texts(job, folder)
@@ -58,18 +58,18 @@ def check(job: Job, folder: Path, environment: dict[str, str] | None = None) -> 
         }
         with started(job, script, work, None, env) as running:
             hang = job.plain_outcome.type == "hang"
-            still = ["not looked at"]
+            still = ["not checked"]
             seen: dict[int, list[tuple[str, int]]] = {}
             while not running.ended and running.age_s() < LIMIT_S and not interrupted.is_set():
                 time.sleep(0.1)
-                if hang and running.age_s() > LOOK_FROM_S:
+                if hang and running.age_s() > POLL_FROM_S:
                     frames, earlier = _frames(job, running, stacks), seen
-                    # on another backend a rank waits elsewhere: a hang is a job in which nothing moves
-                    now = [] if environment and frames and frames == earlier else _standing(job, folder, frames)
+                    # on another backend ranks wait at other lines: there a job hangs if no frame changes
+                    now = [] if environment and frames and frames == earlier else _wrong_lines(job, folder, frames)
                     before, still, seen = still, now, frames
                     if not before and not still:
                         break
-                    time.sleep(LOOK_EVERY_S)
+                    time.sleep(POLL_EVERY_S)
             seconds = running.age_s()
             if running.ended:
                 outcome = "ok" if running.process.returncode == 0 else "crash"
@@ -80,7 +80,7 @@ def check(job: Job, folder: Path, environment: dict[str, str] | None = None) -> 
                 problems += still
             output = running.output()
     if outcome != job.plain_outcome.type:
-        problems.insert(0, f"outcome {outcome}, manifest says {job.plain_outcome.type}")
+        problems.insert(0, f"outcome {outcome}, the manifest has {job.plain_outcome.type}")
     for piece in (job.plain_outcome.message or "").split(" | ") if outcome == "crash" else ():
         if piece and piece not in output:
             problems.append(f"the output lacks {piece!r}")
@@ -95,12 +95,12 @@ def _line_texts(job: Job, folder: Path) -> list[str]:
         lines = (folder / p.file).read_text().splitlines()
         text = lines[p.line - 1].strip() if 0 < p.line <= len(lines) else ""
         if p.code is not None and text != p.code.strip():
-            problems.append(f"{p.file}:{p.line} is {text!r}, manifest says {p.code!r}")
+            problems.append(f"{p.file}:{p.line} is {text!r}, the manifest has {p.code!r}")
     return problems
 
 
-def _standing(job: Job, folder: Path, frames: dict[int, list[tuple[str, int]]]) -> list[str]:
-    """Return in what the ranks' innermost user frames differ from the manifest's positions."""
+def _wrong_lines(job: Job, folder: Path, frames: dict[int, list[tuple[str, int]]]) -> list[str]:
+    """Return the ranks whose innermost user frame is not at the manifest's line."""
     problems = []
     for p in job.positions:
         if p.state in ("stopped", "exited", "finished", "crashed", "left_off"):
@@ -108,12 +108,12 @@ def _standing(job: Job, folder: Path, frames: dict[int, list[tuple[str, int]]]) 
         script = str((folder / p.file).resolve())
         line = next((line for file, line in frames.get(p.rank, []) if file == script), None)
         if not p.covers(line):
-            problems.append(f"rank {p.rank} is at line {line}, manifest says {p.line}")
+            problems.append(f"rank {p.rank} is at line {line}, the manifest has {p.line}")
     return problems
 
 
 def _frames(job: Job, running: Running, stacks: Path) -> dict[int, list[tuple[str, int]]]:
-    """Main-thread frames by rank, innermost first: (file, line)."""
+    """Return the main thread's frames by rank, innermost first: (file, line)."""
     by_rank: dict[int, int] = {}
     spawned = []
     for p in running.processes():

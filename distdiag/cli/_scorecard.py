@@ -1,4 +1,4 @@
-"""Runs one fault job under distdiag and scores the findings."""
+"""Run one fault job under distdiag and score the findings."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
 
 POLL_S = 0.1
-SETTLE_S = 3.0  # after the right finding: what else does it say?
-PART_RIGHT_S = 8.0  # after a finding of the right kind with the wrong ranks or lines: does it get it right?
-CRASH_S = 20.0  # after the right finding: a job that ends on gloo and hangs on backends that do not notice a lost peer
-CLOSE_S = 8.0  # the monitor's last words, after the job has ended
+SETTLE_S = 3.0  # after the right finding: wait for other findings
+PART_RIGHT_S = 8.0  # after a finding of the right kind with wrong ranks or lines: wait for a correction
+CRASH_S = (
+    20.0  # after the right finding in a job that ends on gloo, but hangs if the backend does not notice a lost peer
+)
+CLOSE_S = 8.0  # after the end of the job: for the monitor's last rows
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """What was expected of one run of one job, and what came. None: not applicable."""
+    """What one run of one job was expected to find, and what it found. None: not applicable."""
 
     name: str
     faulty: bool
     nproc: int
     expected: str
-    got: str  # the finding judged, "kind/cause ranks"; "–" where there is none
+    got: str  # the judged finding, "kind/cause ranks"; "–" if there is none
     found: bool | None = None
     right_cause: bool | None = None
     right_culprits: bool | None = None
@@ -37,7 +39,7 @@ class Score(msgspec.Struct, kw_only=True):
     fault_to_finding_s: float | None = None  # by the times in run.db; see `fault_time_s`
     launch_to_finding_s: float | None = None  # by this process's clock
     false_findings: list[str] = []
-    problem: str | None = None  # the job itself went wrong: no run.db, a healthy job that failed
+    problem: str | None = None  # of the job itself: no run.db, a healthy job that failed
     exit_code: int | None = None  # None: ended by us
     seconds: float = 0.0
     findings: list[Finding] = []
@@ -45,7 +47,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     @property
     def right(self) -> bool:
-        """Lines are judged over the whole collection, by `line_share`."""
+        """True if found, cause and culprits are right; lines are judged over the whole collection (`line_share`)."""
         right = all(x is not False for x in (self.found, self.right_cause, self.right_culprits))
         return right and not self.false_findings and self.problem is None
 
@@ -60,7 +62,7 @@ class Observed(msgspec.Struct, kw_only=True):
 
 
 def observe(run_dir: Path) -> Observed:
-    """The findings so far; empty where there is no database yet."""
+    """Return the findings so far; empty if there is no database yet."""
     try:
         with open_run(run_dir) as run:
             waits = run.query(
@@ -81,7 +83,7 @@ def accepted_culprits(expected: Expected) -> list[set[int]]:
 
 
 def lines(job: Job, folder: Path, finding: Finding) -> tuple[int, int]:
-    """How many of the culprits' (or the cycle's) places the finding names, of how many."""
+    """Return how many of the culprits' (or the cycle's) lines the finding names, and of how many."""
     wanted = [p for p in job.positions if p.role != "victim"]
     places = [*finding.where, *finding.waiting]
     right = 0
@@ -95,7 +97,7 @@ def lines(job: Job, folder: Path, finding: Finding) -> tuple[int, int]:
 
 
 def best(job: Job, folder: Path, findings: Sequence[Finding]) -> Finding | None:
-    """The finding nearest to what was expected; None where none is of an expected kind."""
+    """Return the finding nearest to what was expected; None if no finding is of an expected kind."""
     e = job.expected
     of_kind = [f for f in findings if f.kind in e.kinds_any_or_all]
     return max(
@@ -111,7 +113,7 @@ def best(job: Job, folder: Path, findings: Sequence[Finding]) -> Finding | None:
 
 
 def false_findings(job: Job, findings: Sequence[Finding]) -> list[str]:
-    """Findings of severity warning or above that are not true of the job: other kinds, or other ranks accused."""
+    """Return findings of severity warning or above that are wrong: another kind, or other culprits."""
     e = job.expected
     false = []
     for f in findings:
@@ -119,7 +121,7 @@ def false_findings(job: Job, findings: Sequence[Finding]) -> list[str]:
             continue
         if f.kind in e.kinds_any_or_all and set(f.culprits) in accepted_culprits(e):
             continue
-        false.append(f"{short(f)}{' (withdrawn)' if f.cleared_s is not None else ''}")
+        false.append(f"{short(f)}{' (cleared)' if f.cleared_s is not None else ''}")
     return false
 
 
@@ -129,10 +131,10 @@ def short(f: Finding) -> str:
 
 
 def fault_time_s(finding: Finding, observed: Observed) -> float | None:
-    """When the fault was complete, seconds since the run began.
+    """Return when the fault was complete, in seconds since the run began.
 
-    A deadlock or mismatch is complete when the last of the waiting ranks began to wait; run.db has these moments from
-    the ranks' own clocks, independent of when the diagnosis looked. Otherwise: when it was first seen.
+    A deadlock or mismatch is complete when the last waiting rank began to wait. run.db has these times from the
+    ranks' own clocks, independent of the polls. For other kinds: when the finding was first seen.
     """
     if finding.kind in ("deadlock", "mismatch") and observed.waits_began_s:
         began = max(observed.waits_began_s)
@@ -142,7 +144,7 @@ def fault_time_s(finding: Finding, observed: Observed) -> float | None:
 
 
 def score(job: Job, folder: Path, observed: Observed) -> Score:
-    """Judge what was observed against the manifest."""
+    """Compare the findings with the manifest."""
     e = job.expected
     kinds = "|".join(e.kinds_any_or_all)
     causes = "|".join(e.causes)
@@ -174,11 +176,11 @@ def score(job: Job, folder: Path, observed: Observed) -> Score:
 
 
 def run_job(job: Job, folder: Path, keep: Path | None = None, environment: dict[str, str] | None = None) -> Score:
-    """Start one job under distdiag, watch its run.db until the case is clear, end it, and judge.
+    """Start one job under distdiag, watch its run.db until the score is clear, end the job, and score it.
 
     Args:
-        keep: Folder in which the run directory and the output are kept as NAME/; default: nothing is kept.
-        environment: Set on top, as by `backend_environment`.
+        keep: Folder that keeps the run directory and the output as NAME/; default: nothing is kept.
+        environment: Additional variables, from `backend_environment`.
     """
     with tempfile.TemporaryDirectory(prefix="distdiag-bench-") as tmp:
         root = Path(tmp) if keep is None else keep / job.name
@@ -215,7 +217,7 @@ def _watch(job: Job, folder: Path, running: Running, run_dir: Path) -> tuple[Obs
             now_score = score(job, folder, observed)
             if now_score.right and now_score.lines_right == now_score.lines_expected and f.cleared_s is None:
                 right_at = right_at or now
-            # a crash is judged by all that was found until its end: victims of it must not be accused later
+            # a crash is judged to the end of the job: its victims must not be accused later
             if right_at is not None and now - right_at > (CRASH_S if job.plain_outcome.type == "crash" else SETTLE_S):
                 break
             part_right_s = {"hang": PART_RIGHT_S, "crash": 2 * CRASH_S}.get(job.plain_outcome.type)

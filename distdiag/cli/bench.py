@@ -54,7 +54,7 @@ def _chosen(jobs: tuple[Job, ...], only: tuple[str, ...], subset: str | None) ->
 
 
 def _without_witnesses(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment in which the monitor does not ask these witnesses."""
+    """Return the environment in which the monitor ignores these witnesses."""
     from distdiag.diagnosis.culprit.witnesses import Reason
 
     known = [str(reason) for reason in Reason if reason is not Reason.NONE]
@@ -85,29 +85,19 @@ def _without_witnesses(names: tuple[str, ...]) -> dict[str, str]:
     help="Run the jobs on another backend, scripts unchanged: stream (NCCL's semantics on the CPU), or a folder with a"
     " sitecustomize.py.",
 )
-@click.option("--without", multiple=True, metavar="WITNESS", help="Blame without this witness (repeatable).")
+@click.option("--without", multiple=True, metavar="WITNESS", help="Decide without this witness (repeatable).")
 @click.option("--list", "list_only", is_flag=True, help="List the jobs and exit.")
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.bench/1.")
 def faults(
-    only: tuple[str, ...],
-    subset: str | None,
-    jobs: Path | None,
-    manifest: Path | None,
-    repeat: int,
-    parallel: int,
-    keep: Path | None,
-    plain: bool,
-    backend: str | None,
-    without: tuple[str, ...],
-    list_only: bool,
-    as_json: bool,
-) -> int:
+    only: tuple[str, ...], subset: str | None, jobs: Path | None, manifest: Path | None, repeat: int, parallel: int, keep: Path | None,
+    plain: bool, backend: str | None, without: tuple[str, ...], list_only: bool, as_json: bool,
+) -> int:  # fmt: skip
     """Run faulty and healthy jobs under distdiag and print the scorecard.
 
-    Each job is a real torchrun job with a known diagnosis: was the fault found, is its kind right, are the ranks right,
-    is the line right, how many seconds after the fault, and is any finding false.
+    Each job is a real torchrun job with a known diagnosis. The scorecard has, for each job: found or missed, kind, ranks and
+    line right or wrong, seconds from the fault to the finding, and false findings.
 
-    Exit codes: 0 all of it right (95 % of the lines), 1 not, 2 bad option or manifest.
+    Exit codes: 0 all right (95 % of the lines suffice), 1 not, 2 bad option or manifest.
     """
     from distdiag.cli import _fault_jobs
 
@@ -129,7 +119,10 @@ def faults(
 
 
 def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show: Callable[[_T], None]) -> list[_T]:
-    """Results in the order of `todo`, shown as they come."""
+    """Run `one` for each job, `parallel` at a time, and return the results in the order of `todo`.
+
+    `show` gets each result as soon as it is there.
+    """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     from distdiag.cli import _fault_jobs
@@ -137,7 +130,7 @@ def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)  # or the jobs, in sessions of their own, would stay behind
+    before = signal.signal(signal.SIGTERM, end)  # else the jobs, which have their own sessions, would survive
     results: dict[int, _T] = {}
     with ThreadPoolExecutor(parallel) as pool:
         futures = {pool.submit(one, i, job): i for i, job in enumerate(todo)}
@@ -146,7 +139,7 @@ def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show
                 results[futures[future]] = future.result()
                 show(results[futures[future]])
         except BaseException:
-            _fault_jobs.interrupted.set()  # what runs ends its job on its way out
+            _fault_jobs.interrupted.set()  # running threads end their jobs
             pool.shutdown(cancel_futures=True)
             raise
         finally:
@@ -170,7 +163,7 @@ def _plain(todo: list[Job], folder: Path, parallel: int, environment: dict[str, 
     if as_json:
         print(msgspec.json.encode({"schema": "distdiag.bench/1", "plain": results}).decode())
     wrong = sum(bool(r.problems) for r in results)
-    print(f"{len(results) - wrong} of {len(results)} jobs do what their manifest says", file=out)
+    print(f"{len(results) - wrong} of {len(results)} jobs do what the manifest states", file=out)
     return int(ExitCode.FAILED if wrong else ExitCode.OK)
 
 
@@ -222,7 +215,7 @@ def _rows(s: Score) -> list[str]:
 
 
 def quantile(values: list[float], q: float) -> float | None:
-    """The smallest value that at least a share `q` of `values` does not exceed; None of nothing."""
+    """Return the smallest value that at least a share `q` of `values` does not exceed; None if `values` is empty."""
     import math
 
     ordered = sorted(values)
@@ -230,7 +223,7 @@ def quantile(values: list[float], q: float) -> float | None:
 
 
 def summarise(results: list[Score]) -> dict[str, int | float | bool | None]:
-    """Counts over all runs; `all_right` is what the exit code says."""
+    """Return counts over all runs; `all_right` decides the exit code."""
     faulty = [s for s in results if s.faulty]
     healthy = [s for s in results if not s.faulty]
     expected, right = sum(s.lines_expected for s in faulty), sum(s.lines_right for s in faulty)
@@ -274,6 +267,6 @@ def _summary_lines(s: dict[str, int | float | bool | None]) -> list[str]:
             f" 95 % within {s['deadlock_to_finding_p95_s']:.2f} s (n = {s['deadlocks_timed']})"
         )
     if s["problems"]:
-        out.append(f"{s['problems']} jobs did not run as they should")
+        out.append(f"{s['problems']} jobs did not run properly")
     out.append("all right" if s["all_right"] else "not all right")
     return out

@@ -12,7 +12,7 @@ from distdiag.errors import DistdiagError, ExitCode
 if TYPE_CHECKING:
     from distdiag.report.compare import Comparison, Difference
 
-# names of effects by Romano et al. 2006
+# limits and names of effect sizes: Romano et al. 2006
 _EFFECTS = ((0.147, "negligible"), (0.33, "small"), (0.474, "medium"), (2.0, "large"))
 
 

@@ -17,8 +17,9 @@ from distdiag.errors import DistdiagError, ExitCode
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
 
-BAD_STATES = ("failed", "degraded", "deadlocked")  # never exit 0, whatever the rules found
-TAKE_OVER_S, JUDGED_S = 40.0, 2.5  # for a new monitor: to close the run of a job that ended; to judge one that runs
+BAD_STATES = ("failed", "degraded", "deadlocked")  # never exit 0, even without a finding
+TAKE_OVER_S = 40.0  # for a new monitor to close the run of a job that ended
+JUDGED_S = 2.5  # for a new monitor to judge a running job
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -64,7 +65,7 @@ def _of_run(target: str | None) -> Report:
     if not report.ranks_seen:
         raise DistdiagError(
             f"no rank has written to {path} yet",
-            "wait for the job to start; `distdiag tui` shows it as it does",
+            "wait for the job to start; `distdiag tui` shows its ranks as they start",
             ExitCode.NO_DATA,
             "no_rank",
         )
@@ -73,16 +74,16 @@ def _of_run(target: str | None) -> Report:
 
 
 def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError:
-    """Return the error for a launch without a rank: its reason, and the run before it."""
+    """Return the error for a launch without a rank, with its reason and the previous run."""
     from distdiag.store import rundir
     from distdiag.terms.untrusted import visible
 
     lines = [line.strip() for line in reason.splitlines() if line.strip(" =-")]
     which = "the last launch" if target is None else f"the launch of {visible(target)}"
     before = rundir.newest_run(path.resolve().parent)
-    hint = "see the launcher's own messages"
+    hint = "read the launcher's messages"
     if before is not None:
-        hint = f"the run before it: distdiag diagnose {shlex.quote(rundir.shown(before))}"
+        hint = f"for the previous run: distdiag diagnose {shlex.quote(rundir.shown(before))}"
     return DistdiagError(
         f"{which} failed before any rank started: {visible(lines[0] if lines else 'no reason is known')[:300]}",
         visible(hint),
@@ -92,11 +93,11 @@ def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError
 
 
 def _finish(path: Path) -> None:
-    """Let a new monitor judge what a killed one has left, and wait for one that has not written any rank yet."""
+    """Wait until the run is judged: start a monitor if the old one was killed, or wait for its first rank."""
     from distdiag.page import place
 
     if not place.directories(path):
-        return  # closed, or of another host
+        return  # closed, or on another host
     from distdiag.recorder.start_monitor import take_over
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
@@ -142,12 +143,14 @@ def _report(targets: tuple[str, ...]) -> Report:
         )
     mixed = [t for t in targets if _is_run(t)]
     if mixed:
-        raise DistdiagError(f"{mixed[0]} is a run, and other files were given with it", "give one run, or only dumps")
+        raise DistdiagError(
+            f"{mixed[0]} is a run; it cannot be combined with other files", "give one run, or only dumps"
+        )
     return _of_dumps(targets)
 
 
 def verdict(report: Report) -> str:
-    """One line: the state of the job, and who is to blame for it."""
+    """Return one line: the state of the job, the number of findings, and the ranks to look at."""
     from distdiag.diagnosis.model.findings import STOPPED_BY, Severity, rank_list
 
     open_ones = [f for f in report.findings if f.cleared_s is None]
@@ -166,7 +169,7 @@ def verdict(report: Report) -> str:
         return f"{report.state}: the cause was not found, {seen}{why}"
     cleared = sum(f.cleared_s is not None for f in report.findings)
     if not counts and report.unjudged:
-        return f"{report.state}, not judged as a whole: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
+        return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
     if not counts:
         return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
     culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
@@ -176,7 +179,7 @@ def verdict(report: Report) -> str:
 
 
 def source(report: Report) -> str | None:
-    """What the verdict is about: the run, how long ago it began or ended, its command; None for dumps."""
+    """Return the run, how long ago it began or ended, and its command; None for dumps."""
     from distdiag.diagnosis.text.finding import printable
     from distdiag.store import rundir
     from distdiag.terms.units import rough_duration
@@ -194,7 +197,7 @@ def source(report: Report) -> str | None:
 
 
 def _newer_launch(path: Path) -> str | None:
-    """Return a note if a launch newer than the run `latest` points to has its directory and no report yet."""
+    """Return a note if a newer launch than `latest` has a directory and has not reported yet."""
     from distdiag.diagnosis.text.finding import printable
     from distdiag.store import rundir
 
@@ -203,10 +206,10 @@ def _newer_launch(path: Path) -> str | None:
 
 
 def exit_code(report: Report, threshold: str) -> ExitCode:
-    """FAILED for a finding at or above `threshold` or a job that failed, INCONCLUSIVE if not all of it was judged.
+    """Return FAILED for a finding at or above `threshold` or a failed job, INCONCLUSIVE if not all ranks were judged.
 
     Args:
-        threshold: `error`, `warning`, or `never` for OK whatever was found.
+        threshold: `error`, `warning`, or `never` to return OK in any case.
     """
     from distdiag.diagnosis.model.findings import at_least
 
@@ -280,7 +283,7 @@ def _are_traces(targets: tuple[str, ...]) -> bool:
 
 
 def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
-    """Analyse Kineto traces of several ranks together."""
+    """Analyse the Kineto traces of several ranks together and print the result."""
     import msgspec
 
     from distdiag.diagnosis.text.finding import printable
@@ -293,7 +296,7 @@ def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
     except BadTrace as e:
         raise DistdiagError(
             printable(str(e)),
-            "give one trace per rank as torch.profiler's export_chrome_trace writes it",
+            "give one trace per rank, as export_chrome_trace of torch.profiler writes it",
             kind="no_traces",
         ) from None
     if as_json:
@@ -306,7 +309,7 @@ def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
 
 @click.command()
 @click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | FILES…]", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.findings/1.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning", "never"]),
@@ -315,15 +318,15 @@ def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
     help="Exit 1 if a finding is at least this bad, or the job failed.",
 )
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
-@click.option("--ascii", "ascii", is_flag=True, help="No characters beyond ASCII.")
+@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
 def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | None, ascii: bool) -> int:
-    """The verdict on a running job, a finished one, or flight-recorder dumps from any cluster.
+    """Print the verdict on a running job, a finished one, or flight-recorder dumps from any cluster.
 
-    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, of any torch 2.x, with
-    the rank in their name or content; nothing in them is executed. Ranks without a dump are listed.
+    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any torch 2.x, with
+    the rank in their name or content. No code in them is run. Ranks without a dump are listed.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
-    judged, 4 no run, no dump, no rank has written. With --fail-on never: 0 whatever was found.
+    judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
 
     Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication, overlap, waits for
     other ranks, and which rank comes last; --json prints distdiag.profile/1.

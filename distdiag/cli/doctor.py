@@ -1,4 +1,4 @@
-"""`distdiag doctor`: one line per check, and the remedy under each that did not pass."""
+"""`distdiag doctor`: print one line per check, and the remedy below each that did not pass."""
 
 from __future__ import annotations
 
@@ -56,19 +56,21 @@ def _examine(ranks: int, reach: tuple[str, ...], with_torch: bool) -> Examinatio
 
 @click.command()
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="Local ranks of the job.")
-@click.option("--reach", multiple=True, metavar="HOST:PORT", help="Also connect to this rendezvous (repeatable).")
+@click.option(
+    "--reach", multiple=True, metavar="HOST:PORT", help="Also try to connect to this rendezvous (repeatable)."
+)
 @click.option("--no-torch", is_flag=True, help="Skip the checks that need torch (they take seconds).")
 @click.option(
     "--fail-on",
     type=click.Choice(["warn", "fail"]),
     default="fail",
     show_default=True,
-    help="Exit 1 on a check this bad.",
+    help="Exit 1 if a check is at least this bad.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (distdiag.doctor/1).")
 @ascii_option
 def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as_json: bool) -> int:
-    """Check that this machine can run distributed jobs; say what to fix.
+    """Check that this machine can run distributed jobs; list what to fix.
 
     Checks torch and its backends (with a real rendezvous of two local ranks), GPUs, cores, memory, limits, /dev/shm,
     host name, network interfaces, clock, disk, and environment variables that change a job.

@@ -19,7 +19,7 @@ from distdiag.errors import DistdiagError, ExitCode
 @click.option("--no-save", is_flag=True, help="Print only; write no files into the run directory.")
 @ascii_option
 def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> int:
-    """Stacks and in-flight collectives of every rank, now.
+    """Print the stacks and in-flight collectives of every rank, now.
 
     Asks each rank's C++ worker server, which answers even if Python is stuck. Merges the stacks into one tree and saves
     them in the run directory: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
@@ -52,7 +52,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     if not no_save:
         try:
             written = dump.save(run_dir, now_s, dumps)
-            recorded = (len(written) - 1) // 2  # two formats of each
+            recorded = (len(written) - 1) // 2  # each rank in two formats
             ranks = f"{recorded} rank{'s' if recorded != 1 else ''}"
             folder = printable(str(run_dir / "flight_recorder"))
             click.echo(f"saved: the stacks in {printable(str(written[0]))}", err=True)
@@ -68,7 +68,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
 
 
 def tree_lines(branches: list, indent: int = 0, above: int = 0) -> list[str]:
-    """The merged tree as lines: `3 ranks  all_reduce …`; a branch with the same ranks as its parent omits them."""
+    """Return the merged tree as lines: `3 ranks  all_reduce …`. A branch omits the ranks if its parent has the same."""
     out: list[str] = []
     for b in branches:
         ranks = b.ranks

@@ -1,4 +1,4 @@
-"""Report an error: two lines on stderr, and with --json an object on stdout."""
+"""Print an error: two lines on stderr, and with --json an object on stdout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def report_error(error: DistdiagError, json_of: str | None = None) -> int:
     """Print an error (one line of error, one of hint) and return its exit code.
 
     Args:
-        json_of: Name of the command if --json was given; the error is then printed as an object, too.
+        json_of: Name of the command if --json was given: the error is then also printed as an object.
     """
     if json_of is not None:
         about = {"kind": error.kind, "message": error.message, "hint": error.hint}

@@ -1,4 +1,4 @@
-"""`distdiag profile`: a profile of the running job, on request."""
+"""`distdiag profile`: profile the running job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _ranks(text: str | None) -> list[int] | None:
 
 
 def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
-    """Return the straggler, a peer with the median self time, and by what the straggler was chosen.
+    """Return the straggler, a peer with the median self time, and how the straggler was chosen.
 
     Raises:
         DistdiagError: NO_DATA if fewer than two ranks have recorded a step.
@@ -72,7 +72,7 @@ def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.profile/1) instead of tables.")
 @ascii_option
 def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeout_s: float, as_json: bool) -> int:
-    """Profile the running job for a few steps, without a change to it.
+    """Profile the running job for a few steps. The job is not changed.
 
     torch.profiler starts in each rank at the end of the same step. Results in RUN/profile/N: trace.json.gz of all ranks for
     ui.perfetto.dev, rank_R.json (Kineto), profile.json. The script's lines are sampled 100 times a second.
@@ -120,7 +120,7 @@ def _show(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None, as_j
             f"no profile: rank {first.rank}: {printable(first.reason)}",
             f"`distdiag dump {run_dir}` shows where the ranks are"
             if code == ExitCode.TIMEOUT
-            else f"`distdiag diagnose {run_dir}` has what is known of the job",
+            else f"`distdiag diagnose {run_dir}` prints the verdict on the job",
             code,
             "timeout" if code == ExitCode.TIMEOUT else "no_profile",
         )
@@ -132,12 +132,12 @@ def _show(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None, as_j
     if found.trace:
         click.echo(f"saved: {found.trace} (open it in ui.perfetto.dev)", err=True)
     if code == ExitCode.TIMEOUT:
-        click.echo(f"distdiag: not all ranks were done within {timeout_s:g} s", err=True)
+        click.echo(f"distdiag: not all ranks finished within {timeout_s:g} s", err=True)
     return int(code)
 
 
 def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -> Profile:
-    """Analyse the traces that were saved, and keep the result and the merged trace next to them."""
+    """Analyse the saved traces; write the result and the merged trace next to them."""
     import msgspec
 
     from distdiag.page import profile_files

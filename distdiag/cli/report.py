@@ -1,4 +1,4 @@
-"""`distdiag report`: the findings of a run as a file."""
+"""`distdiag report`: write the findings of a run into a file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ import click
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, need
 
-FORMATS = {
-    "html": "report.html",
-    "text": None,
-    "perfetto": "trace.json",
-    "json": None,
-}  # default file in the run; None: stdout
+# format: default file in the run; None: stdout
+FORMATS = {"html": "report.html", "text": None, "perfetto": "trace.json", "json": None}
 
 
 def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -> None:
@@ -42,9 +38,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 
         from distdiag.report import html
 
-        # hide its notes about the font cache
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)
-
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # hide its notes about the font cache
         out.write(html.render(facts).encode())
     else:
         from distdiag.report import text
@@ -74,8 +68,9 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @ascii_option
 def command(run: str | None, output: str | None, format: str, last_steps: int | None, force: bool) -> int:
-    """Write a report on RUN (default: reports/latest), running or finished: the verdict, who, where and the cost; step
-    time, phases per rank, collectives, hosts, GPUs, versions.
+    """Write a report on RUN (default: reports/latest), running or finished.
+
+    It has the verdict (who, where, the cost), step time, phases per rank, collectives, hosts, GPUs and versions.
 
     The HTML file is self-contained: it loads nothing and can be mailed.
 

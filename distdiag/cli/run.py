@@ -16,10 +16,10 @@ from distdiag.recorder.run_claim import keep_bytes
 @recording_options
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
 def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
-    """Launch a training script on all local ranks with torchrun, recorded, no line changed.
+    """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
-    torchrun's options (--nproc-per-node, --nnodes, …) go before the script. Without them one rank per GPU is started, or
-    two ranks on a machine without GPUs.
+    torchrun's options (--nproc-per-node, --nnodes, …) go before the script. Without them, distdiag starts one rank per GPU,
+    or two ranks on a machine without GPUs.
 
     \b
     distdiag run --nproc-per-node 4 train.py --epochs 3
@@ -52,7 +52,10 @@ _FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank"}
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:
-    """(torchrun's options, script and its arguments): the script is the first word that is neither an option nor an option's value."""
+    """Split into torchrun's options and the script with its arguments.
+
+    The script is the first word that is neither an option nor an option's value.
+    """
     i = 0
     while i < len(rest):
         a = rest[i]
@@ -65,11 +68,11 @@ def split(rest: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _local_ranks() -> int:
-    """One rank per GPU, or two without GPUs."""
+    """Return one rank per GPU, or two without GPUs."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         return max(1, pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, no library: NVML says so in several ways
+    except Exception:  # no driver or library: NVML raises various errors
         return 2

@@ -1,14 +1,14 @@
 """Algorithm and bus bandwidth, as nccl-tests define them.
 
-Source: nccl-tests, doc/PERFORMANCE.md and src/*.cu. GB = 10^9 bytes throughout. Two traps in comparing with other
-tools: some print 2S/t as "throughput", some print GiB/s as "GB/s".
+Source: nccl-tests, doc/PERFORMANCE.md and src/*.cu. GB = 10^9 bytes. Other tools may print 2S/t as "throughput", or
+GiB/s as "GB/s".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Of the time that the operation needs on a perfect network: the share of S that must cross each rank's link.
+# The share of S that must cross each rank's link, on a perfect network.
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -23,7 +23,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 
 def algorithm_bandwidth(size_bytes: int, time_s: float) -> float:
-    """Bytes a user sees moved per second, GB/s: S / t.
+    """Return the algorithm bandwidth in GB/s: S / t.
 
     Args:
         size_bytes: S as nccl-tests count it: one rank's buffer for all_reduce, broadcast, reduce, sendrecv and
@@ -34,7 +34,7 @@ def algorithm_bandwidth(size_bytes: int, time_s: float) -> float:
 
 
 def bus_bandwidth(op: str, size_bytes: int, time_s: float, world_size: int) -> float:
-    """Bus bandwidth in GB/s, comparable to the link's peak whatever the number of ranks: algbw x factor.
+    """Return the bus bandwidth in GB/s: algbw x factor. It compares with the link's peak at any number of ranks.
 
     Raises:
         ValueError: `world_size` is below 2 (a one-rank group moves no bytes), or `op` moves none (barrier).

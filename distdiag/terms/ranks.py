@@ -8,7 +8,7 @@ from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
 
 def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """First and last rank of each run without a gap, in ascending order."""
+    """Yield the first and last rank of each run of consecutive ranks, in ascending order."""
     rs = sorted(set(ranks))
     i = 0
     while i < len(rs):
@@ -20,7 +20,7 @@ def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    """`(0, 1, 2, 3, 8)` as '0-3,8': a group of a thousand ranks is a short string, in the page and in `pgroup.ranks`."""
+    """Return `(0, 1, 2, 3, 8)` as '0-3,8', to keep large groups short in the page and in `pgroup.ranks`."""
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges(ranks))
 
 

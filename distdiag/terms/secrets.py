@@ -1,6 +1,6 @@
 """Secrets in a command line: `--hf-token VALUE`, `WANDB_API_KEY=VALUE`, `https://user:password@host`.
 
-The command of a run is stored in run.db and printed in reports, and those are mailed.
+The command of a run is stored in run.db and printed in reports, which people mail.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-KEEP = "DISTDIAG_KEEP_SECRETS"  # set to 1 to store and show command lines as they are
+KEEP = "DISTDIAG_KEEP_SECRETS"  # 1: store and show command lines unmasked
 MASK = "***"
 
 _SECRET = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
@@ -28,8 +28,8 @@ def kept() -> bool:
 def mask(arguments: Sequence[str]) -> list[str]:
     """Return a command line with the values of secrets replaced by `***`.
 
-    A secret is what follows an option or a variable with "token", "key", "passw", "secret" or "credential" in its name,
-    as `--name=VALUE`, `--name VALUE` or `NAME=VALUE`. Options for counts and models (`--max-tokens`, `--tokenizer`) are not.
+    A secret is the value of an option or variable with "token", "key", "passw", "secret" or "credential" in its name:
+    `--name=VALUE`, `--name VALUE` or `NAME=VALUE`. Options for counts and models (`--max-tokens`, `--tokenizer`) are exempt.
     """
     out: list[str] = []
     follows = False

@@ -1,9 +1,9 @@
-"""What samples say, and how sure it is: block bootstrap, modes, latency + bandwidth fit, two-sample comparison.
+"""Statistics of samples: block bootstrap, modes, latency + bandwidth fit, two-sample comparison.
 
-Samples of one loop are autocorrelated: a slow one is followed by slow ones. A bootstrap that draws single samples
-then gives intervals up to 2.7 times too narrow, so whole blocks of neighbours are drawn (Kunsch 1989). With a few
-hundred samples correlated as strongly as those of a busy host (0.85 from one to the next) such an interval holds the
-true median 89 times in 100 instead of 95; one that ignores the order, 45 times.
+Samples of one loop are autocorrelated: a slow one is followed by slow ones. A bootstrap of single samples then gives
+intervals up to 2.7 times too narrow, so blocks of neighbours are drawn (Kunsch 1989). With a few hundred samples
+correlated as on a busy host (0.85 from one to the next), such an interval contains the true median in 89 of 100 cases
+instead of 95; an interval from single samples, in 45.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Samples = NDArray[np.float64]
 
 CONFIDENCE = 0.95
-_MOST_SAMPLES = 2_000  # of one size that a bootstrap draws from; more cost time and add nothing
+_MOST_SAMPLES = 2_000  # per size for a bootstrap; more cost time and add nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One hump of a distribution with two."""
+    """One mode of a bimodal distribution."""
 
     time_us: float  # median of the samples in it
     share: float  # of all samples, 0 to 1
@@ -42,7 +42,7 @@ class LatencyBandwidth:
     """t(S) = latency + S / bandwidth, with 95 % intervals."""
 
     latency_us: float
-    bandwidth_gbps: float  # algorithm bandwidth for S without end, GB/s
+    bandwidth_gbps: float  # algorithm bandwidth of very large messages, GB/s
     half_bandwidth_bytes: float  # S that reaches half of it: latency x bandwidth
     latency_ci95: tuple[float, float]
     bandwidth_ci95: tuple[float, float]
@@ -51,7 +51,7 @@ class LatencyBandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two sets of times, the second against the first."""
+    """Comparison of two sets of times, the second against the first."""
 
     ratio: float  # median of the second / median of the first; above 1 is slower
     p_value: float  # two-sided Mann-Whitney U
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def correlation_length(samples: Samples) -> int:
-    """Length of a bootstrap block: three times the integrated autocorrelation time, at least n^(1/3), at most n/4."""
+    """Return the length of a bootstrap block: three times the integrated autocorrelation time, at least n^(1/3), at most n/4."""
     n = len(samples)
     least = max(1, round(n ** (1 / 3)))
     if n < 16:
@@ -78,7 +78,7 @@ def correlation_length(samples: Samples) -> int:
 
 
 def bootstrap_medians(samples: Samples, replicates: int = 300, seed: int = 0) -> Samples:
-    """Medians of `replicates` resamples made of blocks of neighbouring samples (circular block bootstrap).
+    """Return the medians of `replicates` resamples of blocks of neighbouring samples (circular block bootstrap).
 
     Raises:
         ValueError: no samples.
@@ -96,7 +96,7 @@ def bootstrap_medians(samples: Samples, replicates: int = 300, seed: int = 0) ->
 
 
 def interval_of_median(samples: Samples, replicates: int = 300, seed: int = 0) -> Interval:
-    """95 % interval of the median by block bootstrap, in the samples' unit."""
+    """Return the 95 % interval of the median by block bootstrap, in the samples' unit."""
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(bootstrap_medians(samples, replicates, seed), [tail, 100 - tail])
     return Interval(float(low), float(high))
@@ -122,10 +122,10 @@ def interval_of_rounds(values: Sequence[float]) -> Interval:
 
 
 def find_modes(samples: Samples) -> tuple[Mode, ...]:
-    """The two humps of a bimodal distribution of times, or () where there is one hump.
+    """Return the two modes of a bimodal distribution of times, or () if there is one mode.
 
-    The threshold is Otsu's, on logarithms. It counts as two humps when each holds at least 5 % of the samples, their
-    medians differ by half or more, and the middle third between them is nearly empty: a long tail is not a hump.
+    The threshold is Otsu's, on logarithms. Two modes need at least 5 % of the samples each, medians that differ by half
+    or more, and a nearly empty middle third between them: a long tail is not a mode.
     """
     n = len(samples)
     if n < 40:
@@ -157,7 +157,7 @@ def fit_latency_bandwidth(sizes_bytes: list[int], medians_us: list[Samples]) -> 
         medians_us: Per size, bootstrap replicates of the median time in microseconds; their median is the value.
 
     Returns:
-        None where fewer than three sizes were measured, or time does not grow with size.
+        None if fewer than three sizes were measured, or time does not grow with size.
     """
     if len(set(sizes_bytes)) < 3:
         return None
@@ -183,7 +183,7 @@ def fit_latency_bandwidth(sizes_bytes: list[int], medians_us: list[Samples]) -> 
 
 
 def _solve(sizes: Samples, times: Samples) -> tuple[float, float] | None:
-    """(latency us, us per byte) minimising the sum of squared relative errors; latency not below 0."""
+    """Return (latency us, us per byte) with the least sum of squared relative errors; latency not below 0."""
     design = np.stack([1 / times, sizes / times], axis=1)
     (latency, per_byte), *_ = np.linalg.lstsq(design, np.ones(len(times)), rcond=None)
     if latency < 0:
@@ -194,10 +194,10 @@ def _solve(sizes: Samples, times: Samples) -> tuple[float, float] | None:
 
 
 def compare(before: Samples, after: Samples) -> Comparison:
-    """Mann-Whitney U and Cliff's delta of `after` against `before`.
+    """Return the Mann-Whitney p-value and Cliff's delta of `after` against `before`.
 
-    Give it values that are independent (medians of separate blocks): single iterations are not, and make any
-    difference "significant".
+    The values must be independent (medians of separate blocks). Single iterations are not: they make any difference
+    "significant".
     """
     n, m = len(before), len(after)
     both = np.concatenate([before, after])

@@ -10,15 +10,7 @@ from distdiag.errors import DistdiagError
 
 MISSING = "–"  # shown where nothing was measured
 
-ITEM_BYTES: dict[str, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float64": 8,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8, "uint8": 1}
 DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64", "int": "int32", "long": "int64"}  # fmt: skip
 
 _UNIT = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
@@ -60,12 +52,12 @@ def size_text(size_bytes: float | None) -> str:
 
 
 def message_size(size_bytes: float) -> str:
-    """Return `4 KiB`, `1.5 MiB`: sizes of a sweep are mostly whole."""
+    """Return `4 KiB`, `1.5 MiB`: like `size_text`, without `.0`."""
     return size_text(size_bytes).replace(".0 ", " ")
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """Return `180.0 MB/s` (10^6 bytes), as disks and network cards are sold; `–` if not measured."""
+    """Return `180.0 MB/s` (10^6 bytes, as disks and network cards are rated); `–` if not measured."""
     return f"{bytes_per_s / 1e6:,.1f} MB/s" if is_number(bytes_per_s) else MISSING
 
 
@@ -86,7 +78,7 @@ def duration(seconds: float | None) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return `0.4 s`, `31 s`, `12 min`: for sentences, where the order of magnitude matters."""
+    """Return `0.4 s`, `31 s`, `12 min`: rounded, for sentences."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
@@ -102,14 +94,14 @@ def time_text(us: float) -> str:
 
 
 def sweep(min_bytes: int, max_bytes: int, factor: float, item_bytes: int, multiple: int = 1) -> list[int]:
-    """Message sizes from `min_bytes` to `max_bytes`, each `factor` times the last; the last is `max_bytes`.
+    """Return message sizes from `min_bytes` to `max_bytes`, each `factor` times the one before; the last is `max_bytes`.
 
     Args:
         item_bytes: Bytes of one element.
-        multiple: Elements come in this multiple (world size, where each rank holds an equal part): rounded up.
+        multiple: Round the number of elements up to a multiple of this (world size, if each rank holds an equal part).
 
     Raises:
-        DistdiagError: bounds that are not a multiple of the element or the wrong way round.
+        DistdiagError: a bound is not a multiple of the element, or the bounds are swapped.
     """
     for option, size in (("--min-bytes", min_bytes), ("--max-bytes", max_bytes)):
         if size % item_bytes:

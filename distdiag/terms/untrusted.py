@@ -1,4 +1,4 @@
-"""Text and numbers from a job or an untrusted file: shown, never executed, and limited in size."""
+"""Text and numbers from a job or an untrusted file: made safe to print, and limited in size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 MAX_RANKS = 1 << 17  # the largest jobs published so far have about 100,000 ranks
-MAX_INT = 1 << 62  # numbers beyond this fit in no JSON reader, and their text may be refused by Python
+MAX_INT = 1 << 62  # larger numbers do not fit JSON readers, and Python may refuse to print them
 MAX_TEXT = 4096  # characters of a name, a path or an operation; the longest path of Linux
 
 _INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})

@@ -147,9 +147,9 @@ def test_a_finding_that_went_away_does_not_fail(tmp_path: Path, capsys: pytest.C
         ((), {"state": "degraded"}, 2, 1, "the cause was not found"),
         ((FINDING,), {"state": "failed"}, 2, 1, "failed: 1 warning"),
         ((FINDING,), {}, 2, 0, "running: 1 warning"),  # README: a warning alone does not fail
-        ((), {}, 1, 3, "not judged as a whole: 1 of 2 ranks seen"),
+        ((), {}, 1, 3, "only partly judged: 1 of 2 ranks seen"),
         ((FINDING,), {}, 1, 3, "1 warning"),
-        ((), {"monitor_ended": False, "heartbeat_unix_s": 1e9}, 2, 3, "not judged as a whole: the monitor is gone"),
+        ((), {"monitor_ended": False, "heartbeat_unix_s": 1e9}, 2, 3, "only partly judged: the monitor is gone"),
     ],
 )
 def test_zero_means_that_all_ranks_were_judged_and_the_job_did_not_fail(
@@ -188,7 +188,7 @@ def test_a_launch_without_a_rank_is_the_answer_not_the_run_before_it(
     assert main(["diagnose"]) == ExitCode.NO_DATA
     assert capsys.readouterr().err.splitlines() == [
         "distdiag: error: the last launch failed before any rank started: RuntimeError: port in use",
-        "hint: the run before it: distdiag diagnose reports/20250101-120000-train",
+        "hint: for the previous run: distdiag diagnose reports/20250101-120000-train",
     ]
 
 
