@@ -211,3 +211,24 @@ def test_a_call_is_due_only_after_it_always_followed() -> None:
     assert call_order.passed_over(irregular) is None
     both = trainer(0, [1, 1, 1, 1, 1, 2], "metric"), trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
     assert call_order.passed_over(both) is None
+
+
+def test_no_rank_is_blamed_if_a_batch_splits_into_fewer_micro_batches() -> None:
+    """The last batch has three instead of four; one stage cut it, the other expects four: either could be changed."""
+
+    def stage(rank: int, steps: list[int]) -> RankState:
+        peer, calls = 1 - rank, []
+        send, recv = ("send", "recv") if rank == 0 else ("recv", "send")
+        for micro_batches in steps:
+            calls += [message(send, peer, line) for _ in range(micro_batches) for line in (29, 30, 31)]
+            calls += [message(recv, peer, 36)] * 4
+        timed = tuple(msgspec.structs.replace(c, entered_s=0.1 * i) for i, c in enumerate(calls))
+        at = msgspec.structs.replace(message("recv", peer, 36 if rank == 0 else 29), entered_s=0.1 * len(calls))
+        kept = timed[:-4] if rank == 0 else timed[:-7]
+        return RankState(rank=rank, calls=(*kept, at), blocked=at)
+
+    ranks = {0: stage(0, [4] * 12 + [3]), 1: stage(1, [4] * 12 + [4])}
+    assert call_order.passed_over(ranks.values()) == 0  # so the order of calls alone would blame rank 0
+    s = Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups={"default_pg": Group(name="default_pg", ranks=(0, 1))})
+    (f,) = proved(s)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "p2p_cycle", ())

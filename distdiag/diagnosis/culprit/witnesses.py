@@ -184,6 +184,11 @@ def _departed(case: Case) -> Collection[int]:
     return () if departed is None else (departed,)
 
 
+def _collectives_only(case: Case) -> bool:
+    """True if no rank waits for a message. How many messages a step has depends on its data (micro-batches): none is due."""
+    return not any(w.p2p for w in case.incident.waits)
+
+
 def _passed_over(case: Case) -> Collection[int]:
     rank = call_order.passed_over(case.states[r] for r in sorted(case.incident.members))
     return () if rank is None else (rank,)
@@ -247,7 +252,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
             Reason.COUNT, _always, lambda case: message_counts.visits_differ(case.snapshot, case.incident, case.here)
         ),
         Witness(Reason.ALONE, lambda case: len(case.incident.waits) == 2, _alone),
-        Witness(Reason.DUE, _always, _passed_over),
+        Witness(Reason.DUE, _collectives_only, _passed_over),
     ),
 }
 
