@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 7
+VERSION = 8
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 BACKEND_FRAME = "backend:"
@@ -223,6 +223,7 @@ class CallRecord(Structure):
         ("shape", c_int64 * 6),
         ("elements", c_int64),
         ("bytes", c_int64),
+        ("received", c_int64),  # elements that an all_to_all expects from all ranks together; -1 not known
         ("entered_ns", c_uint64),
         ("wait_ns", c_uint64),  # time the host spent waiting in it
         ("left_ns", c_uint64),  # 0 while in flight (as the host knows)
@@ -330,7 +331,7 @@ class Page(Structure):
 
 PAGE_BYTES = ctypes.sizeof(Page)
 # A whole record in one call, `number` apart: ctypes takes as long for each field as this for all of them.
-CALL_FORMAT = struct.Struct("=QIIqQiiIIi4x6q2q3QB7xQ")
+CALL_FORMAT = struct.Struct("=QIIqQiiIIi4x6q3q3QB7xQ")
 assert CALL_FORMAT.size == ctypes.sizeof(CallRecord)
 
 

@@ -228,3 +228,29 @@ def test_two_calls_at_one_line_are_not_compared_with_each_other() -> None:
     f = only(snapshot(*both))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", ())
     assert "the ranks at train.py:88" in f.advice and f.advice.count("train.py:88") == 1
+
+
+def experts(r: int, sent: int, received: int | None, **more: Any) -> RankState:
+    here = call("all_to_all_single", 7, SAVE, shape=(sent, 16), received=received)
+    return rank(r, here, enqueued={"default_pg": 7}, completed={"default_pg": 6}, **more)
+
+
+def test_split_sizes_of_an_all_to_all_that_disagree() -> None:
+    """A rank that drops tokens over its capacity expects fewer than the others send: with NCCL no rank gets an error."""
+    ranks = experts(0, 48, 50 * 16), experts(1, 48, 46 * 16), experts(2, 48, 16 * 16)
+    f = only(snapshot(*ranks))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", ())
+    assert "rank 2 is in all_to_all_single that sends 768 and expects 256 elements" in f.message
+    assert f.advice.startswith("compare the split sizes at the ranks at")
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [experts(0, 48, 50 * 16), experts(1, 48, 46 * 16)],  # uneven splits that agree
+        [experts(0, 48, 50 * 16), experts(1, 48, None)],
+        [experts(0, 48, 50 * 16), rank(1, enqueued={"default_pg": 6})],  # rank 1 has not arrived
+    ],
+)
+def test_splits_are_not_judged_before_all_of_them_are_known(ranks: list[RankState]) -> None:
+    assert proved(snapshot(*ranks)) == []

@@ -34,7 +34,7 @@ def a_page(pages: Path, rank: int) -> PageWriter:
     h.stack[0], h.stack_depth, h.raw_innermost = site, 1, page.text("queue.get")
     now = time.monotonic_ns()
     for k in range(1, 4):
-        page.write_call(page.text("all_reduce"), 0, k, k, -1, 0, page.text("float32"), site, 1, 4, 0, 0, 0, 0, 0, 4, 16, now, 5, now + 9, 0, 1)  # fmt: skip
+        page.write_call(page.text("all_reduce"), 0, k, k, -1, 0, page.text("float32"), site, 1, 4, 0, 0, 0, 0, 0, 4, 16, -1, now, 5, now + 9, 0, 1)  # fmt: skip
         page.write_step(k, 0, now, now + 10**6, 1, 0, 2, 3, 4, 1, now, 8, 8, 0.5, 0, 0, now)
     h.step = 3
     page.publish()

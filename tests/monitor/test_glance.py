@@ -85,7 +85,7 @@ def fails(page: PageWriter) -> None:
 
 def calls_much(page: PageWriter) -> None:
     for _ in range(300):
-        page.write_call(*range(1, 21), 5, 21)
+        page.write_call(*range(1, 22), 5, 21)
 
 
 def steps_much(page: PageWriter) -> None:

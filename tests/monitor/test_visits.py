@@ -32,7 +32,7 @@ def view(page: PageWriter) -> Iterator[RankView]:
 
 def calls(page: PageWriter, line: int, seq: int, group: int = 0) -> None:
     site = page.site("/job/train.py", line, "main")
-    page.write_call(page.text("barrier"), group, seq, 0, -1, 0, 0, site, -1, *[0] * 6, 0, -1, seq, 0, seq, 0, 1)
+    page.write_call(page.text("barrier"), group, seq, 0, -1, 0, 0, site, -1, *[0] * 6, 0, -1, -1, seq, 0, seq, 0, 1)
 
 
 def seen(view: RankView, line: int) -> tuple[int, ...]:

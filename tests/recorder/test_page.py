@@ -50,7 +50,7 @@ def test_a_full_heap_drops_and_counts_instead_of_failing(tmp_path: Path) -> None
 def test_the_ring_of_calls_wraps(tmp_path: Path) -> None:
     w = fresh(tmp_path)
     for n in range(1, CALLS + 11):
-        assert w.write_call(1, 2, n, *range(4, 21), 5, 21) == n
+        assert w.write_call(1, 2, n, *range(4, 22), 5, 21) == n
     assert not w.has_call(10) and w.has_call(11)
     for old in (10, CALLS + 10):
         w.call_left(old, 77, 7, failed=True)

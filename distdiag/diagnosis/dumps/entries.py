@@ -147,16 +147,20 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
         shape = None
     first = short_text(dtypes[0]) if isinstance(dtypes, (list, tuple)) and dtypes else ""
     dtype = compatible.dtype_name(first) if first else None
+    outputs = _shapes(e.get("output_sizes") or ())
+    received = _product(outputs[0]) if len(shapes or ()) == 1 and len(outputs or ()) == 1 and outputs else None
+    op = compatible.op_name(e["profiling_name"])
     gloo = source.backend == "gloo"
     done = e["state"] == "completed" or (gloo and e["retired"])
     t = ns(e)
     return Call(
-        op=compatible.op_name(e["profiling_name"]),
+        op=op,
         group=key,
         seq=e["collective_seq_id"],
         dtype=dtype,
         shape=shape,
         bytes=elements * _ITEM_BYTES.get(dtype, 1) if elements is not None and dtype is not None else None,
+        received=received if op in ("all_to_all", "all_to_all_single") else None,
         site=user_site(e.get("frames")),
         entered_s=(t - t0_ns) / 1e9 if t is not None else None,
         completed_s=((ns(e, "time_discovered_completed_ns") or t or t0_ns) - t0_ns) / 1e9 if done else None,

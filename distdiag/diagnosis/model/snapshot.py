@@ -51,6 +51,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     shape: tuple[int, ...] | None = None  # of the (first) tensor; None where not known
     bytes: int | None = None
+    received: int | None = None  # elements that an all_to_all expects from all ranks together
     root: int | None = None  # global rank of src/dst, for rooted collectives
     peer: int | None = None  # global rank, for send/recv; None = any source
     tag: int = 0

@@ -140,7 +140,8 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
             continue
         waited_s = s.t_s - max(entered)
         started = any(s.ranks[r].step or s.ranks[r].steps for r in wait.ranks)
-        limit_s = limits.patience_s["device"] if started else limits.first_step_s
+        known = min(len(s.ranks[r].calls) for r in wait.ranks) >= limits.few_calls
+        limit_s = limits.patience_s["device"] if started else limits.second_step_s if known else limits.first_step_s
         limit_s = max(limit_s, limits.usual_factor * (s.usual_step_s or 0.0))
         if waited_s >= limit_s:
             yield Finding(

@@ -10,7 +10,7 @@ from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, place_text
 from distdiag.diagnosis.waits import compatible
@@ -98,6 +98,11 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
             f"find why {rank_list(verdict.culprits)} {left} {compatible.op_name(call.op)}{at(call.site)}: fewer or more "
             "batches, a break, return or skipped batch on some ranks only"
         )
+    if cause == "shape" and compatible.splits_disagree(wait.calls.values()):
+        return (
+            f"compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; exchange the "
+            "input splits with an all_to_all first, and change none of them afterwards"
+        )
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if verdict.culprits and (cause == "missing_rank" or (cause == "shape" and apart)):
@@ -151,6 +156,16 @@ def _both(a: Site | None, b: Site | None) -> str:
     return f"the ranks at {place_text(a)}" if place_text(a) == place_text(b) else f"{place_text(a)} and {place_text(b)}"
 
 
+def _size_text(call: Call) -> str:
+    """Return ` of 1,024 elements`, or ` that sends 1,024 and expects 960 elements`; empty if the size is not known."""
+    n = compatible.elements(call)
+    if n is None:
+        return ""
+    return (
+        f" of {n:,} elements" if call.received is None else f" that sends {n:,} and expects {call.received:,} elements"
+    )
+
+
 def _sides(verdict: Verdict) -> list[frozenset[int]]:
     """Return the sides of a conflict, that of the culprits first."""
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
@@ -160,12 +175,12 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
     """Return `all_reduce` / `1,048,576 elements of float32` / `root rank 1`, with the site of the side's first rank."""
     call = wait.calls[min(side)]
     op = compatible.op_name(call.op)
-    n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
+    dtype = compatible.dtype_name(call.dtype)
     what = {
         "op": f"{op} #{wait.seq:,}" if not wait.p2p else op,
         "root": f"{op} with root {call.root}",
         "dtype": f"{op} of {dtype}",
-        "shape": f"{op} of {n:,} elements" if n is not None else op,
+        "shape": f"{op}{_size_text(call)}",
     }[cause]
     implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
     return f"{what}{at(call.site)}{implicit}"

@@ -7,6 +7,7 @@ variants. A mismatch is claimed only where no reading of the names lets the call
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import lru_cache
 
 from distdiag.diagnosis.model.snapshot import Call
@@ -80,6 +81,17 @@ def dtype_name(dtype: str | None) -> str | None:
 def elements(call: Call) -> int | None:
     """Number of elements of the first tensor; None where the shape is not known."""
     return None if call.shape is None else math.prod(call.shape)
+
+
+def splits_disagree(calls: Collection[Call]) -> bool:
+    """True if these calls of one all_to_all, one per member, send more or fewer elements than they expect together.
+
+    Then one rank at least expects another number of elements from a peer than that peer sends.
+    """
+    sent, received = [elements(c) for c in calls], [c.received for c in calls]
+    if any(_FAMILY.get(c.op.rpartition(":")[2]) != "all_to_all" for c in calls) or None in sent or None in received:
+        return False
+    return sum(n or 0 for n in sent) != sum(n or 0 for n in received)
 
 
 Signature = tuple[str | None, int | None, str | None, int | None, bool]

@@ -332,6 +332,9 @@ def _judge(snapshot: Snapshot, w: Wait) -> None:
                 continue
         calls[q] = call
         by_signature.setdefault(compatible.signature(call), []).append(q)
+    if not w.missing and len(calls) == len(group.ranks) > 1 and compatible.splits_disagree(calls.values()):
+        w.conflict, w.sides, w.calls = "shape", tuple(frozenset((q,)) for q in calls), calls
+        return
     if len(by_signature) < 2:
         return
     backend = group.backend.rpartition(":")[2]

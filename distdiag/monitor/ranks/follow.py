@@ -231,6 +231,7 @@ class PageView(Slots):
             dtype=(self.text(rec.dtype) or None) if rec.group != NO_GROUP else None,
             shape=tuple(rec.shape[: rec.ndim]) if rec.ndim >= 0 else None,
             bytes=rec.bytes if rec.bytes >= 0 else None,
+            received=rec.received if rec.received >= 0 else None,
             root=rec.peer if rec.flags & ROOTED else None,
             peer=rec.peer if p2p and rec.peer >= 0 else None,
             tag=rec.tag,

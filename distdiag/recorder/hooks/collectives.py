@@ -69,6 +69,7 @@ METHODS: dict[str, tuple[str, int]] = {
 _P2P = {"send", "recv", "recv_anysource"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _BLOCKING = {"monitored_barrier"}
+_ALL_TO_ALL = {"alltoall", "alltoall_base", "all_to_all_single"}
 _COUNTED_APART = _P2P | _BLOCKING  # gloo counts these in its counter of collectives; NCCL counts P2P separately
 
 _BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP = (
@@ -118,13 +119,7 @@ class Collectives(CallEntries):
         peer, tag, nth, seq = -1, 0, 0, -1
         if method in _P2P:
             flags |= P2P
-            if method == "recv_anysource":
-                peer = -2
-                tag = args[1] if len(args) > 1 else kwargs.get("tag", 0)
-            else:
-                peer = args[1] if len(args) > 1 else next(iter(kwargs.values()), 0)
-                peer = g.to_global.get(peer, peer)
-                tag = args[2] if len(args) > 2 else kwargs.get("tag", 0)
+            peer, tag = _peer_and_tag(method, g, args, kwargs)
             nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
             nth = self._peer(g.slot_index, True, BARRIER, 0)  # it is built of send and recv, and has no number
@@ -143,8 +138,9 @@ class Collectives(CallEntries):
                 flags |= EVEN
         op_text = self._op(op)
         batch = g.coalescing
+        received = self._tensor(args[0])[-2] if method in _ALL_TO_ALL and args else -1
         number = self.page.write_call(
-            op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:],
+            op_text, g.slot_index, seq, nth, peer, tag, tensor[0], site, *tensor[1:], received,
             now_ns() if batch is None else batch.begun_ns, 0, 0, flags, self.page.words[_STEP],
         )  # fmt: skip
         self._count_site(site, op_text)
@@ -302,7 +298,7 @@ class Collectives(CallEntries):
         site = self.r.user_site(sys._getframe(depth))
         who = self.page.text(fold_ranks(members)) if members else 0
         number = self.page.write_call(
-            self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *NO_TENSOR[1:], now_ns(), 0, 0, 0,
+            self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *NO_TENSOR[1:], -1, now_ns(), 0, 0, 0,
             self.page.words[_STEP],
         )  # fmt: skip
         self.block(_GROUP, number, site)
@@ -345,6 +341,14 @@ def note_caught(r: state.Recorder, error: BaseException) -> None:
     """Write an exception that torch raises into the page: the script may catch it and exit without printing it."""
     r.h.caught = r.page.text(f"{type(error).__name__}: {str(error)[:400]}")
     r.h.caught_ns = now_ns()
+
+
+def _peer_and_tag(method: str, g: Group, args: tuple, kwargs: dict) -> tuple[int, int]:
+    """Return the global rank of a message's other end (-2: any) and its tag."""
+    if method == "recv_anysource":
+        return -2, args[1] if len(args) > 1 else kwargs.get("tag", 0)
+    peer = args[1] if len(args) > 1 else next(iter(kwargs.values()), 0)
+    return g.to_global.get(peer, peer), args[2] if len(args) > 2 else kwargs.get("tag", 0)
 
 
 def _equal_sizes(lists: Any) -> bool:
