@@ -1,6 +1,6 @@
-"""`python -m distdiag.monitor RUN_DIR --pages DIR --node K`: started by the first rank of a node, never by a person.
+"""`python -m distdiag.monitor RUN_DIR --pages DIR --node K`: started by the first rank of a node, not by people.
 
-It forks before it imports anything: the rank waits only for that, and gets no child process.
+It forks before it imports anything: the rank waits only for the fork, and has no child process afterwards.
 """
 
 import os
@@ -28,12 +28,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
-    if not options.for_reader:  # it runs on a free core; if there is none, after the ranks
+    if not options.for_reader:  # if no core is free, the ranks come first
         with contextlib.suppress(OSError):
             os.nice(10)
-        with contextlib.suppress(OSError):  # if the kernel shares the CPU among sessions first
+        with contextlib.suppress(OSError):  # where the kernel shares the CPU among sessions
             Path("/proc/self/autogroup").write_text("10")
-    # the job's Ctrl-C is not ours: we end when the last rank has, and say how
+    # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)
     log = options.run_dir / "monitor.log"
@@ -45,12 +45,12 @@ def main(argv: list[str]) -> int:
     from distdiag.store import rundir
 
     try:
-        if not options.node:  # the other nodes' runs lie inside that of node 0
+        if not options.node:  # the runs of other nodes are inside the run of node 0
             base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
             rundir.mark_latest(base)
         Monitor(options.run_dir, options.pages, options.node, options.quiet, options.keep, options.overflow).run()
     except Exception:
-        # a failure of ours must not look like one of the job's: it is kept in the log, and readers see the monitor gone
+        # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone
         try:
             with log.open("a") as f:
                 traceback.print_exc(file=f)
@@ -63,4 +63,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # its threads wait on pidfds and sockets; nothing of theirs needs an end
+    os._exit(code)  # its threads wait on pidfds and sockets and need no cleanup

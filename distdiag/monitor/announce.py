@@ -1,4 +1,4 @@
-"""What the monitor prints on the job's stderr: errors when they happen, a correction if one is cleared, a summary at the end."""
+"""Print on the job's stderr: errors when they happen, a correction if one is cleared, a summary at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
 
 
 class Voice:
-    """Writes whole lines at once; stops for good when the stream is closed."""
+    """Prints whole lines at once; stops when the stream is closed."""
 
     def __init__(self, run_dir: Path, quiet: bool) -> None:
         self.run_dir = run_dir
@@ -34,11 +34,11 @@ class Voice:
             self.quiet = True
 
     def printed(self, key: str) -> None:
-        """Take a finding as printed: by an earlier monitor of this run."""
+        """Mark a finding as printed, by an earlier monitor of this run."""
         self._printed.add(key)
 
     def finding(self, f: Finding) -> None:
-        """Print an error once, and once that it is cleared: whoever read the first text must not act on it."""
+        """Print an error once, and a correction once if it is cleared."""
         if not at_least(f.severity, Severity.ERROR):
             return
         if f.cleared_s is not None:
@@ -50,29 +50,27 @@ class Voice:
             return
         self._printed.add(f.key)
         lines = finding_lines(f, ascii=self.ascii)
-        # on a new line, even if a progress bar has left the cursor at the end of its line
+        # begin with a newline: a progress bar may have left the cursor at the end of its line
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
 
-        The same lines are left in `verdict.txt`: if they came before the launcher's traceback, it prints them again. Another node than
-        the first knows its own ranks only and names the directory of the verdict on all of them.
+        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. Nodes other than
+        the first judge only their own ranks and name the directory of the verdict on all ranks.
 
         Args:
-            diagnosis: At the job's end.
-            own: What distdiag itself could not do.
-            node: Of this monitor.
+            diagnosis: The diagnosis at the end of the job.
+            own: Findings about distdiag itself.
+            node: Number of this node.
         """
         found = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
         found.sort(key=lambda f: (f.cleared_s is not None, f.severity != Severity.ERROR))
         where = self.run_dir
         with contextlib.suppress(ValueError):
             where = self.run_dir.relative_to(Path.cwd())
-        state, text = (
-            "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}",
-            diagnosis.state_text,
-        )
+        state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
+        text = diagnosis.state_text
         stopped = text.startswith(STOPPED_BY)
         lines = [f"the job was {text}" if stopped else f"{state}: {text}" if text else state]
         if found:

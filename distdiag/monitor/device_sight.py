@@ -1,4 +1,4 @@
-"""What cannot be seen of ranks on a device backend: there a hang is proved from counters and native frames."""
+"""Report what is missing to prove a hang on a device backend: counters that move, native frames."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.state import RankView
 from distdiag.terms.backends import blocks_host
 
-# Beats of the pulse, which reads the counters: 10 s. A watchdog notices completions within some 100 ms; a first collective may
-# take seconds to connect. On a busy machine the pulse is late, and time alone is no evidence about the counters.
+# Beats of the pulse, which reads the counters: 10 s. A watchdog notices completions within some 100 ms; the first collective may
+# take seconds to connect. Counted in beats, not seconds, because the pulse is late on a busy machine.
 SETTLED_BEATS = 40
-STILL_S = 10.0  # no rank has made progress for so long
-STEPS = 10  # that a rank makes meanwhile, and collectives
+STILL_S = 10.0  # without progress on any rank
+STEPS = 10  # steps and collectives without a counted completion
 
 
 @dataclass(slots=True)
@@ -34,14 +34,14 @@ class DeviceSight:
 
     @staticmethod
     def unknown_hosts(s: Snapshot) -> Iterator[tuple[str, str, int]]:
-        """Yield (key, text, rank) if no rank makes progress and no host is known to wait, while operations are in flight."""
+        """Yield (key, text, rank) if operations are in flight, no rank makes progress, and no host is known to wait."""
         ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.STARTING)]
         still = [r for r in ranks if r.activity_since_s is not None and s.t_s - r.activity_since_s >= STILL_S]
         if len(still) < len(s.ranks) or any(r.blocked is not None or r.host_wait == HostWait.DEVICE for r in ranks):
             return
         for r in still:
             if r.host_wait is None:
-                continue  # not asked yet, or it cannot be asked: that is another finding
+                continue  # not asked yet, or it cannot be asked, which `missing` reports
             for name, issued in r.enqueued.items():
                 group = s.groups.get(name)
                 if group is None or blocks_host(group.backend) or r.completed.get(name, -1) >= issued or not issued:
@@ -56,7 +56,7 @@ class DeviceSight:
                 return
 
     def missing(self, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
-        """Yield (key, text, rank) of what a proof of a hang would need and does not have."""
+        """Yield (key, text, rank) for each input that a proof of a hang lacks."""
         for rank, view in views.items():
             page = view.page
             if page is None or view.ending is not None or not view.device_groups:
@@ -64,8 +64,8 @@ class DeviceSight:
             h = page.header
             if h.trace_signal and not (Path(view.reader.path).parent / f"r{rank}.native").exists():
                 text = (
-                    f"native frames of rank {rank} cannot be read (no compiled module, or the job uses the signal): whether its "
-                    "host waits for the device is not known, and a hang of it is not proved"
+                    f"native frames of rank {rank} cannot be read (no compiled module, or the job uses the signal): a wait of its "
+                    "host for the device cannot be seen, so a hang there is not proved"
                 )
                 yield f"native/{rank}", text, rank
             for i in view.device_groups:

@@ -1,4 +1,4 @@
-"""The monitor of one node: reads pages, judges them and writes run.db, four times a second until the last rank is gone."""
+"""The monitor of one node: polls the pages four times a second, judges them and writes run.db until the last rank ends."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from distdiag.store.writer import Writer
 
 TICK_S = 0.25
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
-LOOK_S = 0.9  # between two full polls while every rank changes phases; the host is sampled as often
-# Poll interval when all cores are busy and nothing was suspected for a while. Later it is longer still, unless run.db has a reader.
-CALM_LOOK_S, CALM_AFTER_S = 1.9, 30.0
-UNREAD_LOOK_S, UNREAD_AFTER_S = 7.9, 120.0
-READERS_S = 0.9  # between two checks for a reader of run.db, while there was none
-LAST_RANK_S = 2.0  # after the last known rank has ended, before a run is closed in which some ranks never reported
+FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
+# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
+CALM_POLL_S, CALM_AFTER_S = 1.9, 30.0
+UNREAD_POLL_S, UNREAD_AFTER_S = 7.9, 120.0
+READERS_S = 0.9  # between two checks for a reader of run.db, if there is none
+LAST_RANK_S = 2.0  # from the end of the last known rank to the end of the run, if some ranks never reported
 FIRST_PAGE_S = 60.0
-FAILED_POLLS = 20  # failed polls in a row with every page readable
+FAILED_POLLS = 20  # failed polls in a row, with every page readable, after which the monitor gives up
 
 
 class Monitor:
@@ -73,11 +73,11 @@ class Monitor:
         self.gatherer = Gatherer(run_dir)
         self.nodes = Nodes(run_dir, node)
         self._host_at = -10.0
-        self._look_s = LOOK_S
+        self._poll_s = FULL_POLL_S
         self._readers_at = 0.0
         self._gone_since: float | None = None
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
-        self._looked_at: set[int] = set()  # ranks, in this poll
+        self._checked: set[int] = set()  # ranks whose CPU time was read in this poll
         self.own = OwnFaults()
         self._failed_polls = 0
 
@@ -85,17 +85,13 @@ class Monitor:
 
     def run(self) -> None:
         self.writer.meta(
-            started_unix_s=self.started_unix_s,
-            monitor_pid=os.getpid(),
-            node=self.node,
-            distdiag=distdiag.__version__,
-            state=State.WAITING,
-            state_since_s=0,
-        )
+            started_unix_s=self.started_unix_s, monitor_pid=os.getpid(), node=self.node, distdiag=distdiag.__version__,
+            state=State.WAITING, state_since_s=0,
+        )  # fmt: skip
         place.sweep(self.pages.directories[0])
         while True:
             began = time.monotonic()
-            if self._survive(lambda: not self._going_on() and self.tick()):
+            if self._survive(lambda: not self._all_moving() and self.tick()):
                 break
             next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
             tick_s = TICK_S if next_s is None else min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
@@ -106,10 +102,10 @@ class Monitor:
         self.close()
 
     def _survive(self, tick: Callable[[], bool]) -> bool:
-        """Run one poll; return True when the job is over. If it raises, drop the ranks whose page alone makes it raise.
+        """Run one poll; return True when the job is over. If it raises, drop the ranks with unreadable pages.
 
         Raises:
-            Exception: it still raises although every page can be read: a defect of ours.
+            Exception: polls keep failing although every page can be read: a defect of the monitor.
         """
         try:
             over = tick()
@@ -148,44 +144,44 @@ class Monitor:
     def now_s(self) -> float:
         return (time.monotonic_ns() - self.start_ns) / 1e9
 
-    def _going_on(self) -> bool:
+    def _all_moving(self) -> bool:
         """True if every rank has just changed phases, so that a full poll can be skipped.
 
-        If no core is free, a poll takes its time from the ranks.
+        A poll takes its time from the ranks if no core is free.
         """
         now_ns = time.monotonic_ns()
-        self._looked_at.clear()
+        self._checked.clear()
         if (
-            self.now_s - self._host_at >= self._look_s
+            self.now_s - self._host_at >= self._poll_s
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) + len(self.pages.damaged) < self.pages.expected
-            or not all(v.ending is None and v.goes_on(now_ns, self._cpu_look) for v in self.views.values())
+            or not all(v.ending is None and v.moves_on(now_ns, self._sleeps) for v in self.views.values())
         ):
             return False
-        if self._look_s == UNREAD_LOOK_S and self.now_s - self._readers_at >= READERS_S:
+        if self._poll_s == UNREAD_POLL_S and self.now_s - self._readers_at >= READERS_S:
             self._readers_at = self.now_s
-            if processes.others_lock(self.writer.path):
+            if processes.open_elsewhere(self.writer.path):
                 return False
-        calm = self._look_s > LOOK_S  # knowing more would cost the job time
+        calm = self._poll_s > FULL_POLL_S  # then reading CPU times would cost the job time
         for v in self.views.values():
-            v.sample_place(None if calm else self._cpu_look(v))
+            v.sample_place(None if calm else self._sleeps(v))
         return True
 
-    def _time_between_looks_s(self, now_s: float) -> float:
-        """Return the poll interval: longer if all cores are busy and nothing is suspected."""
+    def _poll_interval_s(self, now_s: float) -> float:
+        """Return the time between full polls: longer if all cores are busy and nothing is suspected."""
         if now_s <= CALM_AFTER_S or self.sampling.spare_cores() >= 0.5 or self.diagnosis.suspects():
-            return LOOK_S
+            return FULL_POLL_S
         takes_memory = any(v.takes_memory() for v in self.views.values())
-        if now_s <= UNREAD_AFTER_S or takes_memory or processes.others_lock(self.writer.path):
-            return CALM_LOOK_S
-        return UNREAD_LOOK_S
+        if now_s <= UNREAD_AFTER_S or takes_memory or processes.open_elsewhere(self.writer.path):
+            return CALM_POLL_S
+        return UNREAD_POLL_S
 
-    def _cpu_look(self, v: RankView) -> bool | None:
+    def _sleeps(self, v: RankView) -> bool | None:
         """True if a rank's main thread sleeps and has used no CPU since the last poll; cached for one poll."""
         assert v.page is not None
-        if v.rank not in self._looked_at:
-            self._looked_at.add(v.rank)
+        if v.rank not in self._checked:
+            self._checked.add(v.rank)
             self._idle[v.rank] = self.cpu.idle(v.page.header.pid)
         return self._idle[v.rank][0]
 
@@ -218,7 +214,7 @@ class Monitor:
         return over
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """Return the state of this node's ranks."""
+        """Return the state of this node's ranks as the diagnosis gets it."""
         return make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
 
     def _over(self, s: Snapshot) -> bool:
@@ -258,7 +254,7 @@ class Monitor:
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
                 self.gatherer.of_death(v, self.now_s)
         if v.ending is None:
-            v.sample_place(self._cpu_look(v))
+            v.sample_place(self._sleeps(v))
         else:
             self._idle[v.rank] = (None, None)
 
@@ -267,10 +263,10 @@ class Monitor:
     def _write(self, s: Snapshot, changed: list[Finding], over: bool) -> None:
         self.recording.write_calls_and_steps(s, over)
         self._write_findings(s, changed)
-        if s.t_s - self._host_at >= LOOK_S or over:
+        if s.t_s - self._host_at >= FULL_POLL_S or over:
             self._host_at = s.t_s
             self.sampling.sample(s.t_s, self.views)
-            self._look_s = self._time_between_looks_s(s.t_s)
+            self._poll_s = self._poll_interval_s(s.t_s)
         self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
         self._write_own_faults(s)
@@ -284,7 +280,7 @@ class Monitor:
             self.voice.finding(f)
 
     def _with_evidence(self, s: Snapshot, f: Finding) -> Finding:
-        """Return a finding about waiting with the paths of its evidence."""
+        """Return a finding with the paths of its evidence, if its kind has any."""
         if not kinds.of(f).stacks:
             return f
         kept, failed = self.gatherer.keep(s)
@@ -298,17 +294,9 @@ class Monitor:
 
     def _write_own_faults(self, s: Snapshot) -> None:
         for f in self.own.faults(
-            s.t_s,
-            self.views,
-            self.diagnosis.failures,
-            self.writer,
-            self.started_unix_s,
-            self.nodes.failed,
-            self.sampling.gpus.silent_s(),
-            self.pages.damaged,
-            self.diagnosis.contradicted,
-            s,
-        ):
+            s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
+            self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s,
+        ):  # fmt: skip
             self.writer.finding(f)
 
     def close(self) -> None:
@@ -332,7 +320,7 @@ class Monitor:
 
 
 def _earlier_findings(run_dir: Path) -> tuple[Finding, ...]:
-    """Return the open findings of a killed monitor of this run; none if there was no such monitor, or it closed the run."""
+    """Return the open findings of this run's killed monitor; none if there was none, or if it closed the run."""
     if not rundir.has_run(run_dir):
         return ()
     try:

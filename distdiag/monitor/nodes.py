@@ -1,7 +1,7 @@
-"""The other nodes of a job: each monitor writes the state of its ranks to the run directory, and node 0's merges them.
+"""Several nodes: each monitor writes the state of its ranks into the run directory, and node 0's monitor merges them.
 
-There is a small file per node in `RUN/nodes`, replaced as a whole. It needs only a file system that all nodes share, as a
-cluster's run directory does; nothing uses the job's network or its TCPStore. Without one, each node judges its own ranks.
+Each node has a small file in `RUN/nodes`, replaced as a whole. This needs a run directory that all nodes share, but not the
+job's network or its TCPStore. Without a shared directory, each node judges its own ranks.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import msgspec
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Group, Life, RankState, Snapshot
 
 VERSION = 1
-PERIOD_S, STANDING_PERIOD_S = (
+PERIOD_S, WAITING_PERIOD_S = (
     2.0,
     0.5,
-)  # between two files of a node; the latter while a rank of it waits in a collective
-STALE_S = 12.0  # after which nothing is concluded from a node's file; network file systems show files seconds late
-CALLS_SENT, STANDING_S = 16, 0.4
+)  # between two files of a node; the latter while one of its ranks waits or has ended
+WAITING_S = 0.4  # from this time in a collective on, a rank waits
+STALE_S = 12.0  # an older file is ignored; network file systems show files seconds late
+CALLS_SENT = 16
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node's monitor knows of its own ranks; times in seconds since `started_unix_s`."""
+    """The ranks of one node, as its monitor sees them; times in seconds since `started_unix_s`."""
 
     version: int = VERSION
     node: int
-    number: int  # of this file, rising
+    number: int  # of this file, increasing
     started_unix_s: float
     written_unix_s: float
-    closed: bool = False  # its job is over: this is the last one
+    closed: bool = False  # the job is over: this is the last file
     local_world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
 
 
 class Nodes:
-    """This node's file, and those of the others.
+    """Writes this node's file and reads those of the other nodes.
 
     Args:
         run_dir: This node's run directory: RUN, or RUN/node_k.
@@ -54,34 +55,29 @@ class Nodes:
         self._seen: dict[int, NodeState] = {}
         self._mtimes: dict[str, tuple[int, int]] = {}
         self._judged: dict[int, int] = {}
-        self._heard: set[int] = set()  # nodes that have been fresh once
+        self._known: set[int] = set()  # nodes that have had a fresh file
 
     def several(self, s: Snapshot) -> bool:
-        """Whether the job has ranks on other nodes."""
+        """True if the job has ranks on other nodes."""
         return s.expected is not None and s.expected < s.world_size
 
     def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False) -> None:
-        """Leave this node's state for node 0, if it is time."""
-        standing = any(
-            r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > STANDING_S
+        """Write this node's state for node 0, if it is due."""
+        waiting = any(
+            r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
             for r in s.ranks.values()
         )
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()
-        if now - self._written_at < (STANDING_PERIOD_S if standing or ended else PERIOD_S) and not closed:
+        if now - self._written_at < (WAITING_PERIOD_S if waiting or ended else PERIOD_S) and not closed:
             return
         self._written_at = now
         self._number += 1
         state = NodeState(
-            node=self.node,
-            number=self._number,
-            started_unix_s=started_unix_s,
-            written_unix_s=time.time(),
-            closed=closed,
-            local_world_size=s.expected or len(s.ranks),
+            node=self.node, number=self._number, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
+            local_world_size=s.expected or len(s.ranks), groups=s.groups,
             ranks={q: msgspec.structs.replace(r, calls=r.calls[-CALLS_SENT:]) for q, r in s.ranks.items()},
-            groups=s.groups,
-        )
+        )  # fmt: skip
         path = self.directory / f"{self.node}.state"
         try:
             self.directory.mkdir(exist_ok=True)
@@ -89,10 +85,10 @@ class Nodes:
             fresh.write_bytes(msgspec.msgpack.encode(state))
             fresh.replace(path)
         except OSError as e:
-            self.failed = f"what node {self.node} knows could not be left in {self.directory}: {e.strerror}"
+            self.failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
 
     def read(self) -> None:
-        """Take over the files of other nodes that are new."""
+        """Read the new files of other nodes."""
         try:
             entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state")]
         except OSError:
@@ -112,14 +108,14 @@ class Nodes:
                 self._seen[state.node] = state
 
     def merged(self, s: Snapshot, started_unix_s: float) -> tuple[Snapshot, bool]:
-        """Return (snapshot with the ranks of all nodes known so far, whether each node has written a new state since the last such one).
+        """Return (snapshot with the ranks of all known nodes, True if every node has written a new state since the last True).
 
-        A proof needs two polls between which no rank made progress: only polls that read new files count as two.
+        A proof needs two polls without progress, and two polls of the same files would count as such.
         """
         self.read()
         now = time.time()
         fresh = {k: x for k, x in self._seen.items() if x.closed or now - x.written_unix_s < STALE_S}
-        self._heard |= fresh.keys()
+        self._known |= fresh.keys()
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
         for x in fresh.values():
             later_s = x.started_unix_s - started_unix_s
@@ -127,7 +123,7 @@ class Nodes:
             for name, g in x.groups.items():
                 groups.setdefault(name, g)
             expected += x.local_world_size
-        for k in self._heard - fresh.keys():
+        for k in self._known - fresh.keys():
             x = self._seen[k]
             silent_s = now - x.written_unix_s
             ranks |= {q: _silent(r, silent_s) for q, r in x.ranks.items() if q not in s.ranks and r.life not in DEAD}
@@ -142,12 +138,12 @@ class Nodes:
 
 
 def _silent(r: RankState, silent_s: float) -> RankState:
-    """Return a rank of a node that has stopped reporting: its present state is not known."""
+    """Return the state of a rank whose node has stopped reporting: life SILENT, no wait."""
     return msgspec.structs.replace(r, life=Life.SILENT, blocked=None, heartbeat_age_s=silent_s, steps=(), calls=())
 
 
 def shifted(r: RankState, by_s: float) -> RankState:
-    """The same state, its times counted from an origin `by_s` seconds earlier."""
+    """Return the same state with times counted from an origin `by_s` seconds earlier."""
 
     def at(t: float | None) -> float | None:
         return None if t is None else t + by_s

@@ -1,4 +1,4 @@
-"""The rank pages of this node: finds them, keeps a view of each, and gives up one that cannot be read, and no other."""
+"""The rank pages of this node: find them, keep a view of each, drop those that cannot be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pages:
 
     Args:
         directory: Where the node's pages are.
-        overflow: Where a rank writes if there is no room for its page.
+        overflow: Second directory, for pages that did not fit into the first.
     """
 
     def __init__(self, directory: Path, overflow: Path | None = None) -> None:
@@ -32,12 +32,12 @@ class Pages:
         self.views: dict[int, RankView] = {}
         self.damaged: dict[str, tuple[int | None, str]] = {}  # by file: rank if known, reason
         self.expected = 1  # ranks of this node
-        self._unjudged: list[Header] = []  # of ranks whose page is damaged: the monitor still waits for their processes
+        self._unjudged: list[Header] = []  # of ranks with a damaged page: the monitor still waits for their processes
         self._listed_s = -10.0
         self._held: dict[Path, int] = {}
 
     def discover(self, now_s: float, opened: Callable[[RankView], None]) -> None:
-        """Open the pages that are new; `opened` is called with each view before it is kept."""
+        """Open new pages; call `opened` with each view before it is kept."""
         found = len(self.views) + len(self.damaged)
         if self.views and found >= self.expected and now_s - self._listed_s < DISCOVER_S:
             return
@@ -53,7 +53,7 @@ class Pages:
                     raise PageError(f"{path.name} is damaged: rank is {view.rank}")
                 opened(view)
                 view.refresh(now_s)
-                view.still_since_s, view._still_mark = None, ()  # `opened` may have set another time zero
+                view.still_since_s, view._still_mark = None, ()  # `opened` may have changed the time zero
             except OSError:
                 continue
             except Exception as e:
@@ -74,7 +74,7 @@ class Pages:
         return out
 
     def give_up(self, view: RankView, reason: Exception) -> None:
-        """Judge the job without this rank from now on."""
+        """Drop this rank: the job is judged without it from now on."""
         self.views.pop(view.rank, None)
         self._give_up(view.reader.path, view, reason)
 
@@ -88,15 +88,15 @@ class Pages:
             self._unjudged.append(view.first_header)
 
     def unjudged_alive(self) -> bool:
-        """True if a rank whose page is damaged still runs."""
+        """True if the process of a rank with a damaged page still runs."""
         return any(processes.start_ticks(h.pid) == h.process_start_ticks for h in self._unjudged)
 
     def close(self) -> None:
-        """Remove the directories, unless a rank is still there."""
+        """Remove the directories, unless a rank still uses them."""
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
-        deadline = time.monotonic() + 1.0  # a dead rank's lock goes with the last of its threads
+        deadline = time.monotonic() + 1.0  # a dead rank's lock is released with its last thread
         for d in self.directories:
             while not place.remove(d) and d.is_dir() and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Writes one poll into run.db: steps, collectives, the state of every rank, and what rarely changes."""
+"""Write one poll into run.db: steps, collectives, the state of every rank, versions and groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOADERS_S = 2.0  # between two writes of loaders, DDP modules and checks
 
 
 class Recording:
-    """What was written of the run so far, and what is due."""
+    """Remembers what was written so far and when the next rows are due."""
 
     def __init__(self, run_dir: Path, node: int, writer: Writer, views: Mapping[int, RankView]) -> None:
         self.run_dir, self.node, self.writer, self.views = run_dir, node, writer, views
@@ -30,7 +30,7 @@ class Recording:
         self._backend = ""
 
     def write_calls_and_steps(self, s: Snapshot, over: bool) -> None:
-        """Write what the ranks' steps and collectives have added since the last poll."""
+        """Write the ranks' steps and collectives since the last poll."""
         w = self.writer
         for v in self.views.values():
             steps, calls = v.taken()
@@ -45,7 +45,7 @@ class Recording:
         w.collectives(self.collectives.rows(sizes, step, backends))
 
     def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
-        """Write the ranks' newest state, the loaders and the facts, each if it is due or `now`."""
+        """Write the ranks' newest state, loaders, DDP modules and checks, each if it is due or `now`."""
         w = self.writer
         if s.t_s - self._frame_at >= FRAME_S or now:
             self._frame_at = s.t_s
@@ -60,7 +60,7 @@ class Recording:
             w.checks(diagnosis.checks.all)
 
     def write_facts(self, s: Snapshot, started_unix_s: float) -> None:
-        """Write what rarely changes: versions and groups."""
+        """Write versions and groups if they have changed."""
         w = self.writer
         new = [g for n, g in s.groups.items() if n not in self._groups and g.description != "new_group"]
         if new:

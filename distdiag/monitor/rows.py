@@ -1,4 +1,4 @@
-"""From snapshots to the rows of run.db: ranks, steps, collectives, loaders."""
+"""Make the rows of run.db from snapshots: ranks, steps, collectives, loaders."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from distdiag.store.frames import RankRow
 from distdiag.store.rows import CollectiveRow, DdpRow, LoaderRow, StepRow, StepTimesRow
 
 WINDOW = 50
-LATE_STEP_S = 5.0  # how long a step's row waits for the slowest rank's, to be compared with it
+LATE_STEP_S = 5.0  # the rows of a step wait this long for the slowest rank
 
 
 class Steps:
-    """Step rows, written when every rank has reported the step (or has not for some seconds)."""
+    """Makes the rows of a step once every rank has reported it, or after `LATE_STEP_S`."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, Step]] = {}
-        self._measured: dict[tuple[int, int], DdpTime] = {}  # by step and rank, of steps that wait
+        self._measured: dict[tuple[int, int], DdpTime] = {}  # by step and rank, of steps without rows
 
     def add(self, rank: int, steps: list[Step]) -> None:
         for x in steps:
             self._waiting.setdefault(x.step, {})[rank] = x
 
     def measured(self, rank: int, times: list[DdpTime]) -> list[StepTimesRow]:
-        """Add what DDP measured; returns it for steps whose rows are written already."""
+        """Keep what DDP measured; return the rows for steps that are already written."""
         written = []
         for x in times:
             if rank in self._waiting.get(x.step, ()):
@@ -77,9 +77,9 @@ class Steps:
 
 
 def _late_ms(step: dict[int, Step]) -> dict[int, float]:
-    """Return how long after the first rank each rank arrived at the step's first or last synchronisation: the larger of the two.
+    """Return by rank how long after the first rank it arrived at the step's first or last synchronisation, whichever is later.
 
-    Ranks that wait for each other in the forward (DDP's buffers) leave it together, so the last one alone is not enough.
+    Ranks that wait for each other in the forward (DDP's buffers) leave it together: the last synchronisation hides that wait.
     """
     late: dict[int, float] = {}
     for times in ({q: x.arrived_s for q, x in step.items()}, {q: x.ready_s for q, x in step.items()}):
@@ -91,7 +91,7 @@ def _late_ms(step: dict[int, Step]) -> dict[int, float]:
 
 
 class Collectives:
-    """Collectives that all members have left, or that their devices have completed, matched by group and number."""
+    """Matches the ranks' calls by group and number, for collectives that all members (or their devices) have completed."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], dict[int, tuple[Call, float]]] = {}
@@ -103,9 +103,9 @@ class Collectives:
         for call, waited_s in closed:
             if call.seq is None or call.failed or call.entered_s is None:
                 continue
-            if call.on_device:  # the host leaves it before the ranks have met in it
+            if call.on_device:  # the host leaves the call before the collective is complete
                 calls = self._on_device.setdefault((call.group, call.seq), {})
-                calls[rank] = None if rank in calls else call  # the operations of a coalesced group share a number
+                calls[rank] = None if rank in calls else call  # operations of a coalesced group share a number
             else:
                 self._open.setdefault((call.group, call.seq), {})[rank] = (call, waited_s)
         for kept in (self._open, self._on_device):
@@ -113,7 +113,7 @@ class Collectives:
                 del kept[next(iter(kept))]
 
     def compare_on_device(self, s: Snapshot) -> None:
-        """Compare the calls of collectives that the devices of all members have completed."""
+        """Compare the ranks' calls of collectives that all devices have completed."""
         done = {
             name: min((s.ranks[q].completed.get(name, -1) if q in s.ranks else -1 for q in group.ranks), default=-1)
             for name, group in s.groups.items()
@@ -126,7 +126,7 @@ class Collectives:
                 self._compare(key, calls, group.backend)
 
     def _compare(self, key: tuple[str, int], calls: dict[int, Call], backend: str) -> None:
-        """Keep calls that completed together with different arguments: values were mixed, and nothing raised."""
+        """Keep a collective that completed although the ranks' arguments differ: the values are wrong, and nothing raised."""
         if len(self.met) >= 8:
             return
         ranks = list(calls)
@@ -138,11 +138,11 @@ class Collectives:
                 return
 
     def rows(self, members: Mapping[str, int], step: int | None, backends: Mapping[str, str]) -> list[CollectiveRow]:
-        """Rows of what is complete.
+        """Return the rows of complete collectives.
 
         Args:
             members: Size of each group.
-            step: Step number to file them under.
+            step: Step number of the rows.
             backends: Backend of each group.
         """
         out = []
@@ -177,15 +177,11 @@ class Collectives:
 
 
 def _median(values: list[float]) -> float | None:
-    if not values:
-        return None
-    values.sort()
-    n = len(values)
-    return values[n // 2] if n % 2 else (values[n // 2 - 1] + values[n // 2]) / 2
+    return statistics.median(values) if values else None
 
 
 def rank_rows(s: Snapshot, views: Mapping[int, RankView], findings: list[Finding]) -> list[RankRow]:
-    """One row per rank of the job, those that have not reported included."""
+    """Return one row per rank of the job, also for ranks that have not reported."""
     worst: dict[int, str] = {}
     for f in findings:
         for q in f.culprits or f.victims:
@@ -212,14 +208,8 @@ def rank_rows(s: Snapshot, views: Mapping[int, RankView], findings: list[Finding
 
 
 def _row(
-    s: Snapshot,
-    r: RankState,
-    view: RankView | None,
-    window: list[Step],
-    selfs: dict[int, float],
-    slowest: int,
-    severity: str | None,
-) -> RankRow:
+    s: Snapshot, r: RankState, view: RankView | None, window: list[Step], selfs: dict[int, float], slowest: int, severity: str | None
+) -> RankRow:  # fmt: skip
     others = [v for q, v in selfs.items() if q != r.rank]
     own = selfs.get(r.rank)
     delta = own - statistics.median_low(others) if own is not None and others else None
@@ -282,7 +272,7 @@ def _row(
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:
-    """Newest state of every rank's loaders."""
+    """Return the newest state of every rank's loaders."""
     out = []
     for r in s.ranks.values():
         for i, x in enumerate(r.loaders):
@@ -312,7 +302,7 @@ def loader_rows(s: Snapshot) -> list[LoaderRow]:
 
 
 def ddp_rows(s: Snapshot) -> list[DdpRow]:
-    """Return the gradients' buckets of every rank's DDP modules, as far as they are known."""
+    """Return the buckets of every rank's DDP modules, where they are known."""
     return [
         DdpRow(
             rank=r.rank,

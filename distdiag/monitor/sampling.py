@@ -1,4 +1,4 @@
-"""Samples the host, the ranks' processes and the GPUs once a second, and writes the rows."""
+"""Sample the host, the ranks' processes and the GPUs once a second, and write the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sampling:
     """Host, processes and GPUs of one node.
 
     Attributes:
-        cpu_pct: CPU use of the host, percent of all cores, the newest samples, oldest first.
+        cpu_pct: CPU use of the host in percent of all cores: the newest 20 samples, oldest first.
     """
 
     def __init__(self, node: int, writer: Writer) -> None:
@@ -23,11 +23,11 @@ class Sampling:
         self.cpu_pct: list[float] = []
 
     def spare_cores(self) -> float:
-        """Return how many cores were free in the quietest of the last samples."""
+        """Return the largest number of free cores in the last five samples."""
         return (self.hosts.cores or 1) * (1 - min(self.cpu_pct[-5:], default=0.0) / 100)
 
     def sample(self, t_s: float, views: Mapping[int, RankView]) -> None:
-        """Take one sample of everything and write it."""
+        """Take one sample of host, processes and GPUs, and write it."""
         row = self.hosts.node_row(t_s)
         self.writer.hosts([row])
         if row.cpu_pct is not None:
@@ -57,4 +57,4 @@ class Sampling:
         users = Users({h.gpu: q for q, h in headers.items() if h.gpu >= 0}, {h.pid: q for q, h in headers.items()})
         self.writer.gpus(self.gpus.rows(t_s, users))
         if self.gpus.absent is not None:
-            self.writer.event(t_s, "monitor", "info", f"GPUs are not watched: {self.gpus.absent}")
+            self.writer.event(t_s, "monitor", "info", f"GPUs are not sampled: {self.gpus.absent}")

@@ -1,4 +1,4 @@
-"""Findings on what distdiag itself could not see or write; each is reported once."""
+"""Findings about distdiag itself: what it could not see or write. Each is reported once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
 
 CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
-DRIVER_SILENT_S = 20.0  # an NVML call takes milliseconds; initialising eight cards without persistence mode, seconds
+DRIVER_SILENT_S = 20.0  # NVML calls take milliseconds; initialising eight cards without persistence mode takes seconds
 DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
 ADVICE = {
     "disk_full": "free the disk",
@@ -24,12 +24,12 @@ ADVICE = {
 
 
 class OwnFaults:
-    """Remembers what was reported."""
+    """Makes the findings of kind `recorder`, and remembers which were reported."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._device = DeviceSight()
-        self.found: list[Finding] = []  # all so far: on a full disk only the summary can show them
+        self.found: list[Finding] = []  # all so far, for the summary: on a full disk only that can show them
 
     def faults(
         self,
@@ -50,13 +50,13 @@ class OwnFaults:
             t_s: Run time.
             views: All ranks.
             failures: Texts of exceptions in rules of the diagnosis.
-            writer: Of run.db; knows what it could not write.
-            started_unix_s: When the run began, by the wall clock.
-            exchange: What is wrong with the exchange between nodes.
-            driver_silent_s: For how long NVIDIA's driver has not answered a request.
-            damaged: Pages that cannot be read: rank and reason by file.
+            writer: Writer of run.db; counts failed writes.
+            started_unix_s: Wall-clock time at which the run began.
+            exchange: Why the exchange between nodes fails.
+            driver_silent_s: Time since a request that NVIDIA's driver has not answered.
+            damaged: Pages that cannot be read, by file: (rank, reason).
             contradicted: Proofs that the job has contradicted.
-            snapshot: The state of all ranks, as it was judged.
+            snapshot: The snapshot that was judged.
         """
         damaged = damaged or {}
         out: list[Finding | None] = []
@@ -82,12 +82,14 @@ class OwnFaults:
             out.append(self._new("clock", t_s, "clock_skew", text))
         if exchange:
             out.append(
-                self._new("exchange", t_s, "nodes", f"{exchange}: ranks of other nodes are not judged with these")
+                self._new(
+                    "exchange", t_s, "nodes", f"{exchange}: ranks of other nodes are not judged together with these"
+                )
             )
         if driver_silent_s is not None and driver_silent_s > DRIVER_SILENT_S:
             text = "NVIDIA's driver does not answer: GPU numbers are missing from now on"
             out.append(self._new("driver", t_s, "driver_silent", text, severity=Severity.WARNING))
-        failed = "; ".join(failures)  # one record for all of them
+        failed = "; ".join(failures)  # one finding for all
         if failed:
             out.append(self._new(failed, t_s, "failed", f"rules of the diagnosis failed: {failed}"))
         if writer.failed_writes and writer.last_error:
@@ -100,7 +102,7 @@ class OwnFaults:
 
     @staticmethod
     def of_rank(v: RankView) -> list[tuple[str, str, str]]:
-        """(key, cause, text) of what the recorder of one rank could not do."""
+        """Return (key, cause, text) for each failure of one rank's recorder."""
         assert v.page is not None
         h, q = v.page.header, v.rank
         out = []
@@ -114,16 +116,20 @@ class OwnFaults:
         missing = v.facts.get("unsupported")
         if missing:
             out.append(
-                (f"unsupported/{q}", "unsupported_torch", f"this torch lacks: {missing}; what needs it is not seen")
+                (
+                    f"unsupported/{q}",
+                    "unsupported_torch",
+                    f"this torch lacks: {missing}; what depends on it is not recorded",
+                )
             )
         return out
 
     def _new(
         self, key: str, t_s: float, cause: str, text: str, rank: int | None = None, severity: Severity = Severity.INFO
     ) -> Finding | None:
-        if key in self._said:
+        if key in self._reported:
             return None
-        self._said.add(key)
+        self._reported.add(key)
         return Finding(
             kind="recorder",
             cause=cause,

@@ -1,4 +1,4 @@
-"""Builds the snapshot that the diagnosis judges, from the ranks' pages and the host's samples."""
+"""Build the snapshot that the diagnosis judges, from the ranks' pages and the host's samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def make_snapshot(
     Args:
         now_s: Run time, seconds.
         views: All ranks whose page was read; at least one.
-        idle: By rank: its main thread sleeps and has used no CPU since the last poll, and its state in /proc.
-        gatherer: What stuck ranks were asked for.
-        calls: Collectives and who came when.
-        sampled: Host and GPUs.
+        idle: By rank: (main thread sleeps and has used no CPU since the last poll, its state in /proc).
+        gatherer: Evidence from stuck ranks.
+        calls: Completed collectives and their arrivals.
+        sampled: Samples of host and GPUs.
     """
     ranks = {}
     groups: dict[str, Group] = {}
@@ -65,12 +65,12 @@ def make_snapshot(
 
 
 def _of_most(sizes: list[int], least: int = 0) -> int:
-    """Return the size that most pages have, the smallest if they disagree: a damaged page must not add 65,536 ranks."""
+    """Return the size that most pages have, the smallest in a tie: a damaged page must not add 65,536 ranks."""
     return max(least, min(statistics.multimode(sizes)))
 
 
 def _with_locks(now_s: float, r: RankState, views: Mapping[int, RankView]) -> RankState:
-    """Return the state of a rank, with the ranks that hold the file lock it waits for, by the kernel's lock table."""
+    """Return the rank's state with the ranks that hold the file lock it waits for, from the kernel's lock table."""
     if r.activity not in ("lock", "user_code") or not r.host_blocked or r.blocked is not None:
         return r
     still = views[r.rank].still_since_s

@@ -10,6 +10,13 @@ from distdiag.errors import DistdiagError
 
 MISSING = "–"  # shown where nothing was measured
 
+# torch's scalar types as the flight recorder and the profiler name them: (Python's name, bytes of one element)
+SCALAR_TYPES = {
+    "Float": ("float32", 4), "Double": ("float64", 8), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
+    "Int": ("int32", 4), "Long": ("int64", 8), "Short": ("int16", 2), "Byte": ("uint8", 1), "Char": ("int8", 1),
+    "Bool": ("bool", 1),
+}  # fmt: skip
+# element sizes of the types that probes take
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8, "uint8": 1}
 DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64", "int": "int32", "long": "int64"}  # fmt: skip
 

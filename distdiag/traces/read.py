@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from distdiag.terms.units import SCALAR_TYPES
 from distdiag.terms.untrusted import is_rank, short_text
 from distdiag.traces.model import Operator
 
@@ -184,16 +185,11 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
     trace.marks.sort()
 
 
-_ITEM_BYTES = {
-    "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
-}  # fmt: skip
-
-
 def _comm(e: _Event, end: float) -> Comm:
     assert e.ts is not None
     a = e.args or _Args()
     op = short_text(a.collective) or (e.name.split(":", 1)[1] if ":" in e.name else e.name)[:100]
     seq = a.seq if type(a.seq) is int and 0 <= a.seq < MAX_NS else None
-    item = _ITEM_BYTES.get(a.dtype) if isinstance(a.dtype, str) else None
+    _, item = SCALAR_TYPES.get(a.dtype, ("", 0)) if isinstance(a.dtype, str) else ("", 0)
     size = a.elements * item if item and type(a.elements) is int and 0 <= a.elements < MAX_NS else None
     return Comm(op, e.ts, end, short_text(a.group) or None, seq, size)

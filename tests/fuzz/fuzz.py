@@ -304,7 +304,7 @@ def _monitor(folder: Path, pages: Path) -> Monitor:
 def _go_on(monitor: Monitor) -> None:
     """Two polls more: what is damaged costs its own rank, and no poll."""
     for _ in range(2):
-        monitor._survive(lambda: not monitor._going_on() and monitor.tick())
+        monitor._survive(lambda: not monitor._all_moving() and monitor.tick())
     assert 0 in monitor.views, monitor.pages.damaged
     assert not monitor._failed_polls, monitor.diagnosis.failures
 

@@ -76,7 +76,7 @@ def test_a_damaged_page_costs_only_its_rank(
             second._map[:] = changed(whole, rng)  # … which is damaged while it is read
             for _ in range(2):
                 began = time.monotonic()
-                monitor._survive(lambda: not monitor._going_on() and monitor.tick())
+                monitor._survive(lambda: not monitor._all_moving() and monitor.tick())
                 assert time.monotonic() - began < LIMIT_S, (SEED, k)
             assert 0 in monitor.views, (SEED, k)
             given_up += 1 not in monitor.views

@@ -16,7 +16,7 @@ import pytest
 from distdiag.diagnosis.engine import Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State
 from distdiag.monitor.host.processes import CpuWatch
-from distdiag.monitor.loop import CALM_LOOK_S, LOOK_S, UNREAD_LOOK_S, Monitor
+from distdiag.monitor.loop import CALM_POLL_S, FULL_POLL_S, UNREAD_POLL_S, Monitor
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import SAMPLES, Blocked, LifeWord, SampleKind, page_path
 from distdiag.page.writer import PageWriter
@@ -49,14 +49,14 @@ def moves(page: PageWriter) -> int:
 
 
 def test_a_rank_that_moved_a_moment_ago_goes_on(page: PageWriter, view: RankView) -> None:
-    assert not view.goes_on(time.monotonic_ns(), lambda _: None)
+    assert not view.moves_on(time.monotonic_ns(), lambda _: None)
     now = moves(page)
-    assert view.goes_on(now, lambda _: None)
-    assert not view.goes_on(now + LONG_AGO_NS, lambda _: None)
+    assert view.moves_on(now, lambda _: None)
+    assert not view.moves_on(now + LONG_AGO_NS, lambda _: None)
 
 
 @pytest.mark.parametrize(
-    ("blocked", "idle", "still_s", "goes_on"),
+    ("blocked", "idle", "still_s", "moves_on"),
     [
         (Blocked.NO, False, 0.4, True),  # a long forward
         (Blocked.DDP, False, 0.4, True),  # a long backward
@@ -69,10 +69,10 @@ def test_a_rank_that_moved_a_moment_ago_goes_on(page: PageWriter, view: RankView
     ],
 )
 def test_a_rank_that_computes_waits_for_nobody(
-    page: PageWriter, view: RankView, blocked: Blocked, idle: bool | None, still_s: float, goes_on: bool
+    page: PageWriter, view: RankView, blocked: Blocked, idle: bool | None, still_s: float, moves_on: bool
 ) -> None:
     page.h.blocked = blocked
-    assert view.goes_on(moves(page) + int(still_s * 1e9), lambda _: idle) is goes_on
+    assert view.moves_on(moves(page) + int(still_s * 1e9), lambda _: idle) is moves_on
 
 
 def raises(page: PageWriter) -> None:
@@ -112,7 +112,7 @@ def test_checksums_wait_for_the_next_full_look(page: PageWriter, view: RankView)
     for _ in range(3):
         samples(page, SampleKind.PARAMETERS)
         samples(page, SampleKind.LEARNING_RATE)
-        assert view.goes_on(moves(page), lambda _: False)
+        assert view.moves_on(moves(page), lambda _: False)
     view.refresh(2.0)
     assert [s.kind for s in view.samples] == ["parameters", "learning_rate"] * 3
 
@@ -122,7 +122,7 @@ def test_what_a_full_look_must_see_is_not_passed_over(
     happens: Callable[[PageWriter], None], page: PageWriter, view: RankView
 ) -> None:
     happens(page)
-    assert not view.goes_on(moves(page), lambda _: False)
+    assert not view.moves_on(moves(page), lambda _: False)
 
 
 @pytest.fixture
@@ -139,59 +139,59 @@ def warns(reported: bool, severity: Severity = Severity.WARNING) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("records", "now_s", "spare", "look_s"),
+    ("records", "now_s", "spare", "poll_s"),
     [
-        ([], 60.0, False, CALM_LOOK_S),
-        ([], 10.0, False, LOOK_S),
-        ([], 60.0, True, LOOK_S),  # a core is free: a look takes nothing from the ranks
-        ([], 200.0, True, LOOK_S),
-        ([], 200.0, False, UNREAD_LOOK_S),
-        ([warns(reported=False)], 60.0, False, LOOK_S),  # what is suspected is looked at until it can be said
-        ([warns(reported=False)], 200.0, False, LOOK_S),
-        ([warns(reported=True)], 60.0, False, CALM_LOOK_S),
-        ([warns(reported=False, severity=Severity.INFO)], 60.0, False, CALM_LOOK_S),
+        ([], 60.0, False, CALM_POLL_S),
+        ([], 10.0, False, FULL_POLL_S),
+        ([], 60.0, True, FULL_POLL_S),  # a core is free: a look takes nothing from the ranks
+        ([], 200.0, True, FULL_POLL_S),
+        ([], 200.0, False, UNREAD_POLL_S),
+        ([warns(reported=False)], 60.0, False, FULL_POLL_S),  # what is suspected is looked at until it can be said
+        ([warns(reported=False)], 200.0, False, FULL_POLL_S),
+        ([warns(reported=True)], 60.0, False, CALM_POLL_S),
+        ([warns(reported=False, severity=Severity.INFO)], 60.0, False, CALM_POLL_S),
     ],
 )
 def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_suspected(
-    records: list[Record], now_s: float, spare: bool, look_s: float, monitor: Monitor
+    records: list[Record], now_s: float, spare: bool, poll_s: float, monitor: Monitor
 ) -> None:
     monitor.diagnosis.records = {str(i): r for i, r in enumerate(records)}
     if spare:
         monitor.sampling.cpu_pct.append(70.0)
-    assert monitor._time_between_looks_s(now_s) == look_s
+    assert monitor._poll_interval_s(now_s) == poll_s
 
 
 @pytest.mark.parametrize(
-    ("bytes_a_second", "look_s"), [(0, UNREAD_LOOK_S), (1 << 18, UNREAD_LOOK_S), (4 << 20, CALM_LOOK_S)]
+    ("bytes_a_second", "poll_s"), [(0, UNREAD_POLL_S), (1 << 18, UNREAD_POLL_S), (4 << 20, CALM_POLL_S)]
 )
 @pytest.mark.parametrize("course", ["memory", "device_memory"])
 def test_memory_that_grows_is_looked_at_more_often(
-    course: str, bytes_a_second: int, look_s: float, monitor: Monitor, view: RankView
+    course: str, bytes_a_second: int, poll_s: float, monitor: Monitor, view: RankView
 ) -> None:
     monitor.views = {0: view}
     for t in (100.0, 180.0, 188.0, 196.0):
         getattr(view, course).append((t, (1 << 30) + int(bytes_a_second * t)))
-    assert monitor._time_between_looks_s(200.0) == look_s
+    assert monitor._poll_interval_s(200.0) == poll_s
 
 
 def test_what_somebody_reads_is_written_more_often(monitor: Monitor) -> None:
     reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
     going_on = SimpleNamespace(
-        ending=None, takes_memory=lambda: False, goes_on=lambda *_: True, sample_place=lambda _: None
+        ending=None, takes_memory=lambda: False, moves_on=lambda *_: True, sample_place=lambda _: None
     )
     monitor.views = {0: cast(RankView, going_on)}
-    monitor.diagnosis.state, monitor._host_at, monitor._look_s = State.RUNNING, monitor.now_s, UNREAD_LOOK_S
-    assert monitor._going_on()
+    monitor.diagnosis.state, monitor._host_at, monitor._poll_s = State.RUNNING, monitor.now_s, UNREAD_POLL_S
+    assert monitor._all_moving()
     with subprocess.Popen(
         [sys.executable, "-c", reads, str(monitor.run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as reader:
         assert reader.stdout is not None and reader.stdout.readline()
         monitor._host_at, monitor._readers_at = monitor.now_s, -10.0
-        assert not monitor._going_on()  # at once, not when the next look is due
-        assert monitor._going_on()  # once
-        assert monitor._time_between_looks_s(200.0) == CALM_LOOK_S
+        assert not monitor._all_moving()  # at once, not when the next look is due
+        assert monitor._all_moving()  # once
+        assert monitor._poll_interval_s(200.0) == CALM_POLL_S
         reader.communicate(b"\n", timeout=30)
-    assert monitor._time_between_looks_s(200.0) == UNREAD_LOOK_S
+    assert monitor._poll_interval_s(200.0) == UNREAD_POLL_S
     monitor.views = {}
 
 

@@ -108,7 +108,7 @@ def test_a_directory_that_cannot_be_written_is_said_and_nothing_more(tmp_path: P
     (tmp_path / "nodes").write_text("a file where the directory should be")
     nodes = Nodes(tmp_path, 0)
     nodes.publish(snapshot(0, 1), time.time())
-    assert nodes.failed is not None and "could not be left" in nodes.failed
+    assert nodes.failed is not None and "could not be written" in nodes.failed
 
 
 @pytest.mark.job

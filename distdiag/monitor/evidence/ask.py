@@ -1,10 +1,11 @@
-"""Evidence: the flight recorder and all stacks of a rank, asked of its witness. Only on suspicion."""
+"""Ask a rank's witness for its flight record and its stacks. Done only on suspicion."""
 
 from __future__ import annotations
 
 import errno
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -18,13 +19,15 @@ from typing import Any
 
 from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.monitor.host import processes
 from distdiag.recorder.frames import USER, kind_of_file
+from distdiag.terms.units import SCALAR_TYPES
 
 TIMEOUT_S = 3.0
 MOST_BYTES = 64 << 20  # of an answer
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-MOST_STACKS = 200  # entries whose stacks a rank is made to look up, which takes its GIL
+MOST_STACKS = 200  # entries for which a rank may be asked for stacks: it needs its GIL for them
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -42,10 +45,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def ask(socket_path: str, handler: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Body of the witness's answer.
+    """Return the body of the witness's answer.
 
     Raises:
-        OSError, http.client.HTTPException: no answer, one that reports a failure, or another user's server.
+        OSError, http.client.HTTPException: no answer, an error, or another user's server.
     """
     connection = _UnixConnection(socket_path, timeout_s)
     try:
@@ -72,7 +75,7 @@ class Entry:
     created_ns: int  # wall clock
     retired: bool
     p2p: bool
-    site: Site | None = None  # the user's line that issued it, by the recorder's own stack; only of what C++ issued
+    site: Site | None = None  # the user's line that issued it, from the recorder's stack; only if C++ issued it
 
 
 @dataclass(slots=True)
@@ -82,38 +85,20 @@ class FlightRecord:
     taken_s: float
     entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     enqueued: dict[str, int] = field(default_factory=dict)
-    completed: dict[str, int] = field(default_factory=dict)  # newest seq with all before it done
-    # (group name, send or recv, peer's rank in the group) -> how many are not complete
+    completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
+    # (group name, send or recv, peer's rank in the group) -> number of incomplete messages
     open_messages: dict[tuple[str, str, int], int] = field(default_factory=dict)
     raw: bytes = b""
-
-
-_OPS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "_all_gather_base": "all_gather_into_tensor",
-    "_allgather_base": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-}
-_ITEM_BYTES = {
-    "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
-}  # fmt: skip
-_DTYPES = {
-    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32", "Long": "int64",
-    "Short": "int16", "Byte": "uint8", "Char": "int8", "Bool": "bool",
-}  # fmt: skip
 
 
 def flight_record(
     socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S, known: Collection[tuple[str, int]] = ()
 ) -> FlightRecord | None:
-    """Return the rank's flight recorder(s), merged: NCCL builds have two. None if the witness does not answer.
+    """Return the rank's flight recorders, merged (NCCL builds have two); None if the witness does not answer.
 
     Args:
-        known: (group name, seq) of collectives whose line is known. The recorder is asked for the stack of any other that is the
-            oldest open one of its group.
+        known: (group name, seq) of collectives whose line is known. For each other collective that is the oldest open one
+            of its group, the recorder is asked for the stack.
     """
     record: FlightRecord | None = None
     for handler in ("fr_trace_json", "dump_nccl_trace_json"):
@@ -138,7 +123,7 @@ def _add_sites(
     record: FlightRecord,
     known: Collection[tuple[str, int]],
 ) -> None:
-    """Add the lines that made C++ issue the oldest open collectives; the recorder's JSON has no stacks, its pickle has."""
+    """Add the lines at which C++ issued the oldest open collectives. The recorder's pickle has stacks, its JSON has not."""
     oldest = {
         (group, record.completed[group] + 1) for group, n in record.enqueued.items() if record.completed[group] < n
     }
@@ -155,15 +140,15 @@ def _add_sites(
                 site = next((Site(*f) for f in frames if kind_of_file(f[0]) == USER), None)
                 record.entries[key].site = record.entries[key].site or site
     except (OSError, http.client.HTTPException, BadDump, LookupError, TypeError, ValueError, AttributeError):
-        return  # it lacks the handler, or answers something else: the line is not known
+        return  # no such handler, or an unknown answer: the line stays unknown
 
 
 def parse(data: dict[str, Any], record: FlightRecord) -> None:
-    """Take the entries of one dump into `record`."""
+    """Add the entries of one dump to `record`."""
     open_seqs: dict[str, int] = {}
     entries = data.get("entries", ())
-    # NCCL writes an entry for each operation of a coalesced group, which keeps its first state, and one for the
-    # whole, which has the state.
+    # NCCL writes one entry for each operation of a coalesced group, whose state never changes, and one for the whole
+    # group, which has the real state.
     batches = {
         key: _retired(e) for e in entries if "coalesced" in str(e["profiling_name"]).lower() and (key := _number(e))
     }
@@ -180,22 +165,16 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
         seq = int(e["collective_seq_id"])
         sizes, dtypes = e.get("input_sizes") or [], e.get("input_dtypes") or []
         shape = tuple(sizes[0]) if len(sizes) == 1 else None
-        dtype = dtypes[0] if dtypes else None
-        elements = 0
-        for s in sizes:
-            n = 1
-            for k in s:
-                n *= k
-            elements += n
+        dtype, item_bytes = SCALAR_TYPES.get(dtypes[0], (dtypes[0], 0)) if dtypes else (None, 0)
         if len(sizes) == 1:
-            op = op.removesuffix("_coalesced")  # of one tensor: it matches the plain operation, and its size is known
+            op = op.removesuffix("_coalesced")  # of one tensor: the same as the plain operation
         record.entries[(group, seq)] = Entry(
             group,
             seq,
-            _OPS.get(op, op),
+            op_name(op),
             shape,
-            _DTYPES.get(dtype, dtype) if dtype else None,
-            elements * _ITEM_BYTES[dtype] if dtype in _ITEM_BYTES and sizes else None,
+            dtype,
+            sum(map(math.prod, sizes)) * item_bytes if item_bytes and sizes else None,
             int(e.get("time_created_ns", 0)),
             retired,
             False,
@@ -215,12 +194,12 @@ def _retired(e: dict[str, Any]) -> bool:
 
 
 def _number(e: dict[str, Any]) -> tuple[str, bool, int]:
-    """What all entries of a coalesced group share."""
+    """Return (group, message or not, number), which all entries of a coalesced group share."""
     p2p = bool(e.get("is_p2p"))
     return str(e["process_group"][0]), p2p, int(e["p2p_seq_id" if p2p else "collective_seq_id"])
 
 
-# faulthandler's words; Python versions differ in the hyphen of one
+# as faulthandler names them; one has a hyphen in some versions of Python
 _FATAL: dict[str, int] = {
     "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS,
     "Illegal instruction": signal.SIGILL, "Floating point exception": signal.SIGFPE,
@@ -232,22 +211,22 @@ Thread = tuple[str, list[tuple[str, int, str]]]  # heading; frames (file, line, 
 
 
 def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[Thread]:
-    """All Python stacks of a rank by its witness, which needs the GIL for it.
+    """Return all Python stacks of a rank from its witness, which needs the GIL for them.
 
     Raises:
-        OSError, http.client.HTTPException: the witness gives no answer.
+        OSError, http.client.HTTPException: the witness does not answer.
     """
     return parse_stacks(ask(socket_path, "dump_traceback", timeout_s).decode("utf-8", "replace"))
 
 
 def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) -> list[Thread]:
-    """Return the same for a rank that holds the GIL: its C signal handler writes them into a file next to its page.
+    """Return all Python stacks of a rank that holds the GIL: its C signal handler writes them into a file next to its page.
 
     Raises:
-        OSError: the process or the file is gone, or the handler: the interpreter shuts down, or it was replaced by exec.
+        OSError: process, file or handler no longer exists (interpreter shutdown, exec).
     """
     if not processes.catches(pid, number):  # without its handler the signal would end the process
-        raise OSError(errno.ESRCH, "does not listen any more")
+        raise OSError(errno.ESRCH, "has no signal handler any more")
     size = path.stat().st_size
     os.kill(pid, number)
     deadline = time.monotonic() + timeout_s
@@ -264,15 +243,18 @@ def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) 
 
 
 def loader_workers(pid: int, number: int) -> list[int]:
-    """Children of a rank that were forked with its signal handler: the workers of its DataLoaders.
+    """Return the children of a rank that have its signal handler: the forked workers of its DataLoaders.
 
-    A child without that handler would die of the signal; it is never sent one.
+    A child without the handler would die of the signal, so it is not sent one.
     """
     return [c for c in processes.children(pid, of_any_thread=True) if processes.catches(c, number)]
 
 
 def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] | None:
-    """Frames within torch's worker loop, innermost first (below it lie those of the parent at the fork); None: no worker."""
+    """Return the frames inside torch's worker loop, innermost first; None if this is no worker.
+
+    The frames outside of it are the parent's, from the fork.
+    """
     for i, (file, _, function) in enumerate(frames):
         if function == "_worker_loop" and file.endswith(os.path.join("data", "_utils", "worker.py")):
             return frames[:i]
@@ -280,7 +262,7 @@ def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] 
 
 
 def parse_stacks(text: str) -> list[Thread]:
-    """Threads of a traceback as faulthandler writes it."""
+    """Return the threads in a traceback by faulthandler."""
     out: list[Thread] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -291,13 +273,13 @@ def parse_stacks(text: str) -> list[Thread]:
 
 
 def fatal_signal(text: str) -> int | None:
-    """The signal that killed a process, by what faulthandler wrote when it came; None where it wrote nothing."""
+    """Return the signal that killed a process, from faulthandler's text; None if there is none."""
     found = re.match(r"Fatal Python error: (.+)", text)
     return _FATAL.get(found[1].replace("-", " ")) if found else None
 
 
 def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
-    """The main thread's frames: faulthandler prints it last."""
+    """Return the main thread's frames; faulthandler prints them last."""
     return threads[-1][1] if threads else []
 
 
@@ -313,5 +295,5 @@ def save(run_dir: Path, rank: int, record: FlightRecord) -> str | None:
 
 
 def wall_offset_ns() -> int:
-    """Wall clock minus monotonic clock of this host, ns."""
+    """Return wall clock minus monotonic clock of this host, in ns."""
     return time.time_ns() - time.monotonic_ns()

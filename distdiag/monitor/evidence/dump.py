@@ -1,4 +1,4 @@
-"""Stacks and collectives in flight of every rank of this node, asked of the ranks themselves; saved in the run directory."""
+"""Get stacks and collectives in flight from every rank of this node, and save them in the run directory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class RankDump:
     note: str | None
     record: ask.FlightRecord | None
     groups: dict[str, dict[str, str]]
-    answered: bool = True  # else the stack is what its pulse saw last
+    answered: bool = True  # else the stack is the newest sample of its pulse
 
 
 def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
-    """Ask every rank of the run that is alive on this node, all at once; (run time in seconds, their answers).
+    """Ask all living ranks of the run on this node at once; return (run time in seconds, answers).
 
     Raises:
-        DistdiagError: NO_DATA, where the run has no rank alive here.
+        DistdiagError: NO_DATA if no rank of the run is alive here.
     """
     alive = living(run_dir)
     now_s = (time.monotonic_ns() - min(v.start_ns for v in alive)) / 1e9
@@ -48,7 +48,7 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
 
 
 def living(run_dir: Path) -> list[RankView]:
-    """Views of the ranks of a run that are alive on this node.
+    """Return views of the ranks of a run that are alive on this node.
 
     Raises:
         DistdiagError: NO_DATA if there is none.
@@ -64,14 +64,14 @@ def living(run_dir: Path) -> list[RankView]:
                 continue
             view.start_ns = view.reader.header().started_mono_ns
             view.refresh(0.0)
-        except Exception:  # whatever a damaged page raises: it costs only its rank
+        except Exception:  # a damaged page; only its rank is left out
             continue
         views.append(view)
     alive = [v for v in views if v.page is not None]
     if not alive:
         raise DistdiagError(
             f"no rank of {run_dir} is alive on this node",
-            f"`distdiag diagnose {run_dir}` has what was found while it ran",
+            f"`distdiag diagnose {run_dir}` prints what was found while it ran",
             ExitCode.NO_DATA,
             "no_rank",
         )
@@ -79,22 +79,22 @@ def living(run_dir: Path) -> list[RankView]:
 
 
 def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
-    """Return the answers in the form that is saved in the run directory."""
+    """Return the answers as saved in the run directory."""
     found = {str(d.rank): stacks.RankStack(stack=d.frames, op=d.op, note=d.note) for d in dumps}
     return stacks.Stacks(t_s=now_s, ranks=found)
 
 
 def is_alive(v: RankView) -> bool:
-    """True if the page's process lives, and really is the one that writes this page.
+    """True if the page's process lives and is really the one that writes this page.
 
-    The page may be another user's (a run directory from elsewhere), and its process gets requests and a signal.
+    The page may come from elsewhere, and the process it names gets requests and a signal.
     """
     h = v.reader.header()
     return processes.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
 
 
 def maps_page(pid: int, page: Path) -> bool:
-    """True if page and process belong to this user, no other user can write the page, and the process maps it."""
+    """True if page and process belong to this user, only this user can write the page, and the process maps it."""
     try:
         stat = page.stat()
         owner = os.stat(f"/proc/{pid}").st_uid
@@ -109,10 +109,10 @@ def maps_page(pid: int, page: Path) -> bool:
 
 
 def _answer(v: RankView, timeout_s: float) -> RankDump:
-    """The dump of one rank; if its page is damaged, one without an answer."""
+    """Return the dump of one rank; without an answer if its page is damaged."""
     try:
         return _ask(v, timeout_s)
-    except Exception as e:  # whatever a damaged page raises: it costs only its rank
+    except Exception as e:  # a damaged page; only its rank is left out
         return RankDump(v.rank, (), None, f"its page is damaged ({type(e).__name__})", None, {}, answered=False)
 
 
@@ -125,8 +125,8 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     path = v.text(h.witness)
     state_silent = (v.s(h.heartbeat_ns) or 0.0) < (time.monotonic_ns() - v.start_ns) / 1e9 - 1.5
     now_s = (time.monotonic_ns() - v.start_ns) / 1e9
-    look = processes.main_thread(h.pid)
-    stopped = look is not None and look.state in "Tt"
+    thread = processes.main_thread(h.pid)
+    stopped = thread is not None and thread.state in "Tt"
     if stopped:  # it cannot answer
         note = "stopped by a signal"
     elif state_silent and signal.SIGRTMIN <= h.trace_signal <= signal.SIGRTMAX:
@@ -145,8 +145,8 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     answered = bool(frames)
     if not frames:
         frames = [(s.file, s.line, s.function) for s in v.stack(h)]
-        note = note or ("no witness: the stack is its pulse's" if frames else "no stack")
-    state = v.state(now_s, True, look.state if look is not None else None, record)
+        note = note or ("no witness: the stack is from its pulse" if frames else "no stack")
+    state = v.state(now_s, True, thread.state if thread is not None else None, record)
     op = None
     if state.blocked is not None:
         b = state.blocked
@@ -159,7 +159,7 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
 
 
 def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    """Without our own frames and the interpreter's start; library frames stay: they say what the user's line does."""
+    """Return the frames without distdiag's and the interpreter's start. Library frames show what the user's line does."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
     kept = [f for f in frames if not (f[0].startswith(ours) and kind_of_file(f[0]) == LIBRARY)]
     while kept and kept[-1][0].startswith("<frozen"):
@@ -168,7 +168,7 @@ def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]
 
 
 def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
-    """`stacks/latest.json`, and per rank the flight recorder as JSON and as a pickle that `torchfrtrace` reads.
+    """Write `stacks/latest.json`, and per rank the flight record as JSON and as a pickle for `torchfrtrace`.
 
     Raises:
         OSError: the run directory cannot be written.
@@ -177,7 +177,7 @@ def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
     folder = run_dir / "flight_recorder"
     trace = folder / "torchfrtrace"
     trace.mkdir(parents=True, exist_ok=True)
-    for old in trace.glob("rank_*"):  # of another moment: torch's analyser takes all that lies there
+    for old in trace.glob("rank_*"):  # of an earlier dump: torchfrtrace reads all files there
         old.unlink()
     for d in dumps:
         if d.record is None or not d.record.raw:
@@ -190,7 +190,7 @@ def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
 
 
 def _for_torchfrtrace(d: RankDump) -> dict:
-    """gloo's JSON lacks what torch's own analyser reads: groups with their members, frames, a state that ends."""
+    """Return the flight record with what torchfrtrace needs and gloo's JSON lacks: members of groups, frames, final states."""
     assert d.record is not None
     data = json.loads(d.record.raw)
     data["pg_config"] = d.groups

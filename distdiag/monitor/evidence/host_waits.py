@@ -1,7 +1,7 @@
-"""Do hosts wait for their devices? Native frames of ranks that make no progress while operations are in flight.
+"""Find hosts that wait for their devices: native frames of ranks without progress while operations are in flight.
 
-A proof needs it: a device's counters that do not move say nothing about what its host will do next. While a standstill is
-new, every poll takes a sample: a proof has to hold in two polls, and so two samples have to agree.
+A proof needs them: counters that do not move do not show what the host will do next. A proof must hold in two polls, so two
+samples must agree; until then every poll takes one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked
 
-STILL_S = 0.3  # without progress for so long, a rank is sampled
+STILL_S = 0.3  # a rank without progress for this long is sampled
 ANSWER_S = 0.05  # for a rank's signal handler
-GIVEN_UP_S = 0.2  # a rank that has not answered by then is no reason to poll sooner
-AGREE_S = 0.2  # at least between the two samples that agree
+GIVEN_UP_S = 0.2  # after this time without an answer, polls are no longer brought forward
+AGREE_S = 0.2  # least time between two samples that agree
 AGAIN_S = 1.0  # between samples once two agree
 
 
@@ -31,23 +31,23 @@ class _Rank:
     kind: HostWait | None = None
     name: str = ""
     since_s: float = 0.0  # first sample of this kind
-    confirmed: bool = False  # two samples agree: they are taken less often from then on
+    confirmed: bool = False  # two samples agree: sampled less often from now on
 
 
 class HostWaits:
-    """What each standing rank's host waits for."""
+    """What the host of each rank without progress waits for."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
-        self.next_s: float | None = None  # run time at which the next poll learns more
+        self.next_s: float | None = None  # run time of the next useful poll
 
     def of(self, rank: int) -> tuple[str, str] | None:
-        """(what the host waits for, the native function that shows it, or that it is in); None where it is not known."""
+        """Return (what the host waits for, the native function that shows it or that it is in); None if not known."""
         r = self._ranks.get(rank)
         return (str(r.kind), r.name) if r is not None and r.kind is not None else None
 
     def sample(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Take over what ranks answered since the last poll, and ask those that make no progress; never waits."""
+        """Read the answers since the last poll, and ask ranks that make no progress; does not wait."""
         open_somewhere = any(v.ending is None and v.has_open_on_device() for v in views.values())
         self.next_s = None
         for v in views.values():
@@ -77,7 +77,7 @@ class HostWaits:
         assert v.page is not None
         h = v.page.header
         r.asked_s = now_s
-        if not v.file("native").exists():  # the handler of that signal is not ours
+        if not v.file("native").exists():  # the signal handler is not ours
             return
         try:
             r.asked_ns = v.start_ns + int(now_s * 1e9)
@@ -105,7 +105,7 @@ class HostWaits:
 
 
 def _asks(v: RankView) -> bool:
-    """True if this rank should be asked: it uses a device backend, and its hooks do not already show where it waits."""
+    """True if this rank should be asked: it uses a device backend, and its hooks do not show where it waits."""
     assert v.page is not None
     h = v.page.header
     return bool(v.device_groups) and bool(h.trace_signal) and h.blocked not in (Blocked.GROUP, Blocked.STORE)

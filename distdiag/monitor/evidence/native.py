@@ -1,10 +1,10 @@
-"""What a rank's main thread waits for, by its native frames: its device, a communicator, or nothing.
+"""Find what a rank's main thread waits for, from its native frames: its device, a communicator, or nothing.
 
-The rank's signal handler writes return addresses (`recorder/fast/c/native.c`); here they get names, from the symbol tables of
-the libraries they lie in. Reading a library's table takes milliseconds, so a few libraries that hold no answer are left out.
+The rank's signal handler writes return addresses (`recorder/fast/c/native.c`); here they get names from the symbol tables of
+their libraries. Reading a table takes milliseconds, so libraries without an answer are skipped.
 
-Names tell for CUDA, HIP and NCCL. A backend that nobody knows is recognised by where its code is called from: an operation of
-torch does not return because a library is in it that is neither torch's nor one that torch computes with.
+CUDA, HIP and NCCL are recognised by function names. An unknown backend is recognised by its library: it runs inside an
+operation of torch, and is neither torch's nor one that torch computes with.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from distdiag.monitor.host import processes
 FRAMES = 62  # as in native.c
 _SAMPLE = struct.Struct(f"=QQ{FRAMES}Q")
 
-# Calls that return only when the device gets to some point, or when its launch queue has room. CUDA, HIP, Ascend and SYCL
-# all have `synchronize` in the names of the former.
+# Calls that return only when the device reaches some point (in CUDA, HIP, Ascend and SYCL all named `synchronize`), or when its
+# launch queue has room.
 _DEVICE = re.compile(
     r"synchronize|^_?_?(cu|cuda|hip)(memcpy|memfree|free|malloc|memalloc|launch|graphlaunch|streamwaitevent)", re.I
 )
 _COMMUNICATOR = re.compile(r"^p?(nccl|rccl)(comminit|commsplit|getuniqueid)|initNCCLComm|newCommunicator", re.I)
-# Their tables are large, and neither name is theirs to decide: the call into the device library lies further in.
+# Their tables are large and not needed: the call into the device library is a frame further in.
 _NO_ANSWER = re.compile(r"^(libtorch_|libpython|python|libc\.|libc-|libm\.|libstdc\+\+|ld-|libgcc)")
 
 
-# How a library takes part: system libraries are passed over, and so are this package's signal handler and ctypes.
+# Libraries without a meaning: system libraries, distdiag's signal handler, ctypes.
 _NEUTRAL = re.compile(r"^(libc[.-]|libpthread|libstdc\+\+|ld-|libgcc|libm[.-]|librt|libdl|libffi|_ctypes|_native)")
 _PYTHON = re.compile(r"^(libpython|python)")
-_ACCESSOR = 2  # frames in torch: `Work.is_completed()` has no more, an operation has
-# What computes on the host for torch. The libraries of GPUs are judged by names alone: some compile for seconds on the host.
+_ACCESSOR = 2  # frames in torch: `Work.is_completed()` has at most two, an operation has more
+# Libraries that compute on the host for torch. GPU libraries are judged by function names only: some compile for seconds.
 _COMPUTES = re.compile(
     r"^lib(torch|c10|caffe2|shm|gomp|iomp|omp|mkl|openblas|blas|dnnl|tbb|cu|nv|hip|hsa|roc|rccl|nccl|MIOpen|amd)", re.I
 )
 
 
 class HostWait(StrEnum):
-    """What the main thread was in."""
+    """What the main thread waits for."""
 
     DEVICE = "device"  # a call that waits for the device
     COMMUNICATOR = "communicator"  # creating a communicator
@@ -65,7 +65,7 @@ def request(pid: int, number: int) -> None:
     """Send the signal that makes a rank write a sample.
 
     Raises:
-        OSError: the process is gone, or it has no handler (any more): the signal would end it.
+        OSError: the process is gone, or has no handler: the signal would end it.
     """
     if not processes.catches(pid, number):
         raise OSError(errno.ESRCH, "has no handler for this signal")
@@ -86,7 +86,7 @@ def read(path: Path) -> Sample | None:
 
 @dataclass(slots=True)
 class Symbols:
-    """Names of native addresses of one process; libraries that are loaded later are found at the next sample."""
+    """Names of native addresses of one process; libraries loaded later are found at the next sample."""
 
     pid: int
     _maps: list[tuple[int, int, int, str]] = field(default_factory=list)  # start, end, file offset, path
@@ -99,12 +99,12 @@ class Symbols:
             self._maps = _executable_maps(self.pid)
 
     def libraries(self, sample: Sample) -> list[str]:
-        """Path of the library of each frame, innermost first; "" where it has none."""
+        """Return the path of each frame's library, innermost first; "" if it has none."""
         self._update(sample)
         return [m[3] if (m := self._find(a)) is not None else "" for a in sample.addresses]
 
     def names(self, sample: Sample) -> list[str]:
-        """Symbol of each frame, innermost first; "" where it has none."""
+        """Return the symbol of each frame, innermost first; "" if it has none."""
         self._update(sample)
         out = []
         for address in sample.addresses:
@@ -117,7 +117,7 @@ class Symbols:
 
 
 def host_wait(names: list[str]) -> tuple[HostWait, str]:
-    """What a main thread with these frames waits for, and the name that shows it."""
+    """Return what a main thread with these frames waits for, and the function that shows it."""
     for name in names:
         if _COMMUNICATOR.search(name):
             return HostWait.COMMUNICATOR, name
@@ -130,11 +130,12 @@ def host_wait(names: list[str]) -> tuple[HostWait, str]:
 def unknown_backend(libraries: list[str], names: list[str], in_python: str = "") -> str | None:
     """Return the function of an unknown backend that the main thread waits in; None if it is in none.
 
-    It is in one if a library that is no package's lies inside an operation of torch, or if the innermost Python frames are a
+    It is in one if an operation of torch runs a library that belongs to no package, or if the innermost Python frames are a
     backend's and no operation of torch runs inside them.
 
     Args:
-        libraries: Of each frame, innermost first, as `names` are.
+        libraries: Library of each frame, innermost first.
+        names: Symbol of each frame, innermost first.
         in_python: The backend's innermost Python function, if the main thread is in one.
     """
     foreign, depth = None, 0
@@ -154,7 +155,7 @@ def unknown_backend(libraries: list[str], names: list[str], in_python: str = "")
 
 
 def innermost(libraries: list[str], names: list[str]) -> str:
-    """Return the innermost function that is not a system library's, with its library; "" if there is none."""
+    """Return the innermost function outside of system libraries, with its library; "" if there is none."""
     for path, name in zip(libraries, names, strict=True):
         file = os.path.basename(path)
         if file and not _NEUTRAL.match(file):
@@ -186,7 +187,7 @@ class _Table:
     segments: list[tuple[int, int, int]] = field(default_factory=list)  # file offset, length, virtual address
 
     def name(self, offset: int) -> str:
-        """The function at this offset of the file."""
+        """Return the function at this offset of the file; "" if there is none."""
         for start, length, virtual in self.segments:
             if start <= offset < start + length:
                 at = offset - start + virtual
@@ -197,7 +198,7 @@ class _Table:
 
 @lru_cache(maxsize=64)
 def _table(path: str, _name: str) -> _Table:
-    """The symbols of an ELF file of 64 bits; empty where it cannot be read."""
+    """Return the symbols of a 64-bit ELF file; empty if it cannot be read."""
     try:
         with open(path, "rb") as f:
             return _parse(f)

@@ -18,21 +18,21 @@ from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.store import stacks
 
 SUSPECT_S = 0.3  # a rank stuck in one wait for this long is asked for evidence
-# For so long after its last progress, a rank's flight record is renewed once a second: a device's watchdog notices late, on a
-# busy machine by seconds, what had completed before.
+# A rank's flight record is renewed once a second until this long after its last progress: on a busy machine the watchdog of
+# a device notices completions seconds late.
 RENEWED_S = 5.0
 SILENT_S = 1.5  # the pulse has missed six beats
 STACK_KEPT_S = 30.0
-LOADING_S = 3.0  # a rank that has waited for data this long while others wait for it: its workers are asked
+LOADING_S = 3.0  # after this long in data loading, while other ranks wait, the rank's workers are asked
 WORKERS_KEPT_S = 10.0
-MOST_WORKERS = 4  # each takes some 50 ms of the monitor
+MOST_WORKERS = 4  # each takes the monitor some 50 ms
 
 
 class Gatherer:
-    """What was learned about stuck ranks.
+    """Gathers and keeps evidence of stuck ranks.
 
     Args:
-        run_dir: Where evidence is kept.
+        run_dir: Run directory for the evidence.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -45,12 +45,12 @@ class Gatherer:
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask stuck ranks for their flight recorder if a rank waits; never on a timer.
+        """Ask stuck ranks for their flight record if a rank waits.
 
         Args:
             now_s: Run time, seconds.
             views: All ranks.
-            stopped: Ranks that are stopped by a signal and cannot answer.
+            stopped: Ranks stopped by a signal, which cannot answer.
         """
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
@@ -101,7 +101,7 @@ class Gatherer:
                 self.records[q] = (mark, record)
 
     def _gather_stacks(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask the witness of ranks whose pulse is silent for stacks: Python there cannot answer while the GIL is held."""
+        """Get the stacks of ranks whose pulse is silent."""
         for v in views.values():
             if v.ending is not None or v.page is None or v.rank in stopped:
                 continue
@@ -110,7 +110,7 @@ class Gatherer:
                 self._stack_of_silent(v, now_s)
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
-        """Get the stacks of the DataLoader workers that a rank waits for, if others have waited for that rank for a while."""
+        """Get the stacks of the DataLoader workers that a rank has waited for, for `LOADING_S` or more."""
         assert v.page is not None
         h = v.page.header
         still_s = now_s - (v.still_since_s or now_s)
@@ -155,10 +155,10 @@ class Gatherer:
         except OSError:
             return
         if v.ending is not None and v.ending.signal is None and v.ending.exit_code is None:
-            v.ending.signal = ask.fatal_signal(text)  # its parent has reaped it already
+            v.ending.signal = ask.fatal_signal(text)  # its parent has already reaped it
         threads = ask.parse_stacks(text)
         current = next((frames for heading, frames in threads if heading.startswith("Current")), None)
-        # a thread that Python does not know has no heading
+        # a thread unknown to Python has no heading
         v.died_in_background = bool(threads) and not current
         self._keep_stack(v, now_s, current or ask.main_stack(threads))
 
@@ -183,7 +183,7 @@ class Gatherer:
         return [*kept, str(path.relative_to(self.run_dir))], None
 
     def with_stack(self, r: RankState, now_s: float) -> RankState:
-        """Return the rank with its stack as seen from outside, if it could not record its own."""
+        """Return the rank's state, with the stack obtained by signal if the rank could not record its own."""
         loading = self.workers.get(r.rank)
         if loading is not None and loading[2]:
             r = msgspec.structs.replace(r, workers=loading[2])

@@ -1,7 +1,7 @@
 """Ask ranks of this node for a profile of the same steps, and wait for their traces.
 
-The request is a file next to each rank's page, which the rank's pulse finds within a quarter of a second. All ranks begin
-at the same step, chosen a little ahead of the rank that is furthest.
+The request is a file next to each rank's page; the pulse finds it within a quarter of a second. All ranks begin at the same
+step, a little ahead of the furthest rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from distdiag.page.layout import LifeWord, Phase
 from distdiag.page.profile_files import DONE, FAILED, MAX_NUMBER, RECORDING, SAVING, Answer, Request
 from distdiag.terms.ranks import fold_ranks
 
-LEAD_S = 1.0  # between the request and its first step: the pulse beats four times a second
+LEAD_S = 1.0  # between the request and its first step; the pulse beats four times a second
 POLL_S = 0.05
-SAVE_S = 30.0  # in addition to the deadline, for a trace that is being saved
+SAVE_S = 30.0  # added to the deadline for a trace that is being saved
 
 
 @dataclass(slots=True)
 class Asked:
-    """What became of one rank's profile."""
+    """The profile of one rank, or why there is none."""
 
     rank: int
     host: str
     answer: Answer | None = None
-    entries: dict[tuple[str, int], ask.Entry] = field(default_factory=dict)  # of its flight recorder, just afterwards
+    entries: dict[tuple[str, int], ask.Entry] = field(
+        default_factory=dict
+    )  # of its flight recorder, right after the profile
     problem: str = ""  # why there is no trace
     in_time: bool = True
 
@@ -59,7 +61,7 @@ def choose(views: Collection[RankView], wanted: Collection[int] | None) -> list[
     """Return the views of the wanted ranks, all if None.
 
     Raises:
-        DistdiagError: a rank is not there.
+        DistdiagError: a wanted rank is not alive on this node.
     """
     by_rank = {v.rank: v for v in views}
     missing = sorted(set(wanted or ()) - set(by_rank))
@@ -88,7 +90,7 @@ def _step_s(views: Collection[RankView]) -> float | None:
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[None]:
-    """Hold the lock by which a run is profiled by one reader at a time.
+    """Hold the lock that allows one profile of a run at a time.
 
     Raises:
         DistdiagError: another reader holds it, or the run directory cannot be written.
@@ -131,14 +133,14 @@ def _number(run_dir: Path) -> int:
 def take(
     run_dir: Path, views: Collection[RankView], steps: int, timeout_s: float, report: Callable[[str], None]
 ) -> Taken:
-    """Ask these ranks, and return when each has saved its trace, has failed, or the time is over.
+    """Ask these ranks, and return when each has saved its trace, failed, or timed out.
 
     Args:
-        timeout_s: From now until the last step has been recorded.
-        report: Called with a line about what is being waited for.
+        timeout_s: Time until the last step must be recorded.
+        report: Called with a line about the steps and ranks.
 
     Raises:
-        DistdiagError: nothing could be asked.
+        DistdiagError: another profile is being taken, or the run directory cannot be written.
     """
     with _alone(run_dir):
         newest = max(v.reader.header().step for v in views)
@@ -160,7 +162,7 @@ def take(
         try:
             _wait(taken, {v.rank: v for v in views}, deadline_ns)
         finally:
-            for v in views:  # nobody waits for the answer any more
+            for v in views:  # withdraw the requests
                 with contextlib.suppress(OSError):
                     profile_files.request_path(v.reader.path.parent, v.rank).unlink(missing_ok=True)
     return taken
@@ -220,17 +222,17 @@ def _why_late(a: Asked, v: RankView, taken: Taken) -> str:
 
 
 def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
-    """The newest collectives by the rank's flight recorder, asked of its witness; empty if it does not answer."""
+    """Return the newest collectives of the rank's flight recorder; empty if the witness does not answer."""
     path = v.text(v.reader.header().witness)
     try:
         record = ask.flight_record(path, 0.0) if path else None
-    except Exception:  # a record of another form costs the numbers of the collectives only
+    except Exception:  # without it, only the collectives' numbers are missing
         return {}
     return record.entries if record is not None else {}
 
 
 def exit_code(taken: Taken) -> ExitCode:
-    """TIMEOUT if a rank was late, NO_DATA if there is no trace at all."""
+    """Return TIMEOUT if a rank was late, NO_DATA if there is no trace at all."""
     if any(not a.in_time for a in taken.ranks):
         return ExitCode.TIMEOUT
     return ExitCode.NO_DATA if all(a.problem for a in taken.ranks) else ExitCode.OK

@@ -1,7 +1,7 @@
-"""The node's GPUs, sampled once a second with NVML. No NVIDIA driver is a normal state.
+"""Sample the node's GPUs once a second with NVML. A node without an NVIDIA driver is normal.
 
-A separate thread asks the driver: with a card in trouble one NVML call can take minutes, and the monitor must continue
-judging the ranks meanwhile.
+A separate thread asks the driver: with a faulty card one NVML call can take minutes, and the monitor must keep judging the
+ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distdiag.store.rows import GpuRow
 
 KEPT = 60  # samples, one a second
 _ENOUGH = 20  # samples before a share is reported
-_FAULTY_CLOCKS = ("thermal", "hardware", "brake")  # a power cap is how a card is run, not a fault
+_FAULTY_CLOCKS = ("thermal", "hardware", "brake")  # a power cap is a setting, not a fault
 _MOST_XIDS = 16  # kept per card
 
 
@@ -29,14 +29,14 @@ _MOST_XIDS = 16  # kept per card
 class _Card:
     """One row of table `gpu`: a card, or one MIG instance of it."""
 
-    index: int  # of its row; NVML's index where no card is split by MIG
+    index: int  # of its row; NVML's index unless a card is split by MIG
     parent_index: int  # NVML's index of the card
     handle: Any
-    parent: Any  # handle of the card itself, which alone has clocks, power, errors
+    parent: Any  # handle of the card: clocks, power and errors belong to it
     mig: bool = False
     lost: bool = False
-    events: Any = None  # NVML's event set; None where the driver offers none
-    others: int | None = None  # processes on it that are no ranks of this job
+    events: Any = None  # NVML's event set; None if the driver has none
+    others: int | None = None  # processes on it that are not ranks of this job
     throttled: deque[bool] = field(default_factory=lambda: deque(maxlen=KEPT))
     utilization_pct: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     ecc_first: int | None = None
@@ -53,7 +53,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """Which rank uses which GPU.
+    """The rank of each GPU.
 
     Attributes:
         by_index: NVML's index of a card -> rank, as the rank itself reports it.
@@ -65,7 +65,7 @@ class Users:
 
 
 class Gpus:
-    """What NVML reports of this node's GPUs; `absent` says why there is nothing, once that is known."""
+    """Samples of this node's GPUs from NVML; `absent` is the reason if there is none, once known."""
 
     def __init__(self, node: int) -> None:
         self.node = node
@@ -78,10 +78,10 @@ class Gpus:
         self._thread.start()
 
     def rows(self, t_s: float, users: Users) -> list[GpuRow]:
-        """Ask for a new sample and return the rows of the newest answer; [] if none has come since the last call.
+        """Request a new sample and return the rows of the newest answer; [] if there is none since the last call.
 
         Args:
-            t_s: Run time, seconds; the time of the rows that this request will give.
+            t_s: Run time of the requested rows, seconds.
         """
         fresh = self._take()
         if self._asked_at is None and self.absent is None:
@@ -90,15 +90,15 @@ class Gpus:
         return fresh
 
     def states(self) -> tuple[GpuState, ...]:
-        """Return what the newest sample and the last minute say, for the diagnosis."""
+        """Return the newest sample with the shares of the last minute, for the diagnosis."""
         return self._newest.states
 
     def silent_s(self) -> float | None:
-        """Return for how long the driver has not answered a request; None if nothing is asked."""
+        """Return the age of a request without an answer; None if there is none."""
         return None if self._asked_at is None else time.monotonic() - self._asked_at
 
     def close(self) -> None:
-        """End the thread once it is free; never waits for the driver."""
+        """End the thread once it is free; does not wait for the driver."""
         self._requests.put(None)
 
     def _take(self) -> list[GpuRow]:
@@ -114,7 +114,7 @@ class Gpus:
         return rows
 
     def _serve(self) -> None:
-        """The thread: load NVML, then one sample per request."""
+        """Run the thread: load NVML, then take one sample per request."""
         try:
             driver = _Driver(self.node)
             while (request := self._requests.get()) is not None:
@@ -126,7 +126,7 @@ class Gpus:
 
 
 class _Driver:
-    """NVML as the thread uses it: the cards, and what is remembered of each."""
+    """NVML and the cards, as the thread uses them."""
 
     def __init__(self, node: int) -> None:
         self.node = node
@@ -194,9 +194,7 @@ class _Driver:
             sm_clock_mhz=ask("nvmlDeviceGetClockInfo", card.parent, 1),  # NVML_CLOCK_SM
             sm_clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", card.parent, 1),
             throttle=None if throttle is None else ", ".join(throttle),
-            ecc_uncorrected=ask(
-                "nvmlDeviceGetTotalEccErrors", card.parent, 1, 0
-            ),  # uncorrected, since the driver started
+            ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", card.parent, 1, 0),  # since the driver started
             pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_generation_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
@@ -249,16 +247,16 @@ class _Driver:
         return None
 
     def _hear(self, card: _Card) -> None:
-        """Take the Xid errors reported since the last sample; never waits for one."""
+        """Add the Xid errors since the last sample; does not wait for one."""
         n = self.n
         while card.events is not None and len(card.xids) < _MOST_XIDS:
             try:
                 card.xids.append(int(n.nvmlEventSetWait_v2(card.events, 0).eventData))
             except n.NVMLError as e:
                 if getattr(e, "value", None) != n.NVML_ERROR_TIMEOUT:
-                    card.events = None  # the card is lost, which `lost` reports, or the driver is too old
+                    card.events = None  # the card is lost (see `lost`), or the driver is too old
                 return
 
 
 def _missing(*_: Any) -> None:
-    """Stand for a call that this nvidia-ml-py does not have."""
+    """Replace a function that this version of nvidia-ml-py does not have."""

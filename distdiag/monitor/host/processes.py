@@ -1,4 +1,4 @@
-"""What the kernel says of the rank processes: alive, stopped, waiting, how they ended. No rank takes part in it."""
+"""Read the state of rank processes from the kernel: alive, stopped, waiting, how they ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-LOOK_S, PAUSE_S = 0.2, 1.0  # how long the thread on pidfds sleeps at most: if it must poll, and otherwise
+POLL_S, PAUSE_S = 0.2, 1.0  # longest sleep of the thread on pidfds: if a process has no pidfd, and otherwise
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 @dataclass(slots=True)
-class ThreadLook:
-    """The main thread of a rank at one poll."""
+class ThreadState:
+    """State of a main thread at one poll."""
 
     state: str  # R S D T t Z X, as in /proc
     cpu_ticks: int
@@ -28,7 +28,7 @@ class ThreadLook:
 
 @dataclass(slots=True)
 class Ending:
-    """How a process ended: exit code or signal, if the kernel still reports it (it is not our child)."""
+    """How a process ended. Exit code and signal are None if the kernel no longer reports them (it is not our child)."""
 
     t_mono_ns: int
     exit_code: int | None = None
@@ -37,7 +37,7 @@ class Ending:
 
 @dataclass(slots=True)
 class Usage:
-    """What a process has taken so far, and holds now."""
+    """Resource use of a process so far."""
 
     cpu_s: float  # all threads, user and system
     threads: int
@@ -48,7 +48,7 @@ class Usage:
 
 
 def _read(path: str) -> str:
-    """A small file of /proc, many times a second: in a quarter of the time that pathlib takes."""
+    """Return a small file of /proc; in a quarter of the time that pathlib takes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096).decode("utf-8", "replace")
@@ -56,21 +56,21 @@ def _read(path: str) -> str:
         os.close(fd)
 
 
-def main_thread(pid: int) -> ThreadLook | None:
-    """State and CPU of a process's main thread; None where it is gone."""
+def main_thread(pid: int) -> ThreadState | None:
+    """Return state and CPU time of a process's main thread; None if it is gone."""
     try:
-        return _thread_look(_read(f"/proc/{pid}/task/{pid}/stat"))
+        return _thread_state(_read(f"/proc/{pid}/task/{pid}/stat"))
     except (OSError, IndexError):
         return None
 
 
-def _thread_look(stat: str) -> ThreadLook:
+def _thread_state(stat: str) -> ThreadState:
     fields = stat.rsplit(")", 1)[1].split(maxsplit=13)
-    return ThreadLook(fields[0], int(fields[11]) + int(fields[12]))
+    return ThreadState(fields[0], int(fields[11]) + int(fields[12]))
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot: with the pid, an identity."""
+    """Return the start time of a process in clock ticks since boot, which identifies it together with the pid."""
     try:
         return int(_read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()[19])
     except (OSError, IndexError, ValueError):
@@ -78,7 +78,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def usage(pid: int) -> Usage | None:
-    """CPU, threads, memory and disk of a process; None where it is gone."""
+    """Return CPU time, threads, memory and disk I/O of a process; None if it is gone."""
     try:
         fields = _read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()
         _, resident, shared, *_ = _read(f"/proc/{pid}/statm").split()
@@ -90,17 +90,13 @@ def usage(pid: int) -> Usage | None:
     except (OSError, ValueError, KeyError):
         read = written = None
     return Usage(
-        (int(fields[11]) + int(fields[12])) * _TICK_S,
-        int(fields[17]),
-        int(resident) * _PAGE_BYTES,
-        int(shared) * _PAGE_BYTES,
-        read,
-        written,
-    )
+        (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[17]), int(resident) * _PAGE_BYTES,
+        int(shared) * _PAGE_BYTES, read, written,
+    )  # fmt: skip
 
 
 def zombie_status(pid: int) -> tuple[int | None, int | None] | None:
-    """(exit_code, signal) of a process that has ended and was not yet reaped; None where it cannot be read."""
+    """Return (exit_code, signal) of a process that has ended and was not reaped yet; None if it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -114,9 +110,9 @@ def zombie_status(pid: int) -> tuple[int | None, int | None] | None:
 
 
 def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
-    """Children that a process's main thread has started (DataLoader workers), by the kernel's own list: no walk over all.
+    """Return the children of a process's main thread (DataLoader workers), from the kernel's list.
 
-    With `of_any_thread` those of its other threads as well: one more file to read for each thread.
+    With `of_any_thread`, also those of its other threads: one more file to read for each thread.
     """
     try:
         threads = os.listdir(f"/proc/{pid}/task") if of_any_thread else [pid]
@@ -130,7 +126,7 @@ def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal, by the kernel's mask."""
+    """True if a process has a handler for this signal, by the kernel's mask."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -143,7 +139,7 @@ _GET_INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO of 64 bytes, PIDFD_
 
 
 def reaped_status(fd: int) -> tuple[int | None, int | None] | None:
-    """Return (exit code, signal) of a process that its parent has reaped, by a pidfd opened before; None on older kernels."""
+    """Return (exit code, signal) of a reaped process, by a pidfd opened before; None on older kernels."""
     info = bytearray(struct.pack("=Q56x", _INFO_EXIT))
     try:
         fcntl.ioctl(fd, _GET_INFO, info)
@@ -156,9 +152,9 @@ def reaped_status(fd: int) -> tuple[int | None, int | None] | None:
 
 
 class Endings:
-    """Waits for the ends of the ranks and reads their exit status before their parent reaps them.
+    """Waits for the ranks to end and reads their exit status before their parent reaps them.
 
-    One thread on pidfds: it wakes within microseconds of an exit, while torchrun's agent polls every 100 ms.
+    One thread polls pidfds: it wakes within microseconds of an exit, while torchrun's agent polls every 100 ms.
     """
 
     def __init__(self) -> None:
@@ -166,7 +162,7 @@ class Endings:
         self._poll = select.epoll()
         self._fds: dict[int, int] = {}
         self._watched: set[int] = set()
-        self._looked_at: set[int] = set()  # processes whose end is noticed by polling
+        self._polled: set[int] = set()  # processes without a pidfd, which are polled
         self._lock = threading.Lock()
         self.wake = threading.Event()
         threading.Thread(target=self._run, name="endings", daemon=True).start()
@@ -178,27 +174,27 @@ class Endings:
         try:
             fd = os.pidfd_open(pid)
         except (OSError, AttributeError):
-            self._looked_at.add(pid)  # a kernel without pidfd, or gone already
+            self._polled.add(pid)  # no pidfd in this kernel, or already gone
             return
         with self._lock:
             self._fds[fd] = pid
             self._poll.register(fd, select.EPOLLIN)
 
     def sure(self, pid: int) -> bool:
-        """True if the kernel will report the end of this process, so that no other can take its number unnoticed."""
-        return pid in self._watched and pid not in self._looked_at
+        """True if the kernel will report the end of this process, so that its pid cannot be reused unnoticed."""
+        return pid in self._watched and pid not in self._polled
 
     def _run(self) -> None:
         while True:
             try:
-                ready = self._poll.poll(LOOK_S if self._looked_at else PAUSE_S)
+                ready = self._poll.poll(POLL_S if self._polled else PAUSE_S)
             except OSError:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
                 continue
-            for pid in list(self._looked_at):
-                look = main_thread(pid)
-                if look is None or look.state == "Z":
-                    self._looked_at.discard(pid)
+            for pid in list(self._polled):
+                thread = main_thread(pid)
+                if thread is None or thread.state == "Z":
+                    self._polled.discard(pid)
                     self._end(pid)
             for fd, _ in ready:
                 pid = self._fds.get(fd)
@@ -220,7 +216,7 @@ class Endings:
 
 
 def file_lock_waits() -> dict[int, set[int]]:
-    """Return waiter pid -> holder pids, of file locks (flock, fcntl) with a waiter, from /proc/locks."""
+    """Return waiter pid -> holder pids of file locks (flock, fcntl), from /proc/locks."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -238,8 +234,8 @@ def file_lock_waits() -> dict[int, set[int]]:
     return waits
 
 
-def others_lock(database: Path) -> bool:
-    """Whether another process has this SQLite database open: in WAL mode each holds a lock on its -shm file all the time."""
+def open_elsewhere(database: Path) -> bool:
+    """True if another process has this SQLite database open: in WAL mode it holds a lock on the -shm file."""
     try:
         at = database.with_name(f"{database.name}-shm").stat()
         lines = Path("/proc/locks").read_text().splitlines()
@@ -251,13 +247,13 @@ def others_lock(database: Path) -> bool:
 
 @dataclass(slots=True)
 class CpuWatch:
-    """Tells whether main threads sleep without using CPU, from poll to poll.
+    """Finds main threads that sleep and have used no CPU since the last poll.
 
-    CPU time is read first, as it is cheap. The thread's state takes several times as long and is read only if no CPU was used.
+    CPU time is cheap to read. The thread's state takes several times as long and is read only if no CPU was used.
     """
 
     _used_ns: dict[int, int] = field(default_factory=dict)  # CPU time at the last poll
-    # by process and name, kept open: to find a file takes longer than to read it
+    # by process and name, kept open: opening a file takes longer than reading it
     _fds: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def _read(self, pid: int, name: str) -> str:
@@ -267,7 +263,7 @@ class CpuWatch:
         return os.pread(fd, 4096, 0).decode("utf-8", "replace")
 
     def forget(self, pid: int) -> None:
-        """The process has gone."""
+        """Drop a process that has ended."""
         self._used_ns.pop(pid, None)
         for name in ("schedstat", "stat"):
             fd = self._fds.pop((pid, name), None)
@@ -275,12 +271,12 @@ class CpuWatch:
                 os.close(fd)
 
     def _cpu_ns(self, pid: int) -> int:
-        """CPU time of the main thread; where the kernel keeps no such statistics (no file, or zeros), by its ticks."""
+        """Return the CPU time of the main thread; in clock ticks if the kernel has no schedstat (no file, or zeros)."""
         try:
             used_ns = int(self._read(pid, "schedstat").split(maxsplit=1)[0])
         except (OSError, ValueError, IndexError):
             used_ns = 0
-        return used_ns or _thread_look(self._read(pid, "stat")).cpu_ticks * _TICK_NS
+        return used_ns or _thread_state(self._read(pid, "stat")).cpu_ticks * _TICK_NS
 
     def idle(self, pid: int) -> tuple[bool | None, str | None]:
         """Return (sleeps and has used no CPU since the last poll, state letter if it was read); None if not known."""
@@ -289,7 +285,7 @@ class CpuWatch:
             self._used_ns[pid] = used_ns
             if before_ns is not None and used_ns - before_ns >= _TICK_NS:
                 return False, None
-            state = _thread_look(self._read(pid, "stat")).state
+            state = _thread_state(self._read(pid, "stat")).state
         except (OSError, IndexError):
             self.forget(pid)
             return None, None

@@ -1,4 +1,4 @@
-"""The node and its rank processes once a second: CPU, memory, load, disk, network (psutil)."""
+"""Sample the node and its rank processes once a second: CPU, memory, load, disk, network (psutil)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from distdiag import cgroups
 from distdiag.monitor.host import processes
 from distdiag.store.rows import HostRow, ProcessRow
 
-LOOKS = 10  # samples, one a second, over which the CPU time of a rank's children is measured
+SAMPLES_KEPT = 10  # one a second, over which CPU and queueing times are measured
 
 
 class Hosts:
-    """Samples of this host. Rates need two samples: in the first they are None."""
+    """Samples of this host. Rates need two samples; in the first they are None."""
 
     def __init__(self, node: int) -> None:
         self.node = node
         self.host = socket.gethostname()
         self.cores = os.cpu_count()
         self._last: dict[str, tuple[float, float]] = {}
-        # by rank: without pages of mapped files and of memory shared with others, which a growing share of a data set
-        # may fill and which the kernel takes back when it needs them
+        # by rank: resident memory without mapped files and shared memory. Those grow with a data set, and the kernel
+        # reclaims them when it needs memory
         self.private_bytes: dict[int, int] = {}
         self._limits = cgroups.memory_limits()
-        self.memory_bytes: int | None = None  # of the host, or as much of it as the ranks may have
-        self.available_bytes: int | None = None  # before something is killed
-        # by rank: seconds that its children ran and waited; time of the sample; number of children
+        self.memory_bytes: int | None = None  # of the host, or the limit of the ranks' cgroup
+        self.available_bytes: int | None = None  # until something is killed
+        # by rank: seconds that its children ran and waited for a CPU; time of the sample; number of children
         self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
-        # by rank: seconds that its main thread was runnable without a CPU; time of the sample
+        # by rank: seconds that its main thread waited for a CPU; time of the sample
         self._queueing: dict[int, deque[tuple[float, float]]] = {}
         psutil.cpu_percent()
 
@@ -48,7 +48,7 @@ class Hosts:
         return max(0.0, (value - before[1]) / (now - before[0]))
 
     def node_row(self, t_s: float) -> HostRow:
-        """The node at this moment."""
+        """Return one sample of the node."""
         memory = psutil.virtual_memory()
         self.memory_bytes = min([memory.total, *(x.limit_bytes for x in self._limits)])
         left = [x.limit_bytes - used for x in self._limits if (used := x.used_bytes()) is not None]
@@ -71,14 +71,16 @@ class Hosts:
         )
 
     def process_row(self, t_s: float, rank: int, pid: int) -> ProcessRow | None:
-        """Return one rank's process and its children; None if it is gone or may not be read."""
+        """Return one sample of a rank's process and its children; None if it is gone or cannot be read."""
         use = processes.usage(pid)
         if use is None:
             return None
         self.private_bytes[rank] = use.rss_bytes - use.shared_bytes
-        self._queueing.setdefault(rank, deque(maxlen=LOOKS)).append((_ran_and_waited([pid])[1], time.monotonic()))
+        self._queueing.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
+            (_ran_and_waited([pid])[1], time.monotonic())
+        )
         children = processes.children(pid)
-        self._loading.setdefault(rank, deque(maxlen=LOOKS)).append(
+        self._loading.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
             (*_ran_and_waited(children), time.monotonic(), len(children))
         )
         cpu = self._rate(f"cpu {pid}", use.cpu_s)
@@ -98,39 +100,41 @@ class Hosts:
         )
 
     def queued_share(self, rank: int) -> float | None:
-        """Return the share of all time, lately, in which a rank's main thread could run and had no CPU; None if not known."""
-        looks = self._queueing.get(rank)
-        if not looks or len(looks) < 2:
+        """Return the share of the last 10 s in which a rank's main thread waited for a CPU; None if not known."""
+        samples = self._queueing.get(rank)
+        if not samples or len(samples) < 2:
             return None
-        (queued_0, t_0), (queued_1, t_1) = looks[0], looks[-1]
+        (queued_0, t_0), (queued_1, t_1) = samples[0], samples[-1]
         return (queued_1 - queued_0) / (t_1 - t_0) if queued_1 >= queued_0 and queued_1 > 0 and t_1 > t_0 else None
 
     def workers(self, rank: int) -> tuple[float | None, float | None]:
-        """(starved, busy) of a rank's children (DataLoader workers) lately: the share of the time in which they could have
-        run in which they had no CPU, and for how much of all time one or another could have run. None where not known."""
-        looks = self._loading.get(rank)
-        if not looks or len(looks) < 2:
+        """Return (starved, busy) of a rank's children (DataLoader workers) in the last 10 s; None where not known.
+
+        starved: share of their runnable time without a CPU. busy: runnable time of all children / elapsed time.
+        """
+        samples = self._loading.get(rank)
+        if not samples or len(samples) < 2:
             return None, None
-        (ran_0, waited_0, t_0, n_0), (ran_1, waited_1, t_1, n_1) = looks[0], looks[-1]
+        (ran_0, waited_0, t_0, n_0), (ran_1, waited_1, t_1, n_1) = samples[0], samples[-1]
         ran, waited = ran_1 - ran_0, waited_1 - waited_0
         if ran < 0 or waited < 0 or n_0 != n_1:  # other workers than before
-            looks.clear()
+            samples.clear()
             return None, None
         starved = waited / (ran + waited) if ran + waited > 0.2 else None
-        known = ran_1 > 0 and t_1 > t_0  # else there are none, or the kernel does not say
+        known = ran_1 > 0 and t_1 > t_0  # else there are none, or the kernel has no such statistics
         return starved, (ran + waited) / (t_1 - t_0) if known else None
 
 
 def _counters(read: Any) -> Any:
-    """Counters of the node; None in containers that have none."""
+    """Return counters of the node; None in containers without them."""
     try:
-        return read(nowrap=False)  # `_rate` takes a counter that began anew for no traffic
+        return read(nowrap=False)  # `_rate` takes a reset counter for no traffic
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):
         return None
 
 
 def _ran_and_waited(pids: list[int]) -> tuple[float, float]:
-    """Seconds on a CPU and seconds in its queue, of these processes' main threads since they began."""
+    """Return the seconds that these processes' main threads ran and waited for a CPU since they began."""
     ran = waited = 0
     for pid in pids:
         try:

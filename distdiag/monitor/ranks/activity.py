@@ -1,4 +1,4 @@
-"""What a rank is doing, in one word, from its innermost frame and the text of its line."""
+"""Classify what a rank is doing, from its innermost frame and the text of its line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from distdiag.page.layout import Phase
 
-# the innermost Python frame of all: torch's and the standard library's included
+# the innermost Python frame, including torch's and the standard library's
 _BY_FRAME = (
     (re.compile(r"^dataloader\.(_try_get_data|_get_data|_next_data|__next__)"), "data"),
     (re.compile(r"^(fetch|collate|worker|pin_memory)\."), "data"),
@@ -18,7 +18,7 @@ _BY_FRAME = (
     (re.compile(r"^(connection|subprocess|popen_fork|popen_spawn_posix)\."), "socket"),
     (re.compile(r"^serialization\.(save|_save|_legacy_save)"), "checkpoint"),
 )
-# C functions have no frame: the line that called one says which
+# C functions have no frame, so the calling line is searched for them
 _BY_LINE = (
     (re.compile(r"\binput\s*\(|sys\.stdin|\bstdin\."), "stdin"),
     (re.compile(r"\.flock\s*\(|\.lockf\s*\(|\.acquire\s*\(|^with\s.*lock", re.IGNORECASE), "lock"),
@@ -32,13 +32,13 @@ _BY_LINE = (
 
 
 def activity_of(raw_innermost: str, line: str, phase: Phase, idle: bool) -> str:
-    """One of the words of `findings.Where.state` for a living rank that waits in no collective.
+    """Return one of the words of `findings.Where.state`, for a living rank that does not wait in a collective.
 
     Args:
         raw_innermost: `module.function` of the innermost Python frame.
         line: Text of the user's line.
         phase: The phase word of the page.
-        idle: Its main thread sleeps and uses no CPU.
+        idle: True if the main thread sleeps and uses no CPU.
     """
     if phase == Phase.DATA:
         return "data"

@@ -1,4 +1,4 @@
-"""Communication times of DDP, from the page's ring to the steps they belong to."""
+"""Read DDP's communication times from the page's ring and assign them to steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from distdiag.diagnosis.model.snapshot import DdpTime, Step
 from distdiag.page.layout import DDP_TIMES, Page
 
-MOST_NS = 24 * 3600 * 10**9  # a longer time is no measurement
-UNMATCHED = 64  # measurements of steps whose other models were not measured
+MOST_NS = 24 * 3600 * 10**9  # longer times are invalid
+UNMATCHED = 64  # steps kept for which not all DDP modules were measured
 
 
 class DdpTimes:
-    """The measurements of one rank. A step counts once every DDP module that trains was measured in it."""
+    """The measurements of one rank. A step is complete once every training DDP module was measured in it."""
 
     def __init__(self) -> None:
         self.kept: deque[DdpTime] = deque(maxlen=32)
@@ -22,11 +22,11 @@ class DdpTimes:
         self._parts: dict[int, dict[int, tuple[float, float]]] = {}  # step -> model -> communication and exposed, ms
 
     def read(self, page: Page, start_ns: int, steps: Iterable[Step]) -> None:
-        """Take over what is new in the ring.
+        """Read the new measurements in the ring.
 
         Args:
             start_ns: Monotonic time at which the run began.
-            steps: The newest steps of the rank, the newest first.
+            steps: The rank's last steps, newest first.
         """
         header = page.header
         if self._read == header.n_ddp_times:

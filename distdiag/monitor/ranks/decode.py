@@ -1,4 +1,4 @@
-"""Decodes a page at one instant: its texts, sites and slots, as the types of a snapshot."""
+"""Decode a page: texts, sites and slots, as the types of a snapshot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupSeen:
 
 @dataclass
 class Slots:
-    """A page and what its offsets point at; cached, as texts never change."""
+    """A page and the texts that its offsets point at; cached, because texts never change."""
 
     reader: PageReader
     start_ns: int  # monotonic time at which the run began
@@ -54,11 +54,11 @@ class Slots:
         return self.reader.text(offset)
 
     def stack(self, h: Header) -> tuple[Site, ...]:
-        """Return the user's frames of the main thread, innermost first, as the pulse sampled them last."""
+        """Return the user's frames of the main thread, innermost first, from the newest sample of the pulse."""
         return self.stack_of(bytes(h.stack)[: h.stack_depth * 8])
 
     def stack_of(self, offsets: bytes) -> tuple[Site, ...]:
-        """Return the same by their offsets, 64 bits each."""
+        """Return the frames at these offsets, 64 bits each, innermost first."""
         known = self._stacks.get(offsets)
         if known is None:
             if len(self._stacks) >= STACKS_KEPT:
@@ -68,7 +68,7 @@ class Slots:
         return known
 
     def parsed(self, offset: int) -> Any:
-        """Return a JSON text of the page's heap, parsed once."""
+        """Return the parsed JSON text at this offset; None if it is invalid."""
         if not offset:
             return None
         if offset not in self._json:
@@ -86,7 +86,7 @@ class Slots:
     # -- slots -------------------------------------------------------------------------------------------
 
     def group_key(self, page: Page, index: int) -> str:
-        """Return a group's name for people, the same on all ranks: default_pg, or its description if it has one, or its name."""
+        """Return a readable name of a group, equal on all ranks: default_pg, or from its description, or its name."""
         if index >= page.header.n_groups:
             return "?"
         slot = page.groups[index]
@@ -99,22 +99,14 @@ class Slots:
         return f"group {name}{again}"
 
     def groups(self) -> list[GroupSeen]:
-        page = self.page
+        page, text = self.page, self.text
         if page is None:
             return []
-        out = []
-        for i in range(page.header.n_groups):
-            slot = page.groups[i]
-            out.append(
-                GroupSeen(
-                    self.group_key(page, i),
-                    self.text(slot.description),
-                    self.text(slot.backend),
-                    unfold_ranks(self.text(slot.ranks)),
-                    self.text(slot.name),
-                )
-            )
-        return out
+        slots = [(self.group_key(page, i), page.groups[i]) for i in range(page.header.n_groups)]
+        return [
+            GroupSeen(key, text(s.description), text(s.backend), unfold_ranks(text(s.ranks)), text(s.name))
+            for key, s in slots
+        ]
 
     def p2p(self, page: Page) -> dict[str, int]:
         out: dict[str, int] = {}
@@ -167,7 +159,7 @@ class Slots:
         return tuple(out)
 
     def buckets(self, offset: int) -> Buckets | None:
-        """Return a DDP module's buckets; None if they are not known, or damaged."""
+        """Return a DDP module's buckets; None if they are unknown or damaged."""
         with contextlib.suppress(msgspec.ValidationError):
             found = self.parsed(offset)
             return msgspec.convert(found, Buckets) if found else None

@@ -1,8 +1,8 @@
-"""Which operations a rank's device has not completed, from counters: the host does not wait in them.
+"""Find the operations that a rank's device has not completed.
 
-The host issues operations and runs ahead; the device works them off in the order of issue. Collectives are incomplete by
-the flight recorder's counters (issued − completed per group), messages by its entries. What C++ issues (DDP's reducer) is known
-by its number alone.
+The host issues operations and runs ahead; the device executes them in the order of issue. Incomplete collectives follow from
+the flight recorder's counters (issued − completed per group), incomplete messages from its entries. Of collectives issued by
+C++ (DDP's reducer) only the number is known.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OpenMessages = Mapping[tuple[str, str, int | None], int]  # (group, send or recv
 def incomplete(
     calls: tuple[Call, ...], completed: Mapping[str, int], open_messages: OpenMessages | None
 ) -> tuple[Call, ...]:
-    """The calls, where those on a device count as complete only if the counters say so.
+    """Return the calls; those on a device are complete only by the counters.
 
     Args:
         calls: Oldest first.
         completed: Newest completed collective by group.
-        open_messages: The newest so many of each kind are incomplete; None where it is not known.
+        open_messages: How many of the newest messages of each kind are incomplete; None if not known.
     """
     left = dict(open_messages or {})
     out = []
@@ -49,13 +49,13 @@ def heads(
     completed: Mapping[str, int],
     issued_in_cpp: Mapping[str, Call],
 ) -> tuple[Call, ...]:
-    """The oldest incomplete operation of each group and pair of ranks, in the order of issue.
+    """Return the oldest incomplete operation of each group and each pair of ranks, in the order of issue.
 
     Args:
-        calls: Of the rank, oldest first, as `incomplete` returns them.
-        groups: Those whose collectives do not block the host.
+        calls: The rank's calls, oldest first, from `incomplete`.
+        groups: Groups whose collectives do not block the host.
         enqueued, completed: Newest collective issued and completed, by group.
-        issued_in_cpp: What is known of the next incomplete collective of a group that no call in `calls` is.
+        issued_in_cpp: By group: its oldest incomplete collective, if C++ issued it.
     """
     found: list[Call] = []
     known: dict[tuple[str, int | None], Call] = {}
@@ -64,7 +64,7 @@ def heads(
         if not c.on_device or c.completed_s is not None:
             continue
         if c.p2p:
-            messages.setdefault((c.group, c.peer), c)  # the pair's own communicator works them off in order
+            messages.setdefault((c.group, c.peer), c)  # each pair has a communicator, which executes them in order
         else:
             known.setdefault((c.group, c.seq), c)
     for group in groups:
@@ -73,18 +73,18 @@ def heads(
             head = known.get((group, done + 1)) or issued_in_cpp.get(group)
             found.append(head or Call(op="", group=group, seq=done + 1, on_device=True))
     found += messages.values()
-    # What C++ issued without a time is sorted last: it proves no order.
+    # A collective from C++ without a time is sorted last: it proves no order.
     return tuple(sorted(found, key=lambda c: float("inf") if c.entered_s is None else c.entered_s))
 
 
 def waited_for(queued: tuple[Call, ...]) -> Call | None:
     """Return the operation that a host waits for while it waits for its device; None if that is not known.
 
-    It is the first that the stream depends on: a synchronous one, or one whose `wait()` returned. C++ waits for the operations
-    that it issues. A single asynchronous one without `wait()` is the only one that can keep the device busy.
+    That is the first operation that the stream depends on: a synchronous one, one whose `wait()` returned, or one issued by C++.
+    If the only operation is asynchronous and has no `wait()`, it is that one.
     """
     for c in queued:
-        in_call = not c.asynchronous and not c.p2p  # the host has not left it: a barrier waits inside
+        in_call = not c.asynchronous and not c.p2p  # the host is still in the call: a barrier waits inside
         if c.left_s is not None or c.entered_s is None or in_call:
             return c
     return queued[0] if len(queued) == 1 else None

@@ -1,4 +1,4 @@
-"""A rank's page, followed over time: what its rings hold, as the types of a snapshot."""
+"""Follow a rank's page over time: read its rings into the types of a snapshot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from distdiag.store.rows import ScalarRow
 from distdiag.terms.ranks import unfold_ranks
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
-COMPUTES_NS = 500_000_000  # for so long a main thread that uses the CPU is taken to compute
+COMPUTES_NS = 500_000_000  # a main thread that uses the CPU counts as computing for this long
 _SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase_since_ns", "blocked", "blocked_since_ns"))
 _N_CALLS, _N_STEPS, _N_SAMPLES = map(word, ("n_calls", "n_steps", "n_samples"))
 _VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_depth", "stack", "stack_phase"))
@@ -53,7 +53,11 @@ ROUTINE_SAMPLES = frozenset(
 )
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
-MEMORY_S, MEMORY_LOOKS, MEMORY_RATE = 32.0, 40, 1 << 20  # bytes a second; slower growth is watched for minutes anyway
+MEMORY_S, MEMORY_SAMPLES, MEMORY_RATE = (
+    32.0,
+    40,
+    1 << 20,
+)  # bytes per second; slower growth needs minutes of samples anyway
 
 
 @dataclass
@@ -73,13 +77,13 @@ class PageView(Slots):
     _scalars_read: int = 0
     _news: bytes = b""
     _samples_glanced: int = 0
-    _sampled: int = 0  # version of the stack whose place was counted last
+    _sampled: int = 0  # version of the stack that was counted last
     ending: Ending | None = None
     ended_s: float | None = None
     place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
     place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
     visits: Visits = field(default_factory=Visits)
-    _shares: bool = False  # it has exchanged numbers with others while it trained
+    _shares: bool = False  # it has exchanged floating-point tensors with others while it trained
     group_calls: dict[str, int] = field(default_factory=dict)
     group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     still_since_s: float | None = None
@@ -91,13 +95,14 @@ class PageView(Slots):
     queued_share: float | None = None
     workers_starved: float | None = None
     workers_busy: float | None = None
-    new_steps: list[Step] = field(default_factory=list)  # not taken yet, as are
-    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # these, with the host's wait, s
+    # not taken yet
+    new_steps: list[Step] = field(default_factory=list)
+    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
     missed: int = 0  # steps and scalars that were overwritten before they were read
-    missed_calls: int = 0  # the same of calls: what is lost are the times of single ones, the counts are exact
+    missed_calls: int = 0  # the same for calls: their times are lost, their counts are exact
     longest_usual_s: float = 0.0
     warm_since_s: float | None = None
-    died_in_background: bool = False  # a fatal signal in a thread without Python: gloo's, NCCL's
+    died_in_background: bool = False  # a fatal signal in a thread of gloo or NCCL
 
     @classmethod
     def open(cls, path: Path, start_ns: int) -> Self:
@@ -107,20 +112,20 @@ class PageView(Slots):
         return view
 
     def file(self, kind: str) -> Path:
-        """Return the path of a file next to the page: `trace`, `native` (stacks requested by signal), `fatal` (of a fatal signal)."""
+        """Return the path of a file next to the page: `trace`, `native` (stacks on request), `fatal` (stacks at a fatal signal)."""
         return self.reader.path.with_name(f"r{self.rank}.{kind}")
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def goes_on(self, now_ns: int, idle: Callable[[Self], bool | None]) -> bool:
-        """Whether the main thread cannot be waiting for another rank and what it left can be read later.
+    def moves_on(self, now_ns: int, idle: Callable[[Self], bool | None]) -> bool:
+        """True if the main thread cannot be waiting for another rank, and its records can be read later.
 
-        It went from one phase or wait to the next a moment ago, or it computes: on a GPU that may be a wait that spins, and so
-        it is believed for a while only.
+        It has just changed its phase or wait, or it uses the CPU. The latter may be a spinning wait for a GPU, so it counts
+        only for a while.
 
         Args:
             now_ns: Monotonic time.
-            idle: Whether it sleeps and has used no CPU lately; asked for where it matters.
+            idle: Returns True if the rank sleeps and has used no CPU lately; called only if needed.
         """
         if self.page is None:
             return False
@@ -138,14 +143,14 @@ class PageView(Slots):
         )
 
     def _samples_can_wait(self, samples: int) -> bool:
-        """True if all new samples are of kinds that are read from time to time anyway, and the ring has room for more."""
+        """True if all new samples are of routine kinds, and the ring has room for more."""
         first, self._samples_glanced = max(self._samples_glanced, self._samples_read), samples
         routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
         return routine and samples - self._samples_read < SAMPLES // 4
 
     def refresh(self, now_s: float) -> None:
-        """Read the page and take over what is new in its rings."""
-        self._news = self.reader.words[NEWS].tobytes()  # first: what comes meanwhile is news
+        """Read the page and the new records in its rings."""
+        self._news = self.reader.words[NEWS].tobytes()  # first: what is written meanwhile counts as news
         self.page = page = self.reader.read(-1 if self._open else self._calls_read)
         h = page.header
         self._read_calls(page, h)
@@ -214,7 +219,7 @@ class PageView(Slots):
         p2p = bool(rec.flags & P2P)
         group, seq, nth = "", rec.seq, None
         if rec.group == NO_GROUP:
-            # its members are part of what it is: a rank that skipped one before is at another number than the rest
+            # its members are part of its name: a rank that skipped an earlier one has another number than the others
             members = self.text(rec.dtype)
             group = f"{op} {rec.seq}" + (f" of ranks {members}" if members else "")
             seq = 1
@@ -281,21 +286,21 @@ class PageView(Slots):
             self.new_steps.append(step)
 
     def takes_memory(self) -> bool:
-        """True if the memory of this rank or its device has been growing: it is then sampled more often."""
+        """True if the memory of this rank or its device is growing; it is then sampled more often."""
         for course in (self.memory, self.device_memory):
-            lately = [p for p in itertools.islice(reversed(course), MEMORY_LOOKS) if course[-1][0] - p[0] <= MEMORY_S]
+            lately = [p for p in itertools.islice(reversed(course), MEMORY_SAMPLES) if course[-1][0] - p[0] <= MEMORY_S]
             if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
                 return True
         return False
 
     def taken(self) -> tuple[list[Step], list[tuple[Call, float]]]:
-        """Steps and closed calls since they were taken last, by however many refreshes they came."""
+        """Return the steps and closed calls since the last call of this method."""
         taken = self.new_steps, self.closed_calls
         self.new_steps, self.closed_calls = [], []
         return taken
 
     def scalars(self) -> list[ScalarRow]:
-        """Values logged since the last call."""
+        """Return the values logged since the last call of this method."""
         page, out = self.page, []
         if page is None:
             return out
@@ -312,14 +317,14 @@ class PageView(Slots):
         return out
 
     def sample_place(self, idle: bool | None) -> None:
-        """Count the main thread's site, unless it waits for other ranks there."""
+        """Count the main thread's newest site, unless it waits for other ranks there."""
         words = self.reader.words
         blocked, version = words[_BLOCKED], words[_VERSION]
         if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):
             return
         depth, phase_at = words[_DEPTH], words[_STACK_PHASE]
         if depth > STACK or phase_at >= len(_PHASES):
-            return  # damaged: the next full poll gives this page up
+            return  # damaged: the next full poll drops this page
         offsets, phase = bytes(words[_STACK : _STACK + depth]), _PHASES[phase_at]
         stack = self.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
         if not stack:

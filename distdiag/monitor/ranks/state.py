@@ -1,4 +1,4 @@
-"""Makes the `RankState` of a rank from its page and the kernel's state of its process. Only this file knows both forms."""
+"""Make the `RankState` of a rank from its page and the kernel's state of its process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distdiag.page.layout import Blocked, Header, LifeWord, Phase
 
 
 def _issue_stack(site: Site, stack: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Return the user's frames at a call that has returned: only `site`, unless the host is still in the same function."""
+    """Return the user's frames at a call that has returned: `site`, and its callers if the host is still in that function."""
     for i, frame in enumerate(stack):
         if (frame.file, frame.function) == (site.file, site.function):
             return (site, *stack[i + 1 :])
@@ -35,7 +35,7 @@ class RankView(Waits):
             if h.life == LifeWord.RAISED:
                 return Life.CRASHED, end.exit_code if end.exit_code is not None else 1, None
             if h.life == LifeWord.EXITING:
-                code = h.exit_code  # the script's own; a signal afterwards came while the interpreter shut down
+                code = h.exit_code  # the script's; a signal afterwards came during interpreter shutdown
                 return (Life.FINISHED if code == 0 else Life.CRASHED), code, end.signal
             if end.exit_code is not None:
                 return (Life.FINISHED if end.exit_code == 0 else Life.CRASHED), end.exit_code, None
@@ -154,7 +154,7 @@ class RankView(Waits):
     def _stack_and_site(
         self, h: Header, life: str, blocked: Call | None, on_device: bool
     ) -> tuple[tuple[Site, ...], Site | None]:
-        """Return (the user's stack, the site the host is at): of the newest sample, of the call it waits in, or where it ended."""
+        """Return (the user's stack, the host's site): from the newest sample, the call it waits in, or where it ended."""
         stack = self.stack(h)
         wait_site = blocked.site if blocked is not None else None
         if wait_site is not None and not on_device and (not stack or stack[0] != wait_site):
@@ -162,7 +162,7 @@ class RankView(Waits):
         place = stack[0] if stack else None
         if wait_site is not None and on_device:
             return _issue_stack(wait_site, stack), place
-        if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # what it raised, or where it called sys.exit
+        if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # where it raised, or called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
             return stack, stack[0] if stack else place
         if life == Life.KILLED and self.calls:
@@ -173,7 +173,7 @@ class RankView(Waits):
         return stack, place
 
     def _ended_s(self, h: Header, life: str) -> float | None:
-        """Return when the rank ended: if it raised, when it did; else when its process was found gone."""
+        """Return when the rank raised, else when its process ended."""
         raised = life in (Life.CRASHED, Life.FINISHED) and h.exception_depth and h.exception_ns
         return self.s(h.exception_ns) if raised else self.ended_s
 
@@ -182,21 +182,15 @@ class RankView(Waits):
         return h.blocked != Blocked.NO or in_call or self.died_in_background
 
     def progress_mark(self) -> tuple[Any, ...]:
-        """Changes when the host or the device of this rank makes progress."""
+        """Return a value that changes when the host or the device of this rank makes progress."""
         assert self.page is not None
         page = self.page
         return (*self._still_mark, *(page.groups[i].completed for i in range(page.header.n_groups)))
 
     def _activity(
-        self,
-        h: Header,
-        life: str,
-        blocked: Call | None,
-        place: Site | None,
-        os_state: str | None,
-        idle: bool | None,
+        self, h: Header, life: str, blocked: Call | None, place: Site | None, os_state: str | None, idle: bool | None,
         silent_s: float | None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         if life == Life.STOPPED:
             return "stopped"
         if life in (Life.CRASHED, Life.KILLED, Life.FINISHED):

@@ -1,4 +1,4 @@
-"""Finds the operation that a rank's host waits in, from its page, its flight record and its native frames."""
+"""Find the operation that a rank's host waits in, from its page, its flight record and its native frames."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from distdiag.page.layout import BACKEND_FRAME, CALLS, Blocked, Header, Page
 from distdiag.terms.backends import blocks_host
 from distdiag.terms.ranks import unfold_ranks
 
-_CPP_WAITS = ("_functional_collectives.", "_ops.")  # innermost Python frames below which C++ waits for a collective
+_CPP_WAITS = (
+    "_functional_collectives.",
+    "_ops.",
+)  # innermost Python frames of calls in which C++ waits for a collective
 
 
 @dataclass
 class Waits(PageView):
     """The operation that one rank waits in, on the host or for its device."""
 
-    # by group: number and time of the oldest open collective, where C++ issued it
+    # by group: number and time of the oldest open collective, if C++ issued it
     issued_s: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     # -- on the host --------------------------------------------------------------------------------
@@ -38,7 +41,7 @@ class Waits(PageView):
             enqueued[key] = slot.enqueued
             if slot.completed >= 0:
                 completed[key] = slot.completed
-            if record is not None and not slot.offset:  # else they are numbered differently
+            if record is not None and not slot.offset:  # an offset: the flight recorder numbers them differently
                 name = self.text(slot.name)
                 if name in record.enqueued and not slot.destroyed:
                     completed[key] = record.completed[name]
@@ -52,7 +55,7 @@ class Waits(PageView):
         return enqueued, completed
 
     def _captured(self, group: str, recorded: int) -> bool:
-        """True if all calls after number `recorded` have returned: they are not in the flight record, so a graph captured them.
+        """True if a graph captured all calls after number `recorded`: they have returned and are not in the flight record.
 
         A captured collective takes a number and is never enqueued.
         """
@@ -60,13 +63,8 @@ class Waits(PageView):
         return bool(missing) and all(c.on_device and c.left_s is not None for c in missing)
 
     def _blocked(
-        self,
-        page: Page,
-        idle: bool | None,
-        enqueued: dict[str, int],
-        completed: dict[str, int],
-        record: FlightRecord | None,
-    ) -> Call | None:
+        self, page: Page, idle: bool | None, enqueued: dict[str, int], completed: dict[str, int], record: FlightRecord | None
+    ) -> Call | None:  # fmt: skip
         """Return the operation that the main thread waits in, by the page."""
         h = page.header
         site = self.site(h.blocked_site)
@@ -88,7 +86,7 @@ class Waits(PageView):
         return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
 
     def in_backend(self) -> str:
-        """Return the Python function of a backend that the main thread was last seen in; "" if it was not, or moved since."""
+        """Return the backend's Python function that the main thread is in; "" if it is in none, or has moved since the sample."""
         assert self.page is not None
         h, since_s = self.page.header, self.still_since_s
         name = self.text(h.raw_innermost)
@@ -97,16 +95,17 @@ class Waits(PageView):
         return name.removeprefix(BACKEND_FRAME)
 
     def in_cpp_wait(self) -> bool:
-        """True if the main thread was last sampled in torch's code that calls C++, as functional collectives do."""
+        """True if the last sample of the main thread is in torch's Python code that calls C++ collectives."""
         assert self.page is not None
         return self.text(self.page.header.raw_innermost).startswith(_CPP_WAITS)
 
     def _functional(
         self, page: Page, enqueued: dict[str, int], completed: dict[str, int], record: FlightRecord | None
     ) -> Call | None:
-        """Return the collective that a rank waits for within C++ (functional collectives, DTensor, compiled code).
+        """Return the collective that a rank waits for inside C++ (functional collectives, DTensor, compiled code).
 
-        No hook sees that wait. But the main thread sleeps in torch's call, and exactly one group has an open collective.
+        No hook sees that wait. It is known if the main thread sleeps in torch's call and exactly one group has an open
+        collective.
         """
         h = page.header
         if self.still_since_s is None or h.stack_ns / 1e9 < self.still_since_s + self.start_ns / 1e9:
@@ -151,7 +150,7 @@ class Waits(PageView):
 
     @property
     def device_groups(self) -> tuple[int, ...]:
-        """Slots of the living groups whose collectives do not block the host, by their backend or by their calls so far."""
+        """Return the slots of living groups whose collectives do not block the host, by backend or by their calls so far."""
         page = self.page
         if page is None:
             return ()
@@ -164,7 +163,7 @@ class Waits(PageView):
         )
 
     def used_device_groups(self) -> bool:
-        """True if this rank has, or had, a group whose collectives do not block the host: waits are not part of its step times."""
+        """True if this rank has or had a group whose collectives do not block the host: its steps then have no measured waits."""
         page = self.page
         return page is not None and (
             any(not blocks_host(self.text(page.groups[i].backend)) for i in range(page.header.n_groups))
@@ -175,14 +174,14 @@ class Waits(PageView):
         return any(not self.text(page.groups[i].backend) for i in range(page.header.n_groups))
 
     def has_open_on_device(self) -> bool:
-        """True if the device may have an operation in flight: by the counters, or because there are messages, which have none."""
+        """True if the device may have an operation in flight: by the counters, or because of messages, which have no counter."""
         page = self.page
         return page is not None and any(
             (g := page.groups[i]).completed < g.enqueued or page.header.n_peers for i in self.device_groups
         )
 
     def known_on_device(self) -> frozenset[tuple[str, int]]:
-        """Return the collectives of device groups that Python issued: (torch's name of the group, the flight recorder's number)."""
+        """Return the device collectives that Python issued, as (torch's name of the group, the flight recorder's number)."""
         page = self.page
         assert page is not None
         slots = {self.group_key(page, i): page.groups[i] for i in self.device_groups}
@@ -200,9 +199,9 @@ class Waits(PageView):
         completed: dict[str, int],
         record: FlightRecord | None,
     ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """Return (its calls, the oldest open ones by order of issue).
+        """Return (the rank's calls, the oldest open ones in the order of issue).
 
-        A call on a device is open until the counters show it complete.
+        A call on a device is open until the counters show it as complete.
         """
         h = page.header
         keys = {self.group_key(page, i): i for i in self.device_groups}
@@ -228,21 +227,21 @@ class Waits(PageView):
         return calls, device_queue.heads(calls, keys, enqueued, completed, in_cpp)
 
     def _issued_s(self, page: Page, group: int, seq: int, record: FlightRecord | None) -> float | None:
-        """Return when C++ issued a collective, by the flight recorder; None if it has no time."""
+        """Return when C++ issued a collective, by the flight recorder; None if it recorded no time."""
         slot = page.groups[group]
         entry = record.entries.get((self.text(slot.name), seq + slot.offset)) if record is not None else None
         if entry is None or not entry.created_ns:
             return None
         known = self.issued_s.get(group)
-        if known is None or known[0] != seq:  # the two clocks differ a little each time: one operation has one time
+        if known is None or known[0] != seq:  # the difference of the clocks varies a little: keep the first result
             known = self.issued_s[group] = seq, (entry.created_ns - wall_offset_ns() - self.start_ns) / 1e9
         return known[1]
 
     def _issue_site(self, h: Header, call: Call) -> Site | None:
-        """Return where the user's code makes C++ issue this operation, if the flight recorder has no stack of it.
+        """Return the user's line at which C++ issued this operation, if the flight recorder has no stack of it.
 
-        DDP broadcasts its buffers in forward and reduces gradients in backward. Others are functional collectives: the host
-        is still at the line that called them, or close to it.
+        DDP broadcasts buffers in forward and reduces gradients in backward. Other operations are functional collectives:
+        the host is at the line that called them, or close to it.
         """
         if h.blocked == Blocked.DDP:
             return self.site(h.blocked_site)
@@ -260,12 +259,12 @@ class Waits(PageView):
         enqueued: dict[str, int],
         completed: dict[str, int],
     ) -> Call | None:
-        """Return the operation that the host waits for, if its native frames show that it waits for its device."""
+        """Return the operation that the host waits for, if its native frames show a wait for the device."""
         if kind == HostWait.DEVICE:
             return device_queue.waited_for(queued)
         if kind != HostWait.COMMUNICATOR:
             return None
-        # C++ issued the first collective of a group and is creating its communicator: nothing is enqueued yet
+        # C++ is creating the communicator of a group's first collective: nothing is enqueued yet
         h = page.header
         first = [
             i for i in self.device_groups if (k := self.group_key(page, i)) not in completed and enqueued.get(k, 0) > 0
