@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ from tests.jobs import REPOSITORY, TEST_MARK, kill_marked, marked
 # A runner in the background of a shell ignores Ctrl-C, and every process below it would, too; the tests of it must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Without kept bytecode, each of the hundreds of processes that tests start would compile our sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The recorder counts its failures and goes on; in our own tests it raises them. Before any import of the package.
 os.environ["DISTDIAG_RAISE"] = "1"

@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.launchers import Launcher
+
 T = TypeVar("T")
 
 JOB_MARK = "TEST_JOB_MARK"  # one job, and all that it starts
@@ -145,7 +147,7 @@ def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
 class Job:
     """A running torchrun job (or any other process started like one)."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Launcher
     mark: str
     directory: Path  # holds its stdout and stderr
     cwd: Path
@@ -211,34 +213,21 @@ def start(
         env: Set on top of a clean environment (see `clean_env`).
         timeout: Seconds from the start after which `Job.wait` fails.
     """
-    with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as made:
-        directory = Path(made)
-        mark = uuid.uuid4().hex
-        where = cwd if cwd is not None else directory / "cwd"
-        where.mkdir(parents=True, exist_ok=True)
-        variables = clean_env(directory / "home", {**(env or {}), JOB_MARK: mark})
-        with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
-            process = subprocess.Popen(
+
+    def begin(where: Path, variables: dict[str, str], out: Path, err: Path) -> subprocess.Popen[bytes]:
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            return subprocess.Popen(
                 [str(c) for c in command],
                 cwd=where,
                 env=variables,
                 stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
+                stdout=stdout,
+                stderr=stderr,
                 start_new_session=True,
             )
-        job = Job(process, mark, directory, where, time.monotonic() + timeout, variables)
-        try:
-            yield job
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
-            process.wait()
-            if process.stdin:
-                process.stdin.close()
-            kill_marked(mark)
+
+    with _job(begin, cwd, env, timeout) as job:
+        yield job
 
 
 @contextmanager
@@ -250,8 +239,9 @@ def launch(
     timeout: float = 120.0,
     *,
     torchrun_args: Sequence[str] = (),
+    fork_ranks: bool = False,
 ) -> Iterator[Job]:
-    """`torchrun --standalone --nproc-per-node NPROC ARGS…` as a `Job`.
+    """`torchrun --standalone --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
 
     Args:
         args: What follows torchrun's own options: `["-m", "distdiag.train", …]` or `[script, …]`.
@@ -260,10 +250,47 @@ def launch(
         env: Set on top of a clean environment, for example `{"DISTDIAG_RUN_DIR": …}`.
         timeout: Seconds from the start after which `Job.wait` fails.
         torchrun_args: Further options of torchrun.
+        fork_ranks: Fork the ranks as well, without torchrun: for jobs whose numbers alone are asserted.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    with start([*command, *torchrun_args, *args], cwd=cwd, env=env, timeout=timeout) as job:
+    program = [str(a) for a in args]
+    arguments = program if fork_ranks else ["--standalone", "--nproc-per-node", str(nproc), *torchrun_args, *program]
+
+    def begin(where: Path, variables: dict[str, str], out: Path, err: Path) -> Launcher:
+        out.touch()
+        err.touch()
+        return Launcher(arguments, where, variables, out, err, forked_ranks=nproc if fork_ranks else 0)
+
+    with _job(begin, cwd, env, timeout) as job:
         yield job
+
+
+@contextmanager
+def _job(
+    begin: Callable[[Path, dict[str, str], Path, Path], subprocess.Popen[bytes] | Launcher],
+    cwd: Path | None,
+    env: Mapping[str, str] | None,
+    timeout: float,
+) -> Iterator[Job]:
+    """Start a job by `begin(directory, environment, stdout, stderr)`; at the end kill all that it has started."""
+    with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as made:
+        directory = Path(made)
+        mark = uuid.uuid4().hex
+        where = cwd if cwd is not None else directory / "cwd"
+        where.mkdir(parents=True, exist_ok=True)
+        variables = clean_env(directory / "home", {**(env or {}), JOB_MARK: mark})
+        process = begin(where, variables, directory / "stdout", directory / "stderr")
+        job = Job(process, mark, directory, where, time.monotonic() + timeout, variables)
+        try:
+            yield job
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                process.send_signal(signal.SIGKILL)  # a launcher that has no session yet
+            process.wait()
+            if isinstance(process, subprocess.Popen) and process.stdin:
+                process.stdin.close()
+            kill_marked(mark)
 
 
 def distdiag(

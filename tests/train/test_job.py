@@ -52,7 +52,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) 
     """5 steps an epoch: the first 3 and then 4 more, from the middle of one epoch into the next."""
     options = [*SMALL, "--max-steps", "7", "--accumulate", "2", "--clip", "1", "--sync-bn", "--checkpoint-every", "3"]
     options += ["--loader", "workers", "--workers", "1", "--keep-checkpoints", "3", "--data", str(data)]
-    with launch(["-m", "distdiag.train", *options, "--checkpoint-dir", tmp_path / "a"], timeout=170) as job:
+    with launch(
+        ["-m", "distdiag.train", *options, "--checkpoint-dir", tmp_path / "a"], timeout=170, fork_ranks=True
+    ) as job:
         assert job.wait() == 0, job.tail()
         out = job.stdout().splitlines()
         assert said(job.stderr()) == []
@@ -69,7 +71,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) 
 
     half = tmp_path / "a" / "step-00000003.pt"
     resumed = ["--checkpoint-dir", str(tmp_path / "b"), "--resume", str(half)]
-    with launch(["-m", "distdiag.train", *options, *resumed], timeout=170) as job:
+    with launch(["-m", "distdiag.train", *options, *resumed], timeout=170, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         assert f"resumed after step 3 from {half}" in job.stdout()
     uninterrupted, again = load(tmp_path / "a" / "step-00000007.pt"), load(tmp_path / "b" / "step-00000007.pt")
@@ -86,7 +88,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) 
 
 
 def test_two_accumulated_batches_equal_one_of_their_size(data: Path, tmp_path: Path) -> None:
-    with launch([Path(__file__).with_name("accumulate_job.py"), data, tmp_path], timeout=150) as job:
+    with launch([Path(__file__).with_name("accumulate_job.py"), data, tmp_path], timeout=150, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
     one, two, half = (load(tmp_path / name / "step-00000004.pt")["model"] for name in ("8x1", "4x2", "4x1"))
     for name, weights in one.items():

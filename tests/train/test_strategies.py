@@ -31,7 +31,7 @@ from tests.jobs import launch
 def test_all_strategies_compute_the_same_losses_and_weights(ranks: int, names: tuple[str, ...], tmp_path: Path) -> None:
     """3 steps of 2 accumulated batches with clipping. The job itself checks that a resumed strategy ends equal."""
     job_file = Path(__file__).with_name("strategies_job.py")
-    with launch([job_file, tmp_path, *names], nproc=ranks, timeout=360) as job:
+    with launch([job_file, tmp_path, *names], nproc=ranks, timeout=360, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
     done: dict[str, dict[str, Any]] = {n: torch.load(tmp_path / f"{n.replace(':', '-')}.pt") for n in names}
     single = done["single"]

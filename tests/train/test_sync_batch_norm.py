@@ -14,7 +14,7 @@ from tests.jobs import launch
 
 @pytest.mark.job
 def test_two_ranks_equal_one_process() -> None:
-    with launch([Path(__file__).with_name("sync_batch_norm_job.py")], nproc=2, timeout=150) as job:
+    with launch([Path(__file__).with_name("sync_batch_norm_job.py")], nproc=2, timeout=150, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         assert sorted(job.stdout().split("\n")[:2]) == ["rank 0 equal", "rank 1 equal"]
 

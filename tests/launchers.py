@@ -1,0 +1,223 @@
+"""Launchers of test jobs: one process imports torchrun and forks a launcher for each job.
+
+Importing torchrun takes 3 s of CPU, a quarter of what a small job of two ranks takes in all. A forked launcher runs torchrun's own
+`main` and is, for its ranks, the same: their parent, the leader of a session, with the job's environment, directory, outputs and
+exit status. It starts its ranks as always, each with its own import of torch. Tests of the launch itself start torchrun as a command.
+
+Of a job that is not recorded, and whose numbers alone are asserted, the ranks can be forked as well: 4 s of CPU less for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Server:
+    """The process that forks launchers. It is no child of this process, and ends when this process has closed its socket."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        env = {k: v for k, v in os.environ.items() if "TEST_MARK" not in k}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with theirs:
+            subprocess.run(
+                [sys.executable, "-m", "tests.launchers", str(theirs.fileno())],
+                cwd=REPOSITORY, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                start_new_session=True, check=True,
+            )  # fmt: skip
+        self._answers = self._socket.makefile("r")
+
+    def ask(self, **request: Any) -> int | None:
+        """Return the answer to one request.
+
+        Raises:
+            EOFError: the server has ended.
+        """
+        try:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            answer = self._answers.readline()
+        except BaseException:  # a test that was interrupted here has left an answer which is not the next one's
+            self.close()
+            raise
+        if not answer:
+            self.close()
+            raise EOFError("the server of launchers has ended; start it by hand: python -m tests.launchers 0")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+
+_server: list[Server] = []  # of this process; the newest last
+
+
+class Launcher:
+    """A forked launcher, with what tests use of `subprocess.Popen`.
+
+    Args:
+        arguments: Those of torchrun; with `forked_ranks`, the program and its arguments.
+        stdout, stderr: Files that exist.
+        forked_ranks: If not 0, no torchrun: so many ranks are forked and run the program, in the session of the launcher.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        stdout: Path,
+        stderr: Path,
+        forked_ranks: int = 0,
+    ) -> None:
+        if not _server or _server[-1].closed:
+            _server.append(Server())
+        self._server = _server[-1]
+        self.returncode: int | None = None
+        pid = self._server.ask(
+            arguments=list(arguments),
+            cwd=str(cwd),
+            env=dict(env),
+            stdout=str(stdout),
+            stderr=str(stderr),
+            forked_ranks=forked_ranks,
+        )
+        assert pid is not None
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        if self.returncode is None and not self._server.closed:
+            self.returncode = self._server.ask(pid=self.pid)
+        elif self.returncode is None and not Path(f"/proc/{self.pid}").exists():
+            self.returncode = -signal.SIGKILL  # its exit status went with the server
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("torchrun", timeout or 0.0)
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Answer requests until there are no more; return None then, and in each forked launcher its request."""
+    inputs: dict[int, int] = {}  # what a launcher never reads from: stdin stays open and silent while it lives
+    lines = requests.makefile("r")
+    while line := lines.readline():
+        request = json.loads(line)
+        answer: int | None = None
+        if "pid" in request:
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
+            if pid:
+                answer = os.waitstatus_to_exitcode(status)
+                os.close(inputs.pop(pid))
+        else:
+            theirs, ours = os.pipe()
+            answer = os.fork()
+            if answer == 0:
+                os.dup2(theirs, 0)
+                os.close(theirs)
+                for end in (ours, *inputs.values()):
+                    os.close(end)
+                return request
+            os.close(theirs)
+            inputs[answer] = ours
+        requests.sendall(json.dumps(answer).encode() + b"\n")
+    return None
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Be the launcher of `request` up to the call of torchrun: session, directory, environment, outputs, arguments."""
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        fd = os.open(request[name], os.O_WRONLY | os.O_APPEND)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.argv = ["torchrun", *request["arguments"]]
+
+
+def _fork_ranks(number: int) -> int | None:
+    """Fork the ranks of a job on this host; return None in each rank, and here the exit code once all have ended."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    os.environ.update(sizes, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks: set[int] = set()
+    for rank in range(number):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return None
+        ranks.add(pid)
+    code = 0
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status and not code:  # as torchrun does: the first failure ends the others
+            code = 1
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return code
+
+
+def _run_program(program: list[str]) -> None:
+    """Run `-m MODULE ARGS…` or `SCRIPT ARGS…` as Python itself would."""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        sys.path[0] = str(Path(program[0]).parent)
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    import gc
+    import importlib
+
+    from torch.distributed import run
+
+    from distdiag import torchrun_compat
+
+    importlib.import_module("torch._dynamo")  # 2 s more, which DDP and the optimizers need in forked ranks
+    gc.freeze()  # a launcher's collections would copy what it shares with this process
+    wanted = _serve(connection)
+    connection.close()
+    if wanted is not None:
+        _become(wanted)
+        if not wanted["forked_ranks"]:
+            torchrun_compat.autoload()  # torch's import calls it, with the launcher's own arguments
+            run.main()
+        elif (ended := _fork_ranks(wanted["forked_ranks"])) is None:
+            _run_program(wanted["arguments"])
+        else:
+            sys.exit(ended)
