@@ -48,24 +48,25 @@ def line_of(script: Path, text: str) -> str:
     return f"{script}:{found[0]}"
 
 
-@pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[Job]:
-    """Rank 0 waits in its 21st all_reduce, rank 1 sleeps outside of it."""
-    script = tmp_path / "train.py"
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job of which rank 0 waits in its 21st all_reduce while rank 1 sleeps; no test changes that."""
+    folder = tmp_path_factory.mktemp("hanging")
+    script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    with launch(["-m", "distdiag.run", "--run-dir", "R", script], cwd=tmp_path) as job:
+    with launch(["-m", "distdiag.run", "--run-dir", "R", script], cwd=folder, timeout=400) as job:
         waiting = "SELECT rank FROM rank WHERE waiting_op = 'all_reduce' AND waiting_seq = 21"
-        wait_for(lambda: rows(tmp_path / "R", waiting) == [(0,)], 90, "rank 0 to wait", job)
+        wait_for(lambda: rows(folder / "R", waiting) == [(0,)], 90, "rank 0 to wait", job)
         yield job
 
 
-def dump(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return distdiag("dump", "R", *options, cwd=tmp_path)
+def dump(job: Job, *options: str) -> subprocess.CompletedProcess[str]:
+    return distdiag("dump", "R", *options, cwd=job.cwd)
 
 
-def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job, tmp_path: Path) -> None:
-    script, run = tmp_path / "train.py", tmp_path / "R"
-    shown = dump(tmp_path)
+def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job) -> None:
+    script, run = hanging.cwd / "train.py", hanging.cwd / "R"
+    shown = dump(hanging)
     assert shown.returncode == 0, shown.stderr
     assert "1 rank (0)" in shown.stdout and "1 rank (1)" in shown.stdout
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in shown.stdout
@@ -75,11 +76,11 @@ def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job, tmp
     assert saved[0] == "saved: the stacks in R/stacks/latest.json" and "the flight records of 2 ranks" in saved[1]
     assert hint == "next: distdiag diagnose R"
 
-    given = dump(tmp_path, "--json", "--no-save")
+    given = dump(hanging, "--json", "--no-save")
     assert given.returncode == 0, given.stderr
     said = json.loads(given.stdout)
     assert next(iter(said)) == "schema" and said["schema"] == "distdiag.stacks/1"
-    assert (tmp_path / said["run"]).samefile(run) and set(said["ranks"]) == {"0", "1"}
+    assert (hanging.cwd / said["run"]).samefile(run) and set(said["ranks"]) == {"0", "1"}
     first, second = said["ranks"]["0"], said["ranks"]["1"]
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in first["stack"]
     assert (first["op"], second["op"]) == ("all_reduce #21 default_pg", None)
@@ -92,8 +93,8 @@ def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job, tmp
 
 
 def test_what_a_dump_saves_is_readable_by_torchs_own_analyser(hanging: Job, tmp_path: Path) -> None:
-    assert dump(tmp_path).returncode == 0
-    folder = tmp_path / "R" / "flight_recorder" / "torchfrtrace"
+    assert dump(hanging).returncode == 0
+    folder = hanging.cwd / "R" / "flight_recorder" / "torchfrtrace"
     assert sorted(p.name for p in folder.iterdir()) == ["rank_0", "rank_1"]
     read = subprocess.run(
         [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder, "-o", "database.pickle"],
@@ -107,14 +108,14 @@ def test_what_a_dump_saves_is_readable_by_torchs_own_analyser(hanging: Job, tmp_
     assert [c.collective_seq_id for c in database.collectives] == list(range(1, 22))
 
 
-def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Job, tmp_path: Path) -> None:
-    script, pid = tmp_path / "train.py", hanging.rank_pid(1)
+def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Job) -> None:
+    script, pid = hanging.cwd / "train.py", hanging.rank_pid(1)
     os.kill(pid, signal.SIGSTOP)
     try:
         state = Path(f"/proc/{pid}/stat")
         wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 10, "rank 1 to stop", hanging)
-        late = dump(tmp_path, "--timeout", "2")
-        as_json = dump(tmp_path, "--timeout", "2", "--json", "--no-save")
+        late = dump(hanging, "--timeout", "2")
+        as_json = dump(hanging, "--timeout", "2", "--json", "--no-save")
     finally:
         os.kill(pid, signal.SIGCONT)
     assert late.returncode == 5, late.stderr
