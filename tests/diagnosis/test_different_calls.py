@@ -240,7 +240,8 @@ def test_split_sizes_of_an_all_to_all_that_disagree() -> None:
     ranks = experts(0, 48, 50 * 16), experts(1, 48, 46 * 16), experts(2, 48, 16 * 16)
     f = only(snapshot(*ranks))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", ())
-    assert "rank 2 is in all_to_all_single that sends 768 and expects 256 elements" in f.message
+    assert "rank 2 sends 768 and expects 256 elements in all_to_all_single #7 at" in f.message
+    assert "as all ranks together send 2,304 and expect 1,792" in f.message
     assert f.advice.startswith("compare the split sizes at the ranks at")
 
 

@@ -12,6 +12,8 @@ from distdiag.page.layout import Phase
     ("frame", "line", "phase", "idle", "word"),
     [
         ("job.serve", 'command = json.loads(self.store.get(f"cmd/{i}"))', Phase.OTHER, True, "socket"),
+        ("env.step", "obs = self.proc.stdout.readline().split()", Phase.OTHER, True, "socket"),
+        ("env.step", "obs = self.proc.stdout.readline().split()", Phase.OTHER, False, "user_code"),
         ("job.serve", "kv_store.wait(['ready'])", Phase.OTHER, True, "socket"),
         ("job.serve", "command = inbox.get()", Phase.OTHER, True, "queue"),
         ("job.serve", "command = table.get(key)", Phase.OTHER, False, "user_code"),  # it computes

@@ -44,6 +44,8 @@ class Limits:
     """The same, after the first few collectives."""
     few_calls: int = 4
     """Collectives that count as the start of the job."""
+    many_calls: int = 32
+    """Collectives after which a job without steps (no optimizer, or one of its own) counts as running."""
     usual_factor: float = 3.0
     """Multiple of the longest wait that this rank has caused so far without hanging."""
     error_factor: float = 3.0
@@ -140,8 +142,8 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
             continue
         waited_s = s.t_s - max(entered)
         started = any(s.ranks[r].step or s.ranks[r].steps for r in wait.ranks)
-        known = min(len(s.ranks[r].calls) for r in wait.ranks) >= limits.few_calls
-        limit_s = limits.patience_s["device"] if started else limits.second_step_s if known else limits.first_step_s
+        start_s = 0.0 if started else _start_s(min(len(s.ranks[r].calls) for r in wait.ranks))
+        limit_s = max(limits.patience_s["device"], start_s)
         limit_s = max(limit_s, limits.usual_factor * (s.usual_step_s or 0.0))
         if waited_s >= limit_s:
             yield Finding(
@@ -168,8 +170,15 @@ def patience_s(r: RankState) -> float:
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock"):
-        base = max(base, limits.first_step_s if len(r.calls) < limits.few_calls else limits.second_step_s)
+        base = max(base, _start_s(len(r.calls)))
     return max(base, limits.usual_factor * r.longest_usual_s)
+
+
+def _start_s(calls: int) -> float:
+    """Return the seconds that others may at least wait in a job without a step so far, by its number of collectives."""
+    if calls < limits.few_calls:
+        return limits.first_step_s
+    return limits.second_step_s if calls < limits.many_calls else 0.0
 
 
 def _doing(r: RankState) -> str:

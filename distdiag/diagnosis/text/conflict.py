@@ -10,12 +10,13 @@ from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Site, Snapshot
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, place_text
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
 
+SHOWN_RANKS = 4
 EXHAUSTED_ADVICE = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
 
 
@@ -23,6 +24,8 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
     """Return which rank is in which call at which site, and why the culprit is wrong."""
     wait, culprits = verdict.wait, verdict.culprits
     what = wait.conflict or "op"
+    if what == "shape" and compatible.splits_disagree(wait.calls.values()):
+        return _splits_text(snapshot, verdict, source)
     sides = _sides(verdict)[:3]
     texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(snapshot, wait, s, what)}" for s in sides]
     number = "" if wait.p2p or what == "op" else f" #{wait.seq:,}"
@@ -36,6 +39,21 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
     else:
         end = "; cannot tell which side is wrong" + parting_text(_tie_parting(snapshot, wait, source))
     return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): it can never complete{end}"
+
+
+def _splits_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
+    """Return what each rank sends and expects in an all_to_all; of many ranks, the first and what all do together."""
+    calls = sorted(verdict.wait.calls.items())
+    sizes = {rank: (compatible.elements(call) or 0, call.received or 0) for rank, call in calls}
+    each = [f"rank {rank} sends {sent:,} and expects {received:,} elements" for rank, (sent, received) in sizes.items()]
+    others = f", and {len(each) - SHOWN_RANKS} more ranks" if len(each) > SHOWN_RANKS else ""
+    sent, received = (sum(both) for both in zip(*sizes.values(), strict=True))
+    call = calls[0][1]
+    return (
+        f"{', '.join(each[:SHOWN_RANKS])}{others} in {compatible.op_name(call.op)} #{verdict.wait.seq:,}{at(call.site)} "
+        f"({group_label(snapshot, verdict.wait.group)}): it can never complete, as all ranks together send {sent:,} and expect "
+        f"{received:,}" + (_reason_text(snapshot, verdict, source) if verdict.culprits else "")
+    )
 
 
 def _tie_parting(snapshot: Snapshot, wait: Wait, source: Source | None) -> list[Condition]:
@@ -156,16 +174,6 @@ def _both(a: Site | None, b: Site | None) -> str:
     return f"the ranks at {place_text(a)}" if place_text(a) == place_text(b) else f"{place_text(a)} and {place_text(b)}"
 
 
-def _size_text(call: Call) -> str:
-    """Return ` of 1,024 elements`, or ` that sends 1,024 and expects 960 elements`; empty if the size is not known."""
-    n = compatible.elements(call)
-    if n is None:
-        return ""
-    return (
-        f" of {n:,} elements" if call.received is None else f" that sends {n:,} and expects {call.received:,} elements"
-    )
-
-
 def _sides(verdict: Verdict) -> list[frozenset[int]]:
     """Return the sides of a conflict, that of the culprits first."""
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
@@ -175,12 +183,12 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
     """Return `all_reduce` / `1,048,576 elements of float32` / `root rank 1`, with the site of the side's first rank."""
     call = wait.calls[min(side)]
     op = compatible.op_name(call.op)
-    dtype = compatible.dtype_name(call.dtype)
+    n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
     what = {
         "op": f"{op} #{wait.seq:,}" if not wait.p2p else op,
         "root": f"{op} with root {call.root}",
         "dtype": f"{op} of {dtype}",
-        "shape": f"{op}{_size_text(call)}",
+        "shape": f"{op} of {n:,} elements" if n is not None else op,
     }[cause]
     implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
     return f"{what}{at(call.site)}{implicit}"

@@ -22,6 +22,7 @@ _BY_FRAME = (
 _BY_LINE = (
     (re.compile(r"\binput\s*\(|sys\.stdin|\bstdin\."), "stdin"),
     (re.compile(r"\.flock\s*\(|\.lockf\s*\(|\.acquire\s*\(|^with\s.*lock", re.IGNORECASE), "lock"),
+    (re.compile(r"\.readlines?\s*\(|(stdout|stderr|pipe\w*|stream|resp\w*)\.read\w*\s*\("), "socket"),
     (
         re.compile(r"\.recv\w*\s*\(|\.accept\s*\(|\.connect\s*\(|urlopen\s*\(|store\w*\.(get|wait|multi_get)\s*\("),
         "socket",
