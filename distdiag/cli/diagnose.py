@@ -170,6 +170,9 @@ def verdict(report: Report) -> str:
     cleared = sum(f.cleared_s is not None for f in report.findings)
     if not counts and report.unjudged:
         return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
+    infos = sum(f.severity == Severity.INFO for f in open_ones)
+    if not counts and infos:
+        return f"{report.state}: no error or warning, {infos} info ({seen})"
     if not counts:
         return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
     culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})

@@ -85,7 +85,10 @@ class Voice:
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
-            lines.append("nothing found" if diagnosis.state == State.ENDED or stopped else "no rule explains it")
+            infos = [f for f in diagnosis.findings if f.severity == Severity.INFO and f.cleared_s is None]
+            nothing = "no error or warning found" if infos else "nothing found"
+            lines.append(nothing if diagnosis.state == State.ENDED or stopped else "no rule explains it")
+            lines += [f"  {f.severity} {f.kind}: {printable(f.message)}" for f in infos[:8]]
         if node:
             lines = [f"node {node}: {line}" for line in lines]
             where = where.parent

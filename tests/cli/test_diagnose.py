@@ -101,6 +101,16 @@ def test_files_and_folders_together(tmp_path: Path) -> None:
     assert main(["diagnose", str(tmp_path / "d"), str(tmp_path / "e" / "_dump_3")]) == ExitCode.FAILED
 
 
+def test_only_information_is_no_error_or_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import msgspec
+
+    info = msgspec.structs.replace(FINDING, severity="info")
+    assert main(["diagnose", a_run(tmp_path / "run", info)]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.startswith("running: no error or warning, 1 info (2 of 2 ranks seen)")
+    assert "INFO straggler/data" in out
+
+
 @pytest.mark.parametrize(("fail_on", "code"), [("error", 0), ("warning", 1), ("never", 0)])
 def test_fail_on(tmp_path: Path, fail_on: str, code: int) -> None:
     assert main(["diagnose", a_run(tmp_path / "run", FINDING), "--fail-on", fail_on]) == code
