@@ -1,4 +1,4 @@
-"""One line of the doctor: a fact of the machine, a verdict, and the remedy."""
+"""A check of the doctor: a fact about the machine, a verdict, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Verdict(StrEnum):
     PASS = "pass"
     WARN = "warn"  # works, with a cost or a limit that is named
     FAIL = "fail"  # distributed jobs, or recording them, will not work
-    SKIP = "skip"  # not on this machine, or could not be looked at
+    SKIP = "skip"  # not on this machine, or could not be checked
 
 
 _ORDER = (Verdict.SKIP, Verdict.PASS, Verdict.WARN, Verdict.FAIL)
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """What was looked at (`name`), what was found, and what to do unless it passed."""
+    """What was checked (`name`), what was found, and what to do unless it passed."""
 
     name: str
     verdict: Verdict
@@ -29,7 +29,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """What `distdiag doctor --json` prints."""
+    """The output of `distdiag doctor --json`."""
 
     schema: str = SCHEMA
     verdict: Verdict
@@ -37,7 +37,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examination(checks: list[Check]) -> Examination:
-    """All checks under the worst of their verdicts."""
+    """Return all checks with the worst of their verdicts."""
     return Examination(verdict=max((c.verdict for c in checks), key=_ORDER.index), checks=tuple(checks))
 
 

@@ -1,4 +1,4 @@
-"""Checks of the host that need no torch: cores, memory, limits, shared memory, disk, clock, the shell's variables."""
+"""Check the host without torch: cores, memory, limits, shared memory, disk, clock, environment variables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from distdiag.terms.units import size_text
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
-FEW_FILES = 4096  # a rank holds sockets to its peers, DataLoader workers a pipe and a semaphore each, files of the data
-SMALL_SHM_BYTES = GIB  # DataLoader workers hand over batches in it; Docker's default is 64 MiB
+FEW_FILES = 4096  # for sockets to peers, a pipe and a semaphore per DataLoader worker, data files
+SMALL_SHM_BYTES = GIB  # DataLoader workers pass batches through it; Docker's default is 64 MiB
 FEW_PROCESSES = 4096
 RUN_BYTES = 2 * GIB  # default bound of run.db (`--keep`)
 
@@ -35,7 +35,7 @@ def python() -> Check:
 
 
 def cores(env: Mapping[str, str], ranks: int) -> Check:
-    """Cores that this process may use, against the threads that `ranks` local ranks would start."""
+    """Compare the cores that this process may use with the threads of `ranks` local ranks."""
     usable = len(os.sched_getaffinity(0))
     quota = cgroups.cores()
     limit = min(usable, quota) if quota else usable
@@ -156,7 +156,7 @@ def _limit(n: int, kib: bool = False) -> str:
 
 
 def run_directory(root: Path) -> Check:
-    """Where run directories go: can it be written, is there room, is it on a network file system."""
+    """Check the directory for runs: writable, enough space, network file system."""
     existing = root.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -184,23 +184,14 @@ def run_directory(root: Path) -> Check:
 
 
 class _Timex(ctypes.Structure):
-    """`struct timex` of adjtimex(2), 64-bit Linux; the tail is padding that the kernel may grow into."""
+    """`struct timex` of adjtimex(2), 64-bit Linux; the tail is padding for later fields."""
 
     _fields_ = (
-        ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
+        ("modes", ctypes.c_uint), *((n, ctypes.c_long) for n in ("offset", "freq", "maxerror", "esterror")),
         ("status", ctypes.c_int),
-        ("constant", ctypes.c_long),
-        ("precision", ctypes.c_long),
-        ("tolerance", ctypes.c_long),
-        ("tv_sec", ctypes.c_long),
-        ("tv_usec", ctypes.c_long),
-        ("tick", ctypes.c_long),
+        *((n, ctypes.c_long) for n in ("constant", "precision", "tolerance", "tv_sec", "tv_usec", "tick")),
         ("tail", ctypes.c_char * 256),
-    )
+    )  # fmt: skip
 
 
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
@@ -208,7 +199,7 @@ _STA_UNSYNC = 0x40
 
 
 def clock() -> Check:
-    """Whether the kernel holds its clock for synchronized (adjtimex, read-only); times of nodes are compared."""
+    """Check whether the kernel's clock is synchronized (adjtimex, read-only), because times of nodes are compared."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         timex = _Timex()
@@ -216,7 +207,7 @@ def clock() -> Check:
     except (OSError, AttributeError):
         state = -1
     if state < 0:
-        return skipped("clock", "the kernel does not say whether it is synchronized")
+        return skipped("clock", "the kernel does not report whether it is synchronized")
     if state == _TIME_ERROR or timex.status & _STA_UNSYNC:
         return warned(
             "clock",
@@ -226,7 +217,7 @@ def clock() -> Check:
     return passed("clock", f"synchronized, error at most {timex.maxerror / 1000:.0f} ms")
 
 
-# Variables that change what a job does and that people forget in their shell; what each costs.
+# Variables that change a job and are easily forgotten in a shell, with what they do.
 _TRAPS = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "segfaults DDP on some builds and slows every collective; INFO is enough"),
     "CUDA_LAUNCH_BLOCKING": ("1", "makes every kernel synchronous"),
@@ -241,15 +232,15 @@ _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 
 
 def variables(env: Mapping[str, str]) -> Check:
-    """Variables of the shell that a job would obey without anyone remembering them."""
+    """Check for environment variables that change a job and may have been forgotten."""
     found = [f"{n}={env[n]} {why}" for n, (value, why) in _TRAPS.items() if env.get(n, "").upper() == value]
     names = [n for n, (value, _) in _TRAPS.items() if env.get(n, "").upper() == value]
     left = [n for n in _OF_A_LAUNCHER if n in env]
     if left and "TORCHELASTIC_RUN_ID" not in env and "SLURM_PROCID" not in env:
         found.append(
-            f"{', '.join(left)} set by hand: a script started without torchrun waits for ranks that never come"
+            f"{', '.join(left)} set by hand: a script started without torchrun waits for ranks that never arrive"
         )
         names += left
     if found:
         return warned("variables", "; ".join(found), f"unset {' '.join(names)}")
-    return passed("variables", "none that changes a job unseen")
+    return passed("variables", "none that changes a job")

@@ -1,4 +1,4 @@
-"""Checks of the network: the address that other nodes would get, and the interface that gloo and NCCL would use."""
+"""Check the network: the address that other nodes get, and the interface that gloo and NCCL use."""
 
 from __future__ import annotations
 
@@ -15,26 +15,14 @@ from distdiag.doctor.check import Check, failed, passed, warned
 RESOLVE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 SLOW_RESOLVE_S = 1.0
-# Bridges and tunnels that lead to no other node; gloo and NCCL pick them readily.
+# Bridges and tunnels that reach no other node; gloo and NCCL may choose them.
 _VIRTUAL = (
-    "docker",
-    "br-",
-    "virbr",
-    "veth",
-    "cni",
-    "flannel",
-    "cali",
-    "podman",
-    "vmnet",
-    "tailscale",
-    "tun",
-    "wg",
-    "zt",
-)
+    "docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "podman", "vmnet", "tailscale", "tun", "wg", "zt",
+)  # fmt: skip
 
 
 def host_name() -> Check:
-    """What this host's name resolves to: gloo and torchrun tell it to the other ranks."""
+    """Check what this host's name resolves to: gloo and torchrun send that address to the other ranks."""
     name = socket.gethostname()
     addresses, took_s = resolve(name)
     if addresses is None:
@@ -63,7 +51,7 @@ def host_name() -> Check:
 
 
 def resolve(name: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[list[str] | None, float]:
-    """Addresses of `name` and the seconds it took; None where there was no answer in time, [] where it has none."""
+    """Return the addresses of `name` (None: no answer in time; []: it has none) and the seconds that took."""
     answer: list[list[str]] = []
 
     def ask() -> None:
@@ -74,7 +62,7 @@ def resolve(name: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[list[str] 
             answer.append([])
 
     began = time.monotonic()
-    # getaddrinfo has no timeout; the thread is left to its fate
+    # getaddrinfo has no timeout: the thread is abandoned
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -82,7 +70,7 @@ def resolve(name: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[list[str] 
 
 
 def addresses() -> dict[str, str]:
-    """IPv4 (else IPv6) address of every interface that is up, loopback and link-local ones left out."""
+    """Return the IPv4 (else IPv6) address of every interface that is up, without loopback and link-local ones."""
     stats = psutil.net_if_stats()
     found: dict[str, str] = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -105,21 +93,21 @@ def _reachable(address: str) -> bool:
 
 
 def is_virtual(name: str) -> bool:
-    """True for bridges, container and tunnel interfaces, by the names that their makers give them."""
+    """True for bridges, container and tunnel interfaces, by name."""
     return name.startswith(_VIRTUAL)
 
 
 def candidate() -> str | None:
-    """The interface that another node can reach, or None."""
+    """Return the interface that another node can reach, or None."""
     return next((n for n in addresses() if not is_virtual(n)), None)
 
 
 def interfaces(env: Mapping[str, str], up: Mapping[str, str] | None = None) -> Check:
-    """Which interfaces gloo and NCCL may take, and whether the ones named in the environment exist.
+    """Check which interfaces gloo and NCCL may use, and whether those named in the environment exist.
 
     Args:
-        env: Holds GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
-        up: Name to address; default: those of this host.
+        env: Environment with GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
+        up: Name -> address; default: the interfaces of this host.
     """
     up = addresses() if up is None else up
     found = ", ".join(f"{n} {a}" for n, a in up.items()) or "loopback only"
@@ -152,7 +140,7 @@ def interfaces(env: Mapping[str, str], up: Mapping[str, str] | None = None) -> C
 
 
 def reach(host: str, port: int) -> Check:
-    """Whether `host:port` accepts a connection, and from which address of ours; the rendezvous of several nodes."""
+    """Check whether `host:port`, a rendezvous, accepts a connection, and from which of our addresses."""
     name = f"reach {host}:{port}"
     found, _ = resolve(host)
     if not found:
@@ -162,13 +150,13 @@ def reach(host: str, port: int) -> Check:
             ours = s.getsockname()[0]
     except TimeoutError:
         return failed(
-            name, f"{found[0]} does not answer", "a firewall, or another network: open the port between the nodes"
+            name, f"{found[0]} does not answer", "open the port between the nodes (a firewall, or another network)"
         )
     except OSError as e:
         return failed(
             name,
             f"{found[0]}: {e.strerror or e}",
-            "nothing listens there: start the job on the head node first, and compare --master-port",
+            "start the job on the head node first, and compare --master-port: nothing listens there",
         )
     if ipaddress.ip_address(found[0]).is_loopback:
         return warned(

@@ -1,4 +1,4 @@
-"""Checks of torch and of the GPUs, from a subprocess and NVML."""
+"""Check torch, in a subprocess, and the GPUs, with NVML."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ SLOW_INIT_MS = 3000.0
 
 
 def ask_torch(timeout_s: float = TIMEOUT_S) -> TorchFacts:
-    """Facts about torch from a separate process, which is killed with its children after `timeout_s`."""
+    """Return facts about torch from a subprocess, which is killed with its children after `timeout_s`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "distdiag.doctor.torch_facts"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"},
-        start_new_session=True,
-    )
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"}, start_new_session=True,
+    )  # fmt: skip
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -51,7 +48,7 @@ def ask_torch(timeout_s: float = TIMEOUT_S) -> TorchFacts:
 
 
 def torch(facts: TorchFacts) -> list[Check]:
-    """torch itself, its backends, what the recorder needs of it, and the rendezvous."""
+    """Check torch, its backends, what the recorder needs from it, and the rendezvous."""
     if facts.error or facts.version is None:
         return [failed("torch", facts.error or "no answer", "install it: https://pytorch.org/get-started/locally")]
     numbers = tuple(int(n) for n in re.findall(r"\d+", facts.version)[:2])
@@ -59,7 +56,7 @@ def torch(facts: TorchFacts) -> list[Check]:
     checks = [
         passed("torch", build)
         if numbers >= OLDEST_TORCH
-        else warned("torch", build, "2.10 or newer: what an older one does not show, distdiag cannot record")
+        else warned("torch", build, "install 2.10 or newer: distdiag cannot record all of an older one")
     ]
     if not facts.distributed:
         checks.append(failed("torch.distributed", "not in this build", "install a build with USE_DISTRIBUTED=1"))
@@ -73,7 +70,7 @@ def torch(facts: TorchFacts) -> list[Check]:
         passed("flight recorder", "present")
         if facts.flight_recorder
         else warned(
-            "flight recorder", "not in this torch", "collectives are seen by the wrappers only; a newer torch has it"
+            "flight recorder", "not in this torch", "only collectives called from Python are seen; a newer torch has it"
         )
     )
     checks.append(
@@ -91,8 +88,8 @@ def torch(facts: TorchFacts) -> list[Check]:
             if facts.compiled_hooks
             else warned(
                 "recorder",
-                "its hooks are in Python alone: about 0.2 ms more a step",
-                "install again where there are a C compiler and Python's headers (apt-get install gcc python3-dev)",
+                "its hooks are not compiled: each step costs about 0.2 ms more",
+                "install a C compiler and Python's headers (apt-get install gcc python3-dev), then reinstall distdiag",
             )
         )
     if facts.rendezvous is not None:
@@ -106,10 +103,10 @@ def _rendezvous(facts: TorchFacts) -> Check:
     if r.error is not None or r.init_ms is None or r.all_reduce_us is None:
         return failed(
             "rendezvous",
-            f"two local gloo ranks did not meet: {r.error}",
+            f"two local gloo ranks could not connect: {r.error}",
             "see 'host name' and 'interfaces'; GLOO_SOCKET_IFNAME=lo is enough on one node",
         )
-    found = f"two local gloo ranks met in {r.init_ms:.0f} ms; all_reduce of 4 B {r.all_reduce_us:.0f} µs (median)"
+    found = f"two local gloo ranks connected in {r.init_ms:.0f} ms; all_reduce of 4 B {r.all_reduce_us:.0f} µs (median)"
     if r.init_ms > SLOW_INIT_MS:
         return warned("rendezvous", found, "slow name resolution? see 'host name'")
     return passed("rendezvous", found)
@@ -124,7 +121,7 @@ class _Gpu(msgspec.Struct, frozen=True):
 
 
 def gpus(facts: TorchFacts | None) -> list[Check]:
-    """The GPUs as NVML and torch see them; one line where there is no NVIDIA driver."""
+    """Check the GPUs, as NVML and torch report them; one check if there is no NVIDIA driver."""
     import pynvml
 
     try:
@@ -141,7 +138,7 @@ def gpus(facts: TorchFacts | None) -> list[Check]:
         driver = pynvml.nvmlSystemGetDriverVersion()
         found = [_gpu(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as e:
-        return [failed("GPU", f"NVML: {e}", "nvidia-smi tells more; after a driver update reboot or reload the module")]
+        return [failed("GPU", f"NVML: {e}", "see nvidia-smi; after a driver update, reboot or reload the module")]
     finally:
         pynvml.nvmlShutdown()
     if not found:
@@ -177,7 +174,7 @@ def _one(index: int, g: _Gpu) -> Check:
     if g.problems:
         return warned(f"GPU {index}", f"{text}; {'; '.join(g.problems)}", "distdiag probe gpu")
     if g.others:
-        return warned(f"GPU {index}", text, "another job is on it: nvidia-smi; it costs memory and time")
+        return warned(f"GPU {index}", text, "another process uses it (see nvidia-smi): it costs memory and time")
     return passed(f"GPU {index}", text)
 
 
@@ -185,7 +182,7 @@ def _gpu(nvml, index: int) -> _Gpu:  # pyright: ignore[reportMissingParameterTyp
     device = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def ask(name: str, *arguments: object) -> int | None:
-        """The answer, or None where this device does not know it."""
+        """Return the answer; None if the device has none."""
         try:
             return getattr(nvml, name)(device, *arguments)
         except (nvml.NVMLError, AttributeError):

@@ -1,7 +1,7 @@
-"""What torch can do here, and one real rendezvous of two processes over gloo; printed as one JSON object.
+"""Print as one JSON object what torch can do here, with one real rendezvous of two processes over gloo.
 
-Run as `python -m distdiag.doctor.torch_facts` with a timeout: a broken CUDA installation or a rendezvous that hangs
-must not take the doctor with it, and the doctor itself does not pay for torch's import.
+Run as `python -m distdiag.doctor.torch_facts` with a timeout: a broken CUDA installation or a hanging rendezvous must not
+hang the doctor, which itself does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rendezvous(msgspec.Struct, kw_only=True):
 
 
 class TorchFacts(msgspec.Struct, kw_only=True):
-    """None is "could not be asked"."""
+    """Facts about torch; None: not known."""
 
     error: str | None = None  # torch cannot be imported
     version: str | None = None
@@ -48,7 +48,7 @@ class TorchFacts(msgspec.Struct, kw_only=True):
 
 
 def gather() -> TorchFacts:
-    """Import torch and ask it; never raises for what is missing."""
+    """Import torch and return what it can do; never raises."""
     facts = TorchFacts()
     try:
         import torch
@@ -69,7 +69,7 @@ def gather() -> TorchFacts:
     facts.worker_server = hasattr(c10d, "_WorkerServer")
     facts.compiled_hooks = importlib.import_module("distdiag.recorder.fast.accounts").COMPILED
     if "gloo" in facts.backends:
-        # before CUDA is touched: a forked child could not use it, and has no need to
+        # before CUDA is initialised: a forked child cannot use it, and does not need it
         facts.rendezvous = rendezvous()
     try:
         if torch.cuda.is_available():
@@ -147,4 +147,4 @@ def _one_line(e: Exception) -> str:
 if __name__ == "__main__":
     sys.stdout.write(msgspec.json.encode(gather()).decode() + "\n")
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort the interpreter's own end
+    os._exit(0)  # gloo's threads may abort the interpreter's shutdown

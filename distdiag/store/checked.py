@@ -1,6 +1,6 @@
-"""Queries on a database from an untrusted source: limited in time and memory, and every value of its column's type.
+"""Query an untrusted database: with limits on time and memory, and with checked types.
 
-SQLite stores any type in any column. A damaged or crafted file can hold endless views, pages that contain themselves, and
+SQLite stores any type in any column. A damaged or crafted file can have endless views, pages that contain themselves, and
 text in number columns. Readers get None instead of a value of the wrong type.
 """
 
@@ -30,7 +30,7 @@ _ALLOWED: dict[str, frozenset[type]] = {
     "BLOB": frozenset({bytes, type(None)}),
 }
 _ANY = frozenset({int, float, str, bytes, type(None)})
-_MAY_BE_INFINITE = frozenset({"loss", "value"})  # what the job computed
+_MAY_BE_INFINITE = frozenset({"loss", "value"})  # computed by the job
 _COLUMN = re.compile(r"(?:\w+\.)?(\w+)|(?:max|min)\((\w+)\)")  # `step.rank`, `max(t_s)`; not other expressions
 
 
@@ -57,7 +57,7 @@ def schema() -> dict[str, dict[str, str]]:
 
 @cache
 def _types() -> dict[str, frozenset[type]]:
-    """Return column -> Python types that a query may return for it; a name has one meaning in all tables."""
+    """Return column -> Python types that a query may return. A column name means the same in all tables."""
     out: dict[str, frozenset[type]] = {}
     for columns in schema().values():
         for name, declared in columns.items():
@@ -75,10 +75,10 @@ def _size(database: Path) -> int:
 
 
 def harden(con: Connection, database: Path) -> None:
-    """Limit the queries of a connection by the size of its file, and trust nothing in its schema.
+    """Limit the queries of a connection by the size of its file, and check its schema.
 
     Raises:
-        sqlite3.DatabaseError: a table of ours is a view, or has columns that are computed.
+        sqlite3.DatabaseError: one of our tables is a view, or has computed columns.
     """
     con.execute("PRAGMA trusted_schema = OFF")
     con.execute("PRAGMA cell_size_check = ON")
@@ -100,7 +100,7 @@ def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) 
     """Return all rows of a SELECT, with None for values that are not of their column's type.
 
     Raises:
-        sqlite3.Error: as SQLite does; also if the query exceeds its limits.
+        sqlite3.Error: from SQLite, or if the query exceeds its limits.
     """
     con.until_s = time.thread_time() + con.cpu_s
     try:
@@ -131,7 +131,7 @@ def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) 
 
 
 def _checked(names: list[str], rows: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], int]:
-    """Return rows with values of their columns' types, and the least number of bytes that they take in the file."""
+    """Return the rows with checked values, and the least number of bytes that they take in the file."""
     types = _types()
     columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
     size = 2 * len(rows)

@@ -1,4 +1,4 @@
-"""An open database of a run: queries, and whether it is still the file that was opened."""
+"""An open database of a run: queries, and a check that it is still the file that was opened."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _optional(f: msgspec.structs.FieldInfo) -> bool:
 
 @cache
 def _needed(kind: type[msgspec.Struct]) -> tuple[int, ...]:
-    """Indices of the fields of a Struct that may not be None."""
+    """Return the indices of the fields of a Struct that may not be None."""
     return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f))
 
 
 @cache
 def _booleans(kind: type[msgspec.Struct]) -> tuple[int, ...]:
-    """Indices of the fields of a Struct that are booleans: SQLite has none, it stores 0 and 1."""
+    """Return the indices of the boolean fields of a Struct, which SQLite stores as 0 and 1."""
     return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if f.type in (bool, bool | None))
 
 
@@ -40,7 +40,7 @@ class Database:
     def __init__(self, path: Path, database: Path, con: Connection, note: str | None = None) -> None:
         self.path = path
         self.database = database
-        self.note = note  # what a person should know about how it was opened
+        self.note = note  # for people, about how it was opened
         self._con = con
         self._inode = inode(database)
         self._columns: dict[str, frozenset[str]] = {}
@@ -55,7 +55,7 @@ class Database:
         self.close()
 
     def query(self, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows of any SELECT.
+        """Return the rows of any SELECT.
 
         Raises:
             RunUnreadable: locked, corrupt, or deleted since it was opened.
@@ -66,7 +66,7 @@ class Database:
             raise unreadable(e, self.path, self.database) from e
 
     def check(self) -> None:
-        """See that the database is still the file that was opened.
+        """Check that the database is still the file that was opened.
 
         Raises:
             RunUnreadable: it was deleted or replaced under the reader.
@@ -82,14 +82,14 @@ class Database:
             )
 
     def data_version(self) -> int:
-        """A number that changes when another process has written: the cheapest "is there anything new"."""
+        """Return a number that changes when another process has written."""
         return self.query("PRAGMA data_version")[0][0]
 
     def named(self, table: str, columns: Sequence[str]) -> list[str]:
         """Return SQL for columns of a table: "NULL" for those that the run lacks because an older version wrote it."""
         if table not in self._columns:
             found = frozenset(row[1] for row in self.query(f"PRAGMA table_info({table})"))
-            if not found:  # no such table: the query says so
+            if not found:  # no such table: the query reports it
                 return [f"{table}.{c}" for c in columns]
             self._columns[table] = found
         return [f"{table}.{c}" if c in self._columns[table] else "NULL" for c in columns]

@@ -1,4 +1,4 @@
-"""Which file system a path is on: SQLite's WAL needs memory shared between processes, which network mounts lack."""
+"""Find the file system of a path: SQLite's WAL needs shared memory, which network mounts lack."""
 
 from __future__ import annotations
 
@@ -7,33 +7,7 @@ from pathlib import Path
 
 # https://www.sqlite.org/wal.html: "WAL does not work over a network filesystem".
 NETWORK_TYPES = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "cifs",
-        "smb",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "ncpfs",
-        "afs",
-        "ceph",
-        "glusterfs",
-        "gpfs",
-        "beegfs",
-        "panfs",
-        "wekafs",
-        "pvfs2",
-        "orangefs",
-        "gfs2",
-        "ocfs2",
-        "9p",
-        "virtiofs",
-        "vboxsf",
-        "vmhgfs",
-        "prl_fs",
-    ]
+    ["nfs", "nfs4", "lustre", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "afs", "ceph", "glusterfs", "gpfs", "beegfs", "panfs", "wekafs", "pvfs2", "orangefs", "gfs2", "ocfs2", "9p", "virtiofs", "vboxsf", "vmhgfs", "prl_fs"]
 )
 LOCAL_FUSE = frozenset({"fuse.overlayfs", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.ntfs-3g", "fuse.portal"})
 
@@ -43,10 +17,10 @@ def _unescape(mount_point: str) -> str:
 
 
 def filesystem_type(path: Path, mounts: str | None = None) -> str | None:
-    """File system type of the mount that holds `path`, as the kernel names it; None where that cannot be read.
+    """Return the file system type of `path`, as the kernel names it; None if that cannot be read.
 
     Args:
-        path: Need not exist; its nearest existing parent decides.
+        path: Need not exist: its nearest existing parent decides.
         mounts: Contents of `/proc/mounts`, for tests.
     """
     if mounts is None:
@@ -69,7 +43,7 @@ def filesystem_type(path: Path, mounts: str | None = None) -> str | None:
 
 
 def is_network(fs_type: str | None) -> bool:
-    """True where WAL is unsafe; an unknown type counts as local, as SQLite itself would take it."""
+    """True if WAL is unsafe on this type; an unknown type counts as local, as for SQLite."""
     if fs_type is None:
         return False
     return fs_type in NETWORK_TYPES or (fs_type.startswith("fuse.") and fs_type not in LOCAL_FUSE)

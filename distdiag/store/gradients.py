@@ -1,4 +1,4 @@
-"""Read what DDP's gradients cost a run."""
+"""Read the cost of DDP's gradient exchange from a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from distdiag.store.reader import Run
 
 LAST_STEPS = 1000  # DDP times one step in 8, 32 or 100
-WARM_UP = 5  # first steps of a job, which are left out if there are others: buckets are rebuilt, caches are cold
+WARM_UP = 5  # first steps, left out if there are others: buckets are rebuilt, caches are cold
 
 
 def read_gradients(run: Run, t_s: float | None = None, last_steps: int = LAST_STEPS) -> Gradients | None:
-    """Return what DDP's gradients cost; None if no DDP module was measured.
+    """Return the cost of DDP's gradient exchange; None if no DDP module was measured.
 
     Args:
-        t_s: Only steps that ended until then; None: all.
-        last_steps: How far back measured steps are used.
+        t_s: Only steps that ended by this time; None: all.
+        last_steps: Use only this many newest steps.
     """
     models = run.ddp()
     if not models:

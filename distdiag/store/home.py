@@ -1,4 +1,4 @@
-"""Where a run's database lives while it is written: in the run directory, or on a local disk if that is a network mount."""
+"""Choose where a run's database is written: in the run directory, or on a local disk if that is a network mount."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import msgspec
 
 from distdiag.store import filesystem, rundir
 
-RESERVE_BYTES = 2**20  # kept free for the end of the run and its findings, should the disk fill up
+RESERVE_BYTES = 2**20  # disk space reserved for the last rows of the run
 
 
 class Home:
-    """The place of one run's database.
+    """The location of one run's database.
 
     Attributes:
-        path: Of the database.
-        notice: (level, text) of what the run's events should say about the place; None if nothing.
-        error: Why the local place could not be taken; None if it was, or if none is needed.
+        path: Path of the database.
+        notice: (level, text) of an event about the location; None if there is none.
+        error: Why the local directory could not be created; None if it was, or is not needed.
     """
 
     def __init__(self, run_dir: Path, fs_type: str | None, local_dir: Path | None) -> None:
@@ -42,7 +42,7 @@ class Home:
             self.notice = "warning", f"run.db is on {fs_type}, where SQLite's WAL is unsafe; no local disk"
             return
         try:
-            # where a writer that was killed has left it, else a new directory
+            # the directory of a killed writer of this run, else a new one
             self._local = self._left_by_another() or Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
             self.path = self._local / rundir.DATABASE
             where = {"host": socket.gethostname(), "path": str(self.path)}
@@ -54,7 +54,7 @@ class Home:
         self.notice = "info", text + f"{where['host']} and copied back when the run ends"
 
     def _left_by_another(self) -> Path | None:
-        """Directory on this host of the database that an earlier writer of this run did not bring home."""
+        """Return the local directory in which a killed writer of this run has left the database; None if there is none."""
         try:
             where = msgspec.json.decode((self.run_dir / rundir.POINTER).read_bytes(), type=dict[str, str])
         except (OSError, msgspec.DecodeError):
@@ -65,7 +65,7 @@ class Home:
         return path.parent if mine and path.parent.name.startswith("distdiag-") else None
 
     def hold_reserve(self) -> None:
-        """Take disk space that `release_reserve` gives back: a run that ends on a full disk can then be closed."""
+        """Reserve disk space until `release_reserve`, so that a run can be closed on a full disk."""
         try:
             with open(self._reserve, "wb") as f:
                 f.write(bytes(RESERVE_BYTES))

@@ -1,4 +1,4 @@
-"""The size bound of run.db: oldest rows are thinned a slice at a time, so that no tick of the monitor waits long."""
+"""Keep run.db within its size bound: thin the oldest rows, a slice at a time, so that no poll of the monitor waits long."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from distdiag.store.checked import schema
 
 CHECK_S = 5.0  # between two checks of the size while it is within the bound
 LOW_WATER = 0.9  # thinning continues until the database is this fraction of the bound
-SLICE_ROWS = 20_000  # of step rows in one go: about 60 ms
+SLICE_ROWS = 20_000  # step rows at a time: about 60 ms
 NEWEST_S = 600.0  # raw rows and frames of the newest ten minutes are touched last
-FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of what remains of older frames, coarser each round
-GAUGE_EVERY_S = 60.0  # spacing of what remains of host, process and GPU rows
+FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of the remaining older frames, coarser in each round
+GAUGE_EVERY_S = 60.0  # spacing of the remaining host, process and GPU rows
 
 _MEANS = [c for c in schema()["step_minute"] if c not in ("rank", "minute", "steps", "samples")]
 _TO_MINUTES = f"""
@@ -27,7 +27,7 @@ ON CONFLICT (minute, rank) DO UPDATE SET
 
 
 def database_bytes(con: sqlite3.Connection) -> int:
-    """Bytes in use: pages less those on the free list (which `incremental_vacuum` gives back)."""
+    """Return the bytes in use: pages without the free list (which `incremental_vacuum` releases)."""
     pages, free, size = (
         con.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size")
     )
@@ -45,17 +45,17 @@ class Keeper:
         self._full_reported = False
         self._frame_round = 0
         self._newest_s = NEWEST_S
-        self._gauge_from: dict[str, float] = {}  # all before it is thinned already
+        self._gauge_from: dict[str, float] = {}  # rows before this time are already thinned
 
     def tick(self, con: sqlite3.Connection, t_s: float) -> list[str]:
-        """Thin one slice if the database is over its bound; return lines to report, mostly none.
+        """Thin one slice if the database is over its bound; return lines to report.
 
         Args:
-            con: In autocommit mode, outside a transaction.
+            con: Connection in autocommit mode, outside a transaction.
             t_s: Newest time in the run, seconds since it began.
 
         Raises:
-            sqlite3.Error: as any write.
+            sqlite3.Error: the write failed.
         """
         now = time.monotonic()
         if now < self._check_at:
@@ -78,7 +78,7 @@ class Keeper:
         except BaseException:
             con.execute("ROLLBACK")
             raise
-        # fetchall: each row returned is one page freed; without it only the first is
+        # fetchall: each returned row is one freed page; without it only one is freed
         con.execute("PRAGMA incremental_vacuum(2000)").fetchall()
         if database_bytes(con) <= self.keep_bytes * LOW_WATER:
             self._thinning = False
@@ -88,11 +88,11 @@ class Keeper:
             self._check_at = now + 60.0
             if not self._full_reported:
                 self._full_reported = True
-                lines.append(f"run.db stays at {size / 2**20:,.0f} MiB, over its bound: nothing older is left to thin")
+                lines.append(f"run.db stays at {size / 2**20:,.0f} MiB, over its bound: no older rows are left to thin")
         return lines
 
     def _slice(self, con: sqlite3.Connection, t_s: float) -> bool:
-        """Thin one slice of each table; False where there is nothing left that may be thinned."""
+        """Thin one slice of each table; False if nothing is left to thin."""
         old = t_s - self._newest_s
         changed = self._steps(con, old)
         changed |= self._frames(con, old)
@@ -103,7 +103,7 @@ class Keeper:
             self._frame_round += 1
             return True
         if not changed and self._newest_s > 30.0:
-            # even ten minutes of this job are more than the bound: keep less of the newest
+            # even the newest ten minutes exceed the bound: keep less of them
             self._newest_s /= 2
             self._frame_round = 0
             return True

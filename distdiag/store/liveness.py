@@ -1,4 +1,4 @@
-"""Whether the monitor of a run still writes, by what it wrote into table `meta`."""
+"""Decide from table `meta` whether the monitor of a run still writes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from enum import StrEnum
 
 from distdiag.terms.untrusted import MAX_INT
 
-# Without a heartbeat for so long, the monitor counts as gone; the shorter where its process is not seen. It beats once a second,
-# or every eight if polls would take time from the ranks and no reader is open.
+# A monitor without a heartbeat for this long counts as gone; GONE_S applies if its process is not visible. It beats once a second,
+# or every eight seconds if all cores are busy and no reader is open.
 SILENT_S, GONE_S = 13.0, 10.0
 
 
 class Monitor(StrEnum):
-    """What is known of the process that writes the run."""
+    """State of the process that writes the run."""
 
     LIVE = "live"
     ENDED = "ended"  # it closed the run
@@ -24,11 +24,11 @@ class Monitor(StrEnum):
 
 
 def monitor_of(meta: Mapping[str, str | None]) -> Monitor:
-    """Return whether the run is still being written: by the end the monitor noted, else its heartbeat, else its process."""
+    """Return whether the run is still being written: by the recorded end, else by heartbeat and process."""
     if meta.get("monitor_ended") == "1" or meta.get("ended_s") is not None:
         return Monitor.ENDED
     age = heartbeat_age_s(meta)
-    # a missing process alone proves nothing: a container has its own process numbers
+    # a missing process alone proves nothing: containers have their own process numbers
     limit = GONE_S if _process_gone(meta) else SILENT_S
     return Monitor.GONE if age is None or age > limit else Monitor.LIVE
 
@@ -40,7 +40,7 @@ def heartbeat_age_s(meta: Mapping[str, str | None]) -> float | None:
 
 
 def number(text: str | None) -> float | None:
-    """Return a meta value as a number; None if it is missing, no number, or not finite."""
+    """Return a meta value as a number; None if it is missing, invalid or not finite."""
     try:
         value = None if text is None else float(text)
     except ValueError:

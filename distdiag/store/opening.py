@@ -1,4 +1,4 @@
-"""Finding and opening a run's database read-only, and one error for each way in which that fails."""
+"""Find and open a run's database read-only; one error for each way in which that fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distdiag.terms.untrusted import visible
 
 BUSY_TIMEOUT_S = 0.3
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-FOLDING_S = 0.5  # the writer needs some hundredths for it
+FOLDING_S = 0.5  # the writer copies its log in some hundredths of a second
 CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ are separate files"
 
 
@@ -41,7 +41,7 @@ class ReadStatus(StrEnum):
 
 
 class RunUnreadable(DistdiagError):
-    """A run that exists and cannot be read; `status` says why, for a screen that waits and tries again."""
+    """A run that cannot be read; `status` has the reason, for screens that try again."""
 
     def __init__(self, status: ReadStatus, message: str, hint: str) -> None:
         code = ExitCode.NO_DATA if status in (ReadStatus.MISSING, ReadStatus.DELETED) else ExitCode.USAGE
@@ -50,7 +50,7 @@ class RunUnreadable(DistdiagError):
 
 
 def locate(path: Path) -> Path:
-    """Return the database of a run directory: in it, or where its pointer says."""
+    """Return the database of a run directory: in it, or where its pointer file points to."""
     database = path / rundir.DATABASE
     if database.exists():
         return _regular(database)
@@ -74,21 +74,21 @@ def locate(path: Path) -> Path:
     raise RunUnreadable(
         ReadStatus.ELSEWHERE,
         f"the database of {path} is on {host} ({local}) until the run ends",
-        # the shell over there takes its quotes off, too; a name that is an option of ssh is no host
+        # quoted twice: the remote shell removes one level; a host name must not be an option of ssh
         f"`ssh {host} distdiag tui {shlex.quote(where_run)}`" if _HOST.fullmatch(host) else "open it on that host",
     )
 
 
 def _regular(database: Path) -> Path:
-    """Return the path of a regular file; anything else (a FIFO) could block its reader.
+    """Return the path if it is a regular file; others (a FIFO) could block the reader.
 
     Raises:
-        RunUnreadable: it is not one.
+        RunUnreadable: it is not a regular file.
     """
     try:
         regular = S_ISREG(database.stat().st_mode)
     except OSError:
-        return database  # opening it says why
+        return database  # opening it reports the error
     if not regular:
         raise RunUnreadable(ReadStatus.CORRUPT, f"{database} is not a file", CORRUPT_HINT)
     return database
@@ -97,11 +97,11 @@ def _regular(database: Path) -> Path:
 def rows(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
     """Return all rows of a SELECT.
 
-    While the writer copies its log into the file, SQLite answers readers "attempt to write a readonly database": the
-    query is repeated.
+    While the writer copies its log into the file, SQLite reports "attempt to write a readonly database" to readers. Then
+    the query is repeated.
 
     Raises:
-        sqlite3.Error: anything else, or this for longer than `FOLDING_S`.
+        sqlite3.Error: any other error, or this one for longer than `FOLDING_S`.
     """
     end = time.monotonic() + FOLDING_S
     while True:
@@ -117,7 +117,7 @@ def connect(database: Path) -> tuple[Connection, str | None]:
     """Return a read-only connection with limits, and a note if it does not see the newest rows.
 
     Raises:
-        sqlite3.Error: it cannot be opened, or its schema is not to be trusted.
+        sqlite3.Error: it cannot be opened, or its schema cannot be trusted.
     """
     quoted = database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
@@ -141,7 +141,7 @@ def connect(database: Path) -> tuple[Connection, str | None]:
     try:
         return attempt("mode=ro"), None
     except sqlite3.OperationalError as e:
-        # a WAL database needs its -shm file, which a read-only disk does not let us make
+        # a WAL database needs its -shm file, which cannot be created on a read-only disk
         wal = database.with_name(database.name + "-wal")
         if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
             raise

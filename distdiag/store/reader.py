@@ -1,6 +1,6 @@
-"""Reading run.db, live or afterwards: read-only connections, short waits, and a clear word for what cannot be read.
+"""Read run.db, live or afterwards: read-only connections, short waits, a clear error for what cannot be read.
 
-Rows are light Structs; only the methods that end in `_frame` import pandas.
+Rows are light Structs; only `table` and `steps_frame` import pandas.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _STATES, _SEVERITIES, _CERTAINTIES = (frozenset(map(str, e)) for e in (State, Se
 
 
 def state_of(meta: dict[str, str | None]) -> str:
-    """Return the state of the job; "waiting" if it is missing or no state."""
+    """Return the state of the job; "waiting" if it is missing or unknown."""
     state = meta.get("state")
     return state if state in _STATES and state is not None else State.WAITING
 
 
 def _checked(f: Finding) -> Finding:
-    """Return a finding whose words are those of the contract and whose ranks can be ranks.
+    """Return the finding if its words are those of the contract and its ranks can be ranks.
 
     Raises:
-        ValueError: it is not.
+        ValueError: they are not.
     """
     ranks = itertools.chain(f.culprits, f.victims, (w.rank for w in (*f.where, *f.waiting)))
     if f.severity not in _SEVERITIES or f.certainty not in _CERTAINTIES or not all(map(is_rank, ranks)):
@@ -90,7 +90,7 @@ class Run(Database):
         return heartbeat_age_s(self.meta if meta is None else meta)
 
     def findings(self) -> tuple[Finding, ...]:
-        """All findings, worst and newest first, cleared ones last."""
+        """Return all findings, worst and newest first, cleared ones last."""
         rows = self.query(
             "SELECT json FROM finding ORDER BY cleared_s IS NOT NULL,"
             " CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END, detected_s DESC, id"
@@ -103,7 +103,7 @@ class Run(Database):
         return tuple(out)
 
     def report(self) -> Report:
-        """The run as `distdiag diagnose --json` prints it."""
+        """Return the run as `distdiag diagnose --json` prints it."""
         meta = self.meta
         seen = self.query("SELECT count(*) FROM rank WHERE life IS NOT NULL AND life != 'missing'")[0][0]
         world = number(meta.get("world_size"))
@@ -135,7 +135,7 @@ class Run(Database):
         )
 
     def checks(self, meta: dict[str, str | None]) -> tuple[Check, ...]:
-        """What the diagnosis could judge so far; empty in runs of versions that did not record it."""
+        """Return what the diagnosis could judge so far; empty for runs of versions that did not record it."""
         try:
             return msgspec.json.decode(meta.get("checks") or "[]", type=tuple[Check, ...])
         except msgspec.DecodeError:
@@ -144,25 +144,21 @@ class Run(Database):
     # -- frames -------------------------------------------------------------------------------------------------
 
     def latest_frame(self) -> Frame | None:
-        """The newest frame; None before the first."""
+        """Return the newest frame; None before the first."""
         return self._frame("ORDER BY t_s DESC LIMIT 1")
 
     def frame_at(self, t_s: float) -> Frame | None:
-        """The newest frame not after `t_s`, else the first one."""
+        """Return the newest frame not after `t_s`, else the first one."""
         return self._frame("WHERE t_s <= ? ORDER BY t_s DESC LIMIT 1", (t_s,)) or self._frame("ORDER BY t_s LIMIT 1")
 
-    def frame_times(self) -> list[float]:
-        """Times of all frames kept, rising."""
-        return [t for (t,) in self.query("SELECT t_s FROM frame WHERE t_s IS NOT NULL ORDER BY t_s") if t is not None]
-
     def frame_step(self, t_s: float, count: int) -> float | None:
-        """Time of the frame `count` after (before, if negative) that at `t_s`, or the outermost one; None without frames."""
+        """Return the time of the frame `count` frames after `t_s` (before, if negative), or the last one in that direction."""
         way, order = (">", "") if count > 0 else ("<", "DESC")
         rows = self.query(f"SELECT t_s FROM frame WHERE t_s {way} ? ORDER BY t_s {order} LIMIT ?", (t_s, abs(count)))
         return rows[-1][0] if rows else t_s
 
     def frames(self, t0_s: float | None = None, t1_s: float | None = None) -> Iterator[Frame]:
-        """Frames from `t0_s` to `t1_s` (both inclusive, None = open), rising."""
+        """Yield the frames from `t0_s` to `t1_s` (both inclusive, None = open), in ascending order."""
         low = float("-inf") if t0_s is None else t0_s
         high = float("inf") if t1_s is None else t1_s
         for (t,) in self.query("SELECT t_s FROM frame WHERE t_s >= ? AND t_s <= ? ORDER BY t_s", (low, high)):
@@ -187,14 +183,14 @@ class Run(Database):
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def ranks(self) -> list[RankRow]:
-        """Newest state of every rank that wrote, by rank; the columns of table `rank` only."""
+        """Return the newest state of every rank that wrote, by rank; only the columns of table `rank`."""
         from distdiag.store.frames import TABLE_COLUMNS
 
         rows = self.query(f"SELECT {', '.join(TABLE_COLUMNS)} FROM rank ORDER BY rank")
         return [RankRow(**dict(zip(TABLE_COLUMNS, r, strict=True))) for r in rows if is_rank(r[0])]
 
     def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
-        """First and newest step with raw rows, not after `t_s`; None without any."""
+        """Return the first and the newest step with raw rows, not after `t_s`; None if there is none."""
         first, last = self.query("SELECT (SELECT min(step) FROM step), (SELECT max(step) FROM step)")[0]
         if first is None:
             return None
@@ -214,7 +210,7 @@ class Run(Database):
         return first, last
 
     def steps(self, first: int, last: int, ranks: Sequence[int] | None = None) -> list[StepRow]:
-        """Step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
+        """Return step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
         if ranks is None:
             return self.structs(StepRow, "step", "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
         names = StepRow.__struct_fields__
@@ -224,14 +220,14 @@ class Run(Database):
     def step_column(
         self, column: str, first: int, last: int, ranks: Sequence[int]
     ) -> list[tuple[int, int, float | None]]:
-        """`(rank, step, value)` of one column of table step, for these ranks: what a heat map draws."""
+        """Return `(rank, step, value)` of one column of table step, for these ranks."""
         if column not in StepRow.__struct_fields__:
             raise ValueError(f"no column {column}")
         (value,) = self.named("step", [column])
         return self.query(_seek(f"step.rank, step.step, {value}", len(ranks)), (first, last, *ranks))
 
     def collectives(self, last_steps: int = 50, t_s: float | None = None, limit: int = 5000) -> list[CollectiveRow]:
-        """Completed collectives of the last steps (newest first), or the newest `limit` where steps are not known."""
+        """Return completed collectives of the last steps, newest first; the newest `limit` if steps are not known."""
         newest = self.query("SELECT max(step) FROM collective WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
         low = -1 if newest is None else newest - last_steps
         return self.structs(
@@ -242,7 +238,7 @@ class Run(Database):
         )
 
     def groups(self) -> list[GroupRow]:
-        """Process groups, largest first."""
+        """Return the process groups, largest first."""
         out = []
         for name, text, backend, ranks in self.query(
             "SELECT name, description, backend, ranks FROM pgroup ORDER BY size DESC, name"
@@ -255,21 +251,21 @@ class Run(Database):
         return out
 
     def hosts(self, t_s: float | None = None) -> list[HostRow]:
-        """Newest row of each node, not after `t_s`."""
+        """Return the newest row of each node, not after `t_s`."""
         return self.newest(HostRow, "host", "node", t_s)
 
     def processes(self, t_s: float | None = None) -> list[ProcessRow]:
-        """Newest row of each rank's process, not after `t_s`."""
+        """Return the newest row of each rank's process, not after `t_s`."""
         return self.newest(ProcessRow, "process", "rank", t_s)
 
     def gpus(self, t_s: float | None = None) -> list[GpuRow]:
-        """Newest row of each GPU, not after `t_s`, by node and index."""
+        """Return the newest row of each GPU, not after `t_s`, by node and index."""
         return self.newest(GpuRow, "gpu", "node, gpu", t_s)
 
     def history(
         self, table: str, column: str, t0_s: float, t1_s: float, **key: int
     ) -> list[tuple[float, float | None]]:
-        """`(t_s, value)` of one column of host, process or gpu between two times, for one node, rank or GPU."""
+        """Return `(t_s, value)` of one column of host, process or gpu between two times, for one node, rank or GPU."""
         kinds: dict[str, Any] = {"host": HostRow, "process": ProcessRow, "gpu": GpuRow}
         if table not in kinds or column not in kinds[table].__struct_fields__:
             raise ValueError(f"no column {table}.{column}")
@@ -280,7 +276,7 @@ class Run(Database):
         )
 
     def loaders(self) -> list[LoaderRow]:
-        """Newest state of every DataLoader, by rank; empty in runs that recorded none."""
+        """Return the newest state of every DataLoader, by rank; empty if none was recorded."""
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'loader'"):
             return []
         return self.structs(LoaderRow, "loader", "ORDER BY rank, loader")
@@ -292,25 +288,25 @@ class Run(Database):
         return self.structs(DdpRow, "ddp", "ORDER BY rank, model")
 
     def scalars(self, name: str | None = None, limit: int = 10_000) -> list[ScalarRow]:
-        """Values that the job logged, newest last."""
+        """Return values that the job logged, newest last."""
         rows = self.structs(
             ScalarRow, "scalar", "WHERE (?1 IS NULL OR name = ?1) ORDER BY rowid DESC LIMIT ?2", (name, limit)
         )
         return rows[::-1]
 
     def probes(self) -> list[ProbeResult]:
-        """Probe results recorded into this run, oldest first."""
+        """Return the probe results recorded into this run, oldest first."""
         return [ProbeResult(*r) for r in self.query("SELECT t_s, name, verdict, json FROM probe ORDER BY t_s")]
 
     def events(self, limit: int = 200) -> list[Event]:
-        """The newest events, oldest first."""
+        """Return the newest events, oldest first."""
         rows = self.query("SELECT t_s, source, level, text FROM event ORDER BY rowid DESC LIMIT ?", (limit,))
         return [Event(*r) for r in reversed(rows)]
 
     # -- pandas -------------------------------------------------------------------------------------------------
 
     def table(self, name: str) -> pd.DataFrame:
-        """A whole table as a pandas frame (imports pandas): step, step_minute, collective, gpu, host, process, …
+        """Return a whole table as a pandas frame: step, step_minute, collective, gpu, host, process, …
 
         Raises:
             ValueError: there is no such table.
@@ -325,15 +321,14 @@ class Run(Database):
         return pd.DataFrame(self.query(f"SELECT * FROM {name}"), columns=columns)
 
     def steps_frame(self) -> pd.DataFrame:
-        """Table `step` as a pandas frame: one row per rank and step, ms."""
+        """Return table `step` as a pandas frame: one row per rank and step, ms."""
         return self.table("step")
 
 
 def _seek(columns: str, ranks: int) -> str:
-    """Steps ?1 to ?2 of so many ranks (?3 …), each found by its key.
+    """Return SQL for steps ?1 to ?2 of so many ranks (?3 …), each found by its key.
 
-    Asked for a range of steps, SQLite would read the rows of all ranks in between: at 4,096 ranks a thousand times as
-    many as are wanted.
+    For a range of steps, SQLite would read the rows of all ranks: at 4,096 ranks a thousand times too many.
     """
     marks = ",".join(f"?{i + 3}" for i in range(ranks))
     return (
@@ -346,7 +341,7 @@ def open_run(path: Path | str) -> Run:
     """Open a run directory for reading.
 
     Raises:
-        RunUnreadable: with its `status`; also where the monitor has not created the database yet.
+        RunUnreadable: with its `status`; also if the monitor has not created the database yet.
     """
     path = Path(path)
     if path.name == rundir.DATABASE:
@@ -373,9 +368,8 @@ def open_run(path: Path | str) -> Run:
         status = ReadStatus.OLDER if found < SCHEMA_VERSION else ReadStatus.NEWER
         raise RunUnreadable(
             status,
-            f"{database} was written by an {status} distdiag (schema {found}, this one reads {SCHEMA_VERSION})"
-            if status is ReadStatus.OLDER
-            else f"{database} was written by a newer distdiag (schema {found}, this one reads {SCHEMA_VERSION})",
+            f"{database} was written by {'an older' if status is ReadStatus.OLDER else 'a newer'} distdiag"
+            f" (schema {found}, this one reads {SCHEMA_VERSION})",
             "`pip install -U distdiag`"
             if status is ReadStatus.NEWER
             else f"`pip install {shlex.quote(f'distdiag=={wrote}')}` reads it",

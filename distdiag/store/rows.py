@@ -1,8 +1,6 @@
-"""Rows of the tables, as the monitor hands them to the writer and the reader hands them out: one frozen Struct each.
+"""Rows of the tables of run.db: one frozen Struct each, with the columns as fields, in their order.
 
-Fields are named and ordered as the columns.
-
-None is "not measured" and becomes NULL. Times are seconds since the run began.
+None means not measured and becomes NULL. Times are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -31,12 +29,14 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loss: float | None = None
     rss_bytes: int | None = None
     device_bytes: int | None = None
-    comm_ms: float | None = None  # of the steps that DDP measured: from its first bucket's start to the last one's end
-    exposed_ms: float | None = None  # the part of it that no computation of gradients hides
+    comm_ms: float | None = (
+        None  # if DDP measured this step: from the start of the first bucket to the end of the last one
+    )
+    exposed_ms: float | None = None  # the part of it that is not hidden by computing gradients
 
 
 class StepTimesRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What DDP measured of a step whose row may be written already."""
+    """DDP's times of a step whose row is already written."""
 
     comm_ms: float
     exposed_ms: float
@@ -45,13 +45,13 @@ class StepTimesRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class DdpRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradients of one DDP module of one rank and how they are sent, newest state."""
+    """Gradients and buckets of one DDP module of one rank, newest state."""
 
     rank: int
     model: int = 0  # index in the order of wrapping
     name: str | None = None  # class of the module
     pgroup: str | None = None
-    backwards: int | None = None  # that averaged gradients so far
+    backwards: int | None = None  # so far, with gradient averaging
     bytes: int | None = None  # of all gradients
     buckets: int | None = None  # all-reduces per backward pass
     bucket_bytes: str | None = None  # '1024,2048', in the order of sending; the first 256
@@ -159,7 +159,7 @@ class LoaderRow(msgspec.Struct, frozen=True, kw_only=True):
     """One DataLoader of one rank, newest state; what the Data screen shows."""
 
     rank: int
-    loader: int = 0  # the how-many-th loader of the rank
+    loader: int = 0  # index of the loader on its rank
     file: str | None = None
     line: int | None = None
     length: int | None = None  # batches per epoch; None for iterable data without a length

@@ -1,4 +1,4 @@
-"""Run directories: where a run is written, how a reader finds it, `latest`, attempts after elastic restarts."""
+"""Run directories: where a run is written and found, the link `latest`, attempts after elastic restarts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ENV = "DISTDIAG_RUN_DIR"
 ROOT = Path("reports")
 DATABASE = "run.db"
 POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
-_RECORDED = {DATABASE, POINTER, ".node_0"}  # each marks a directory that a job was recorded in
+_RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
-STARTING_S = 600.0  # an older directory without a report is of a launch that never came that far
+STARTING_S = 600.0  # an older directory without a database belongs to a launch that failed early
 CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
 
 
 def default_run_dir(name: str = "run", root: Path | str | None = None) -> Path:
-    """`ROOT/<time>-<name>`, not existing yet; nothing is created.
+    """Return `ROOT/<time>-<name>`, which does not exist yet and is not created.
 
     Args:
-        name: Of the job; everything but letters, digits, `._-` becomes `-`.
+        name: Name of the job; everything but letters, digits, `._-` becomes `-`.
         root: Default `./reports`.
     """
     base = Path(root) if root is not None else ROOT
@@ -45,33 +45,13 @@ def default_run_dir(name: str = "run", root: Path | str | None = None) -> Path:
 
 
 def choose(option: str | Path | None, name: str = "run") -> Path:
-    """The run directory for a writer: `--run-dir` > DISTDIAG_RUN_DIR > `./reports/<time>-<name>`."""
+    """Return the run directory for a writer: `--run-dir` > DISTDIAG_RUN_DIR > `./reports/<time>-<name>`."""
     chosen = option or os.environ.get(ENV)
     return Path(chosen) if chosen else default_run_dir(name)
 
 
-def prepare(run_dir: Path, force: bool = False) -> Path:
-    """Create the run directory and return it.
-
-    Raises:
-        DistdiagError: it holds a run already and `force` is not set; it cannot be created or written.
-    """
-    if not force and has_run(run_dir):
-        raise DistdiagError(f"{run_dir} already holds a run", "choose another --run-dir, or overwrite it with --force")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / f".write.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as e:
-        raise DistdiagError(
-            f"cannot write the run directory {run_dir}: {e.strerror or e}", "choose another one with --run-dir"
-        ) from e
-    return run_dir
-
-
 def attempts(run_dir: Path) -> list[Path]:
-    """All attempts of a run that wrote something, oldest first; `[run_dir]` for a job that was never restarted."""
+    """Return the attempts of a run that wrote something, oldest first; `[run_dir]` for a job without a restart."""
     base = run_dir.parent if _attempt_number(run_dir) else run_dir
     found = [(0, base)] if has_run(base) else []
     try:
@@ -88,17 +68,17 @@ def _attempt_number(path: Path) -> int:
 
 
 def has_run(path: Path) -> bool:
-    """True if a monitor has written a run, or ranks have claimed the directory for one."""
+    """True if a monitor has written a run here, or ranks have claimed the directory for one."""
     return any((path / n).exists() for n in (DATABASE, POINTER, "run.json", ".node_0"))
 
 
 def resolve(run: str | Path | None = None) -> Path:
-    """The run directory a reader means: `run`, else DISTDIAG_RUN_DIR, else `reports/latest`; its newest attempt.
+    """Return the run directory for a reader: `run`, else DISTDIAG_RUN_DIR, else `reports/latest`; its newest attempt.
 
-    `run` may also name a `run.db`, one attempt, or a directory of runs (then its `latest`).
+    `run` may also be a `run.db`, one attempt, or a directory of runs (then its `latest`).
 
     Raises:
-        DistdiagError: NO_DATA, with the command that would create a run.
+        DistdiagError: NO_DATA, with the command that creates a run.
     """
     named = run or os.environ.get(ENV)
     path = Path(named) if named else ROOT / "latest"
@@ -107,10 +87,12 @@ def resolve(run: str | Path | None = None) -> Path:
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent
         if has_run(path):
-            return path  # this very attempt
+            return path  # this attempt
     if not path.is_dir():
         what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
-        hint = f"`{CREATE}` records one" + ("" if named else "; or cd to where the job was started, or name the run")
+        hint = f"`{CREATE}` records one" + (
+            "" if named else "; or cd to the directory in which the job was started, or name the run"
+        )
         raise DistdiagError(what, hint, ExitCode.NO_DATA, "no_run")
     if _attempt_number(path) and has_run(path):
         return path
@@ -127,7 +109,7 @@ def resolve(run: str | Path | None = None) -> Path:
 
 
 def shown(path: Path) -> str:
-    """Return the real directory of a run (`reports/latest` is a link), relative to the working directory if it is below it."""
+    """Return the real directory of a run (`reports/latest` is a link), relative if it is below the working directory."""
     real, here = path.resolve(), Path.cwd().resolve()
     return str(real.relative_to(here)) if real.is_relative_to(here) else str(real)
 
@@ -143,8 +125,10 @@ def newest_run(directory: Path) -> Path | None:
 
 
 def unreported_launch(latest: Path) -> str | None:
-    """Return the name of the job whose launch is newer than the run that the link `latest` points to, and whose monitor has not
-    written yet; None without any, or if that directory has not changed for `STARTING_S`."""
+    """Return the name of a launch that is newer than `latest` and has no database yet.
+
+    None if there is none, or if its directory has not changed for `STARTING_S`.
+    """
     with contextlib.suppress(OSError):
         current = latest.resolve().name
         names = [
@@ -161,10 +145,10 @@ def unreported_launch(latest: Path) -> str | None:
 
 
 def runs_below(directory: Path, command: str = "diagnose") -> DistdiagError | None:
-    """Return the error for a directory that is no run but holds some, with the newest run in the hint; None without any.
+    """Return the error for a directory that is not a run but contains some; None if it contains none.
 
     Args:
-        command: Of distdiag, for the hint.
+        command: Command for the hint, which names the newest run.
     """
     found: list[tuple[str, Path]] = []
     for folder, below, names in os.walk(directory):
@@ -193,8 +177,8 @@ def _changed(path: Path) -> float:
 def mark_latest(run_dir: Path) -> bool:
     """Point the symlink `latest` next to `run_dir` to it, atomically; False if that is not possible.
 
-    Only a link that we made is replaced, one to a run directory: `latest` is a common name in directories of checkpoints.
-    Never raises: a file system without symlinks, or a directory of that name, costs only the shortcut.
+    Only our own link, one to a run directory, is replaced: `latest` is a common name in checkpoint directories. Never raises:
+    without symlinks, or if a directory has this name, there is no link.
     """
     link = run_dir.parent / "latest"
     part = run_dir.parent / f".latest.{os.getpid()}"
@@ -212,7 +196,7 @@ def mark_latest(run_dir: Path) -> bool:
 
 
 def _replaceable(link: Path) -> bool:
-    """True if nothing has this name, or a link that `mark_latest` made: to a run next to it, or to one since deleted."""
+    """True if the name is free, or is a link made by `mark_latest`: to a run next to it, or to a deleted one."""
     if not link.is_symlink():
         return not link.exists()
     target = os.readlink(link)
@@ -223,11 +207,11 @@ def _replaceable(link: Path) -> bool:
         return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs")) or (
             failed_launch(path) is not None
         )
-    return _DEFAULT_NAME.match(target) is not None  # a default name: no other link looks like that
+    return _DEFAULT_NAME.match(target) is not None  # the name of a deleted run
 
 
 def note_failed_launch(run_dir: Path, reason: str) -> None:
-    """Leave a run that says that its launch produced no rank; costs only the note if the disk refuses."""
+    """Record that a launch produced no rank; does nothing if the disk refuses."""
     with contextlib.suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         if not has_run(run_dir) and write_run_json(run_dir, {"launch_failed": reason, "started_unix_s": time.time()}):
@@ -235,7 +219,7 @@ def note_failed_launch(run_dir: Path, reason: str) -> None:
 
 
 def failed_launch(run_dir: Path) -> str | None:
-    """Return why the launch of this run produced no rank; None if it did, or if that was not recorded."""
+    """Return why the launch of this run produced no rank; None if it produced one, or if no reason was recorded."""
     if (run_dir / DATABASE).exists() or (run_dir / POINTER).exists():
         return None
     reason = read_run_json(run_dir).get("launch_failed")
@@ -243,10 +227,10 @@ def failed_launch(run_dir: Path) -> str | None:
 
 
 def write_run_json(run_dir: Path, info: Any) -> bool:
-    """Write `run.json` (what was started, where, with which versions) atomically; False where the disk refuses.
+    """Write `run.json` (what was started, where, with which versions) atomically; False if the disk refuses.
 
     Args:
-        info: Anything msgspec can encode; keys with units.
+        info: Any value that msgspec can encode; keys have units.
     """
     part = run_dir / f".run.{os.getpid()}.json"
     try:
@@ -260,7 +244,7 @@ def write_run_json(run_dir: Path, info: Any) -> bool:
 
 
 def read_run_json(run_dir: Path) -> dict[str, Any]:
-    """Contents of `run.json`; empty where it is missing or damaged."""
+    """Return the contents of `run.json`; empty if it is missing or damaged."""
     try:
         found = msgspec.json.decode((run_dir / "run.json").read_bytes())
     except (OSError, msgspec.DecodeError, ValueError, RecursionError):

@@ -30,7 +30,7 @@ class Stacks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Branch(msgspec.Struct):
-    """A node of the merged prefix tree: the ranks whose stacks agree from the root down to here."""
+    """A node of the merged prefix tree: the ranks whose stacks are equal from the root to this frame."""
 
     frame: str
     ranks: list[int]
@@ -38,9 +38,9 @@ class Branch(msgspec.Struct):
 
 
 def merge(stacks: Stacks) -> list[Branch]:
-    """Prefix tree of all stacks, outermost frame first; larger groups first, so that the odd one out is last.
+    """Return the prefix tree of all stacks, outermost frame first, large branches first.
 
-    Ranks without a stack form branches of their own, by their note.
+    Ranks without a stack form one branch per note.
     """
 
     def grow(paths: list[tuple[int, tuple[str, ...]]], depth: int) -> list[Branch]:
@@ -73,7 +73,7 @@ def write(run_dir: Path, stacks: Stacks) -> Path:
 
 
 def read(run_dir: Path) -> Stacks | None:
-    """Return the newest stacks; None if there are none, or the file is not of this form."""
+    """Return the newest stacks; None if there are none, or the file is invalid."""
     try:
         found = msgspec.json.decode((run_dir / NAME).read_bytes(), type=Stacks)
     except (OSError, msgspec.DecodeError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The single writer of run.db: rows are collected during a tick and written in one transaction by `commit()`.
+"""The single writer of run.db: rows are collected during a poll and written in one transaction by `commit()`.
 
-A full disk or a read-only directory must never end the monitor, and through it the record of a long job: nothing
-here raises after construction; what could not be written is kept (within a bound), retried, and counted.
+A full disk or a read-only directory must not end the monitor and with it the record of a long job. So nothing here raises
+after construction: rows that could not be written are kept (up to a bound), retried, and finally dropped and counted.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ ON CONFLICT (key) DO UPDATE SET severity = excluded.severity, certainty = exclud
   first_seen_s = coalesce(excluded.first_seen_s, first_seen_s), detected_s = coalesce(excluded.detected_s, detected_s),
   cleared_s = excluded.cleared_s, message = excluded.message, json = excluded.json
 """
-_BULK = frozenset({_FRAME, _STEP, _COLLECTIVE, _HOST, _PROCESS, _GPU, _SCALAR})  # what may be dropped, oldest first
+_BULK = frozenset({_FRAME, _STEP, _COLLECTIVE, _HOST, _PROCESS, _GPU, _SCALAR})  # may be dropped, oldest first
 
 _encode = msgspec.json.Encoder()
 
 
 def _value(v: Any) -> Any:
-    """A value SQLite can hold: unsigned 64-bit numbers (fingerprints) wrap to signed ones."""
+    """Return a value that SQLite can store: unsigned 64-bit numbers (fingerprints) wrap to signed ones."""
     if isinstance(v, int) and not -_INT64 <= v < _INT64:
         return (v + _INT64) % (2 * _INT64) - _INT64
     return v
@@ -89,7 +89,7 @@ class Writer:
     Attributes:
         failed_writes: Transactions that failed so far.
         last_error: Text of the newest failure; None once a write succeeded again.
-        dropped_rows: Rows given up because the disk refused for too long.
+        dropped_rows: Rows dropped because the disk refused for too long.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Writer:
             run_dir: Created if missing.
             keep_bytes: Size bound of the database; older rows are thinned beyond it.
             max_pending_rows: Rows kept in memory while the disk refuses.
-            local_dir: Where the database lives while `run_dir` is on a network file system; default: the system's
-                temporary directory.
-            fs_type: File system type of `run_dir`, for tests; default: as the kernel says.
+            local_dir: Directory for the database if `run_dir` is on a network file system; default: the system's temporary
+                directory.
+            fs_type: File system type of `run_dir`, for tests; default: as the kernel reports it.
         """
         self.run_dir = Path(run_dir)
         self.keep_bytes = keep_bytes
@@ -149,7 +149,7 @@ class Writer:
 
     def _open(self) -> sqlite3.Connection:
         if self._con is None:
-            # autocommit: transactions are ours alone; the monitor may hand the writer to another thread
+            # autocommit: we begin transactions ourselves; the writer may be used from another thread
             con = sqlite3.connect(self.path, timeout=2.0, isolation_level=None, check_same_thread=False)
             try:
                 con.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect only before the first table
@@ -163,7 +163,7 @@ class Writer:
             self._con = con
         return self._con
 
-    # -- rows of one tick -------------------------------------------------------------------------------------
+    # -- rows of one poll -------------------------------------------------------------------------------------
 
     def _add(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         batch = list(rows)
@@ -182,12 +182,12 @@ class Writer:
         self._add(_RANK, (msgspec.structs.astuple(r)[:n] for r in rows))
 
     def frame(self, t_s: float, state: str, state_text: str, rows: list[RankRow]) -> None:
-        """Keep the screen's data of this moment.
+        """Add a frame: the screen's data at this time.
 
         Args:
             t_s: Seconds since the run began.
             state: A `findings.State`.
-            state_text: What follows the state's word in the header: "no step for 31 s (usual 0.23 s)".
+            state_text: Text after the state in the header: "no step for 31 s (usual 0.23 s)".
             rows: Every rank, by rank.
         """
         self._newest_t_s = max(self._newest_t_s, t_s)
@@ -198,7 +198,7 @@ class Writer:
         self._add(_STEP, map(msgspec.structs.astuple, rows))
 
     def step_times(self, rows: list[StepTimesRow]) -> None:
-        """Add what DDP measured to steps that are written."""
+        """Add DDP's times to steps that are already written."""
         self._add(_STEP_TIMES, map(msgspec.structs.astuple, rows))
 
     def ddp(self, rows: list[DdpRow]) -> None:
@@ -228,20 +228,20 @@ class Writer:
         self._add(_LOADER, (tuple(map(_value, msgspec.structs.astuple(r))) for r in rows))
 
     def finding(self, finding: Finding) -> None:
-        """Insert a finding, or update the record that has its key; times already known are not lost."""
+        """Insert a finding, or update the record with its key; known times are kept."""
         f = finding
         times = (f.first_seen_s, f.detected_s, f.cleared_s)
         head = (f.key, f.kind, f.cause, str(f.severity), str(f.certainty))
         self._add(_FINDING, [(*head, *times, f.message, _encode.encode(f).decode())])
 
     def checks(self, checks: tuple[Check, ...]) -> None:
-        """Replace what the diagnosis could judge so far, if it has changed."""
+        """Replace the list of what the diagnosis could judge so far, if it has changed."""
         if checks != self._checks:
             self._checks = checks
             self.meta(checks=_encode.encode(checks).decode())
 
     def probe(self, t_s: float, name: str, verdict: str, json_text: str) -> None:
-        """Record a probe's result in the run during which it was measured."""
+        """Record the result of a probe that was measured during this run."""
         self._add(_PROBE, [(t_s, name, verdict, json_text)])
 
     def event(self, t_s: float, source: str, level: str, text: str) -> None:
@@ -251,7 +251,7 @@ class Writer:
     # -- writing ----------------------------------------------------------------------------------------------
 
     def commit(self) -> bool:
-        """Write all rows of this tick in one transaction; True where nothing is left unwritten. Never raises."""
+        """Write all collected rows in one transaction; True if none is left. Never raises."""
         now = time.monotonic()
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_S
@@ -274,7 +274,7 @@ class Writer:
                 self._drop_unwritable()
             self._failed(e)
             return False
-        except Exception as e:  # a value SQLite cannot hold (OverflowError, a foreign type): a defect, not a disk
+        except Exception as e:  # a value that SQLite cannot store: our defect, not the disk's
             self._rollback()
             self._drop_unwritable()
             self._failed(e)
@@ -284,7 +284,7 @@ class Writer:
             last, self.last_error = self.last_error, None
             self.event(
                 self._newest_t_s, "store", "warning",
-                f"writing works again after {self.failed_writes} failures ({last}); rows given up: {self.dropped_rows}",
+                f"writing works again after {self.failed_writes} failures ({last}); rows dropped: {self.dropped_rows}",
             )  # fmt: skip
         try:
             for text in self._keeper.tick(con, self._newest_t_s):
@@ -306,9 +306,9 @@ class Writer:
         self._bound_pending()
 
     def _bound_pending(self) -> None:
-        """Give up the oldest bulk rows, never findings, ranks, events or meta.
+        """Drop the oldest bulk rows, never findings, ranks, events or meta.
 
-        Of frames, whose one row is worth as many as it holds ranks, only the newest eight are kept.
+        A frame is as large as a row per rank, so only the newest eight are kept.
         """
         frames = [i for i, (sql, _) in enumerate(self._pending) if sql is _FRAME]
         give_up = set(frames[:-8])
@@ -324,7 +324,7 @@ class Writer:
         newest_meta: dict[str, tuple[Any, ...]] = {}
         newest_rank: dict[int, tuple[Any, ...]] = {}
         rest: list[tuple[str, list[tuple[Any, ...]]]] = []
-        for sql, rows in kept:  # these replace each other: only the newest of each is worth keeping
+        for sql, rows in kept:  # these replace each other: keep only the newest of each
             if sql is _META:
                 newest_meta.update((r[0], r) for r in rows)
             elif sql is _RANK:
@@ -336,7 +336,7 @@ class Writer:
         self._add(_RANK, newest_rank.values())
 
     def _drop_unwritable(self) -> None:
-        """Find the batches that SQLite refuses for their values and drop them, so that the others can be written."""
+        """Drop the batches with values that SQLite refuses, so that the others can be written."""
         good: list[tuple[str, list[tuple[Any, ...]]]] = []
         for sql, rows in self._pending:
             try:
@@ -345,7 +345,7 @@ class Writer:
                 con.executemany(sql, rows)
                 good.append((sql, rows))
             except sqlite3.OperationalError:
-                good.append((sql, rows))  # the disk's fault, not the row's
+                good.append((sql, rows))  # the disk refuses, not the values
             except Exception:
                 self.dropped_rows += len(rows)
             finally:
@@ -353,17 +353,17 @@ class Writer:
         self._pending = good
 
     def close(self) -> bool:
-        """Write what is left, fold the WAL into run.db, and bring it into the run directory; never raises.
+        """Write the last rows, fold the WAL into run.db, and move it into the run directory. Never raises.
 
-        Afterwards run.db is one ordinary file that can be read on a read-only disk, unless a reader held it open
-        at this moment. Returns False where something could not be written (see `last_error`).
+        Afterwards run.db is one ordinary file that can be read on a read-only disk, unless a reader has it open now.
+        Returns False if something could not be written (see `last_error`).
         """
         if self._closed:
             return self.last_error is None
         self._closed = True
         self._retry_at = 0.0
         self.meta(monitor_ended=True)
-        ok = self.commit() and self.commit()  # the first may leave an event to write
+        ok = self.commit() and self.commit()  # the first may add an event
         self._home.release_reserve()
         if not ok:
             self._pending = [(sql, rows) for sql, rows in self._pending if sql not in _BULK]

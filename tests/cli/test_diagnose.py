@@ -300,7 +300,7 @@ def test_bad_input_is_two_lines(
     assert len(lines) == 2 and lines[0].startswith("distdiag: error: ") and lines[1].startswith("hint: ")
     assert words in lines[0]
     assert "find MARK" not in err and "load key" not in err
-    assert args or "cd to where the job was started" in lines[1]
+    assert args or "cd to the directory in which the job was started" in lines[1]
 
 
 def test_a_run_among_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

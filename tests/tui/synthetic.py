@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
-from distdiag.store import rundir, stacks
+from distdiag.store import stacks
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import (
     CollectiveRow,
@@ -341,7 +341,7 @@ def make(path: Path, sc: Scenario, monitor: str = "live", with_stacks: bool = Tr
     Args:
         monitor: live (heartbeat at NOW), gone (14 s before NOW), ended, always (live for a clock that is not frozen).
     """
-    rundir.prepare(path, force=True)
+    path.mkdir(parents=True, exist_ok=True)
     w = Writer(path)
     fill(w, sc)
     if not w.close():
