@@ -19,13 +19,14 @@ from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.source import Source
 from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
-from distdiag.tui.draw.text import clean, clip
+from distdiag.tui.draw.text import clean, clip, wrap
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.navigation import Navigation
 from distdiag.tui.screens import Pannable, pages
 from distdiag.tui.ui import Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16
+ANSWER_LINES = 3
 LATE_S = 0.08  # a screen whose data have not come by then is drawn without them
 
 
@@ -46,6 +47,7 @@ class DistdiagApp(Navigation):
     ]
     CSS = """
     Screen { layers: base over; }
+    Tooltip { padding: 0 1; max-width: 60; }
     #filter { dock: bottom; height: 1; border: none; padding: 0 1; display: none; background: $panel; }
     #filter.open { display: block; }
     """
@@ -165,13 +167,21 @@ class DistdiagApp(Navigation):
         self.ui.rows = full.rows
         lines: list[Line] = [fitted(x, width) for x in full.lines[: height - 1]]
         lines += [BLANK] * (height - 1 - len(lines))
-        message = self.ui.message or self.ui.busy
-        lines.append(
-            line((f" {clip(clean(message), width - 2)}", "accent")) if message else key_bar(self.snap, self.ui, width)
-        )
+        lines = self._with_last_lines(lines, width)
         if self.ui.ascii:
             lines = [ascii_line(x) for x in lines]
         self.drawn += self.canvas.show(lines)
+
+    def _with_last_lines(self, lines: list[Line], width: int) -> list[Line]:
+        """Add the key bar, or the answer to a key or click, which covers up to three lines."""
+        message = self.ui.message or self.ui.busy
+        if not message:
+            return [*lines, key_bar(self.snap, self.ui, width)]
+        rows = wrap(clean(message), width - 2)
+        if len(rows) > ANSWER_LINES:
+            rows = [*rows[: ANSWER_LINES - 1], clip(" ".join(rows[ANSWER_LINES - 1 :]), width - 2)]
+        answer = [line((f" {row}", "accent")) for row in rows]
+        return [*lines[: len(lines) + 1 - len(answer)], *answer]
 
     def on_canvas_resized(self) -> None:
         self.redraw()
@@ -255,6 +265,8 @@ class DistdiagApp(Navigation):
             if int(value) < len(items):
                 ui.cursor[ui.page] = items[int(value)]
                 self.redraw()
+        if message.about:
+            self.say(message.about)
 
     def _click_rank(self, rank: int, chain: int) -> None:
         items = self.page.items(self.snap, self.ui)

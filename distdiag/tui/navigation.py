@@ -9,12 +9,14 @@ from textual.message import Message
 from distdiag.store.liveness import Monitor
 from distdiag.tui.data import filters
 from distdiag.tui.data.order import ORDERS
+from distdiag.tui.draw.lines import explanations
 from distdiag.tui.draw.text import clock
 from distdiag.tui.files import Files
 from distdiag.tui.screens import Pannable
 from distdiag.tui.ui import METRICS, Ui
 
 if TYPE_CHECKING:
+    from distdiag.tui.draw.canvas import Canvas
     from distdiag.tui.screens import Page
 
 
@@ -23,6 +25,7 @@ class Navigation(Files):
 
     if TYPE_CHECKING:
         pages: dict[str, Page]
+        canvas: Canvas
 
         def set_filter(self, text: str) -> bool: ...
         def _close_filter(self, clear: bool) -> None: ...
@@ -49,6 +52,8 @@ class Navigation(Files):
             ui.back.clear()
         if name == "help" and ui.page == "help":
             return self.action_back()
+        if name == "help":
+            ui.explained, ui.explained_page = explanations(self.canvas.lines), ui.page
         ui.page = name
         self.redraw()
 

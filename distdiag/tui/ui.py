@@ -43,6 +43,8 @@ class Ui:
     error_pct: float = 20.0
     interactive: bool = True  # False for --once: no cursor, no key bar
     message: str = ""  # answers the last key; gone with the next
+    explained: tuple[str, ...] = ()  # what was on the screen `explained_page` when `?` was pressed
+    explained_page: str = ""
     typing: bool = False  # the filter line is open
     rows: int = 10  # items on the screen at the last drawing
     busy: str = ""  # what runs in the background

@@ -16,7 +16,7 @@ from distdiag.tui import keys
 from distdiag.tui.app import DistdiagApp
 from distdiag.tui.data.order import ORDERS
 from distdiag.tui.draw.canvas import Canvas
-from distdiag.tui.draw.lines import STYLES, hit_at
+from distdiag.tui.draw.lines import STYLES, hit_at, split_hit
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.drive import Driver, showing
@@ -57,8 +57,10 @@ def test_sorting_by_key_and_by_click(runs: MakeRun) -> None:
                 await d.press("s")
                 assert d.app.ui.sort == order.key
                 assert f"sort: {order.title}" in d.text()
-            head = next(y for y, t in enumerate(d.app.canvas._lines) if any(p[2] == "sort:wait_ms" for p in t))
-            x = next(x for x in range(80) if hit_at(d.app.canvas._lines[head], x) == "sort:wait_ms")
+            head = next(
+                y for y, t in enumerate(d.app.canvas._lines) if any(split_hit(p[2])[0] == "sort:wait_ms" for p in t)
+            )
+            x = next(x for x in range(80) if split_hit(hit_at(d.app.canvas._lines[head], x))[0] == "sort:wait_ms")
             await d.pilot.click(Canvas, offset=(x, head))
             await d.until(lambda: d.app.ui.sort == "wait_ms")
             assert _cursor_row(d).split()[1] == "5"  # the slow rank waits least; the cursor stays on its rank
@@ -283,6 +285,7 @@ def test_every_key_does_something_and_is_in_the_help(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(RUNNING), (120, 70)) as d:
             text = await d.press("question_mark")
+            text += await d.press("pagedown")
             text += await d.press("end")
             for k in keys.KEYS:
                 assert k.help in text, k

@@ -109,3 +109,17 @@ def test_a_picture_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
 def test_phases_and_heat_can_be_told_apart_in_256_colours() -> None:
     codes = [palette.code_256(palette.COLOURS[p][0]) for p in palette.PHASES]
     assert len(set(codes)) == len(codes)
+
+
+def test_the_clock_moves_out_of_the_way_of_a_mark() -> None:
+    chart = Chart("a", "", (Curve("", range(60), [1.0] * 60, ""),), milliseconds, marks=((57.0, "warning"),))
+    axis = plain(draw(chart, 0.0, 60.0, 60, 6)[-1])
+    assert "00:01:00" in axis and axis.index("00:01:00") < axis.index("▲")
+
+
+def test_a_slow_first_step_does_not_flatten_the_chart() -> None:
+    """64 ranks: two and a half minutes until the first step, then 24 of two seconds, on 24 dots."""
+    values = [150_000.0, *[2000.0] * 24]
+    chart = Chart("step time", "ms", (Curve("p50", [150 + 2 * i for i in range(25)], values, ""),), milliseconds)
+    top = plain(draw(chart, 0.0, 200.0, 60, 6)[1]).split()[0]
+    assert top in ("3000", "4000", "5000")

@@ -95,18 +95,19 @@ def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with
         Chart(
             "step time", "ms",
             (Curve("p95", times, steps, "area-band", pick=_p(0.95)), Curve("p50", times, steps, "accent", pick=_p(0.5))),
-            milliseconds, marks=marks,
+            milliseconds, marks=marks, help="median (p50) and 95th percentile (p95) of the steps that one dot holds",
         )
     ]  # fmt: skip
     more = (
-        ("waiting", "of step time", [p.wait_pct for p in points], "area-hot", percent, 0.0),
-        ("throughput", "samples/s", [p.samples_per_s for p in points], "area-optimizer", _short, 0.0),
-        ("loss", "", [p.loss for p in points], "accent", _loss, None),
-    )
-    for title, unit, values, style, show, floor in more:
+        ("waiting", "of step time", [p.wait_pct for p in points], "area-hot", percent, 0.0, "ranks waiting for other ranks in collectives"),
+        ("throughput", "samples/s", [p.samples_per_s for p in points], "area-optimizer", _short, 0.0, "samples of all ranks"),
+        ("loss", "", [p.loss for p in points], "accent", _loss, None, "as the job logged it, mean of its ranks"),
+    )  # fmt: skip
+    for title, unit, values, style, show, floor, about in more:
         if any(v is not None for v in values):
             filled = with_area and floor is not None
-            found.append(Chart(title, unit, (Curve("", times, values, style, filled),), show, floor, marks=marks))
+            curve = Curve("", times, values, style, filled)
+            found.append(Chart(title, unit, (curve,), show, floor, marks=marks, help=about))
     return found
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import StepRow
-from distdiag.tui.draw.lines import Part
-from distdiag.tui.draw.palette import LETTERS, PHASES, SHORT, WORDS
+from distdiag.tui.draw.lines import Part, explained
+from distdiag.tui.draw.palette import ABOUT, LETTERS, PHASES, SHORT, WORDS
 from distdiag.tui.draw.text import cells
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -111,9 +111,7 @@ def legend(width: int, *, colour: bool = True, parts: Sequence[str] = PHASES) ->
             out: list[Part] = []
             for i, p in enumerate(parts):
                 mark = swatch if colour else f"{LETTERS[p]} "
-                out += [
-                    (mark, f"area-{p}" if colour else "", ""),
-                    (names[p] + (gap if i < len(parts) - 1 else ""), "muted", ""),
-                ]
+                text = names[p] + (gap if i < len(parts) - 1 else "")
+                out += explained(((mark, f"area-{p}" if colour else "", ""), (text, "muted", "")), WORDS[p], ABOUT[p])
             return out
     return []

@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
 from textual import events
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from distdiag.tui.draw.lines import STYLES, Line, hit_at
+from distdiag.tui.draw.lines import STYLES, Line, hit_at, split_hit
 from distdiag.tui.draw.palette import colours
 from distdiag.tui.draw.picture import svg
 
@@ -50,11 +51,12 @@ class Canvas(Widget, can_focus=True):
     """
 
     class Clicked(Message):
-        """A click on a part that means something; `chain` is 2 for a double click."""
+        """A click on a part that means something; `chain` is 2 for a double click, `about` what the part is."""
 
-        def __init__(self, hit: str, chain: int, x: int) -> None:
+        def __init__(self, hit: str, chain: int, x: int, about: str = "") -> None:
             super().__init__()
             self.hit = hit
+            self.about = about
             self.chain = chain
             self.x = x
 
@@ -73,6 +75,7 @@ class Canvas(Widget, can_focus=True):
         super().__init__()
         self._lines: list[Line] = []
         self._styles: dict[str, Style] = {}
+        self._about: str | None = None
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -132,10 +135,19 @@ class Canvas(Widget, can_focus=True):
         super().notify_style_update()
 
     def on_click(self, event: events.Click) -> None:
-        if event.y < len(self._lines):
-            hit = hit_at(self._lines[event.y], event.x)
-            if hit:
-                self.post_message(self.Clicked(hit, event.chain, event.x))
+        action, about = self._at(event)
+        if action or about:
+            self.post_message(self.Clicked(action, event.chain, event.x, about))
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Let the tooltip explain what is under the mouse; the library shows it once the mouse rests."""
+        about = self._at(event)[1] or None
+        if about != self._about:
+            self._about = about
+            self.tooltip = None if about is None else Text(about)
+
+    def _at(self, event: events.MouseEvent) -> tuple[str, str]:
+        return split_hit(hit_at(self._lines[event.y], event.x) if 0 <= event.y < len(self._lines) else "")
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from distdiag.tui.draw.lines import BLANK, Line, Part, fitted, line, width_of
-from distdiag.tui.draw.text import cells, clock, fit
+from distdiag.tui.draw.lines import BLANK, Line, Part, explained, fitted, line, width_of
+from distdiag.tui.draw.text import clock, fit
 
 LABEL = 7  # cells left of the axis
 MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
@@ -48,6 +48,7 @@ class Chart:
         floor: Smallest value of the axis; None starts at the smallest value shown.
         top: Largest value of the axis; None ends at the largest value shown.
         marks: Moments to mark on the axis, and the style of the mark.
+        help: What it shows, and of whom; the unit is added.
         spans: First and last moment of times to mark on the axis, and the style of the marks.
     """
 
@@ -59,6 +60,7 @@ class Chart:
     top: float | None = None
     marks: tuple[tuple[float, str], ...] = ()
     spans: tuple[tuple[float, float, str], ...] = ()
+    help: str = ""
 
 
 def step_of(span_s: float, dots: int) -> float:
@@ -84,6 +86,13 @@ def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]
 
 
 def draw(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool = False) -> list[Line]:
+    """Return the chart with its explanation; see `_drawn`."""
+    made = _drawn(chart, start, now, width, height, ascii_only)
+    unit = f", {chart.unit}" if chart.unit else ""
+    return [explained(x, chart.title + unit, chart.help) for x in made]
+
+
+def _drawn(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool) -> list[Line]:
     """The chart in `height` lines (at least 4) of at most `width` cells: title, plot, axis.
 
     Args:
@@ -140,9 +149,9 @@ def _range(chart: Chart, known: list[float]) -> tuple[float, float]:
     ordered = sorted(known)
     low = ordered[0] if chart.floor is None else chart.floor
     high = ordered[-1]
-    usual = ordered[int(0.98 * (len(ordered) - 1))]
-    if high > 3 * usual > 0:
-        high = usual * 1.5
+    most = ordered[int(0.95 * (len(ordered) - 1))]
+    if high > 3 * most > 0:
+        high = most * 1.5
     if chart.floor is not None:
         if chart.top is not None:
             return low, chart.top
@@ -185,12 +194,15 @@ def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> L
     for first, last, style in chart.spans:
         for at in range(max(0, cell(first)), min(columns, cell(last) + 1)):
             cells_of[at] = ("▲", style)
-    for text, at in ((f" {left} ", 0), (f" {right} ", columns - cells(right) - 2)):
+    marks = {cell(t): style for t, style in chart.marks if 0 <= cell(t) < columns}
+    taken, last = len(left) + 2, columns - len(right) - 2
+    free = (x for x in range(last, taken, -1) if not any(x < m < x + len(right) + 2 for m in marks))
+    last = next(free, last)  # left of a mark the clock can be read
+    for text, at in ((f" {left} ", 0), (f" {right} ", last)):
         if at >= 0 and at + len(text) <= columns:  # over a span in its style
             cells_of[at : at + len(text)] = [(c, cells_of[at + i][1]) for i, c in enumerate(text)]
-    for t, style in chart.marks:
-        if 0 <= cell(t) < columns:
-            cells_of[cell(t)] = ("▲", style)
+    for at, style in marks.items():
+        cells_of[at] = ("▲", style)
     parts: list[Part] = [(" " * LABEL + "└", "muted", "")]
     for glyph, style in cells_of:
         if parts[-1][1] == style:
@@ -209,7 +221,7 @@ def side_by_side(blocks: Sequence[list[Line]], width: int, gap: int = 1) -> list
         for i, block in enumerate(blocks):
             text = fitted(block[row], each) if row < len(block) else ()
             last = i == len(blocks) - 1
-            parts += [*text] if last else [*text, (" " * (each - width_of(text) + gap), "", "")]
+            parts += text if last else [*text, (" " * (each - width_of(text) + gap), "", "")]
         out.append(tuple(parts))
     return out
 

@@ -1,11 +1,13 @@
 """Lines of styled parts: what every screen consists of, in the terminal app, in `--once` and in the tests.
 
 A part is `(text, style, hit)`. `style` names a meaning, never a colour: several may be joined by spaces. `hit` says
-what a click there does: `row:5`, `sort:self_ms`, `do:screen('comm')`.
+what a click there does: `row:5`, `sort:self_ms`, `do:screen('comm')`; `explained` adds what the part is, for `?` and
+the tooltips.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distdiag.tui.draw.text import cells, clip, to_ascii
@@ -18,6 +20,7 @@ STYLES = (
     "data", "forward", "backward", "optimizer", "other",
 )  # fmt: skip
 BLANK: Line = ()
+_ABOUT = "\x1f"  # between what a click does and what the part is; `clean` leaves no such character in text of the job
 
 
 def part(text: str, style: str = "", hit: str = "") -> Part:
@@ -85,13 +88,32 @@ def cut_line(n: int) -> Line:
 
 
 def hit_at(text: Line, x: int) -> str:
-    """What a click at cell `x` of the line means; empty for nothing."""
+    """Return the hit at cell `x` of the line; empty if there is none."""
     at = 0
     for t, _, hit in text:
         at += cells(t)
         if x < at:
             return hit
     return ""
+
+
+def explained(text: Line, term: str, about: str) -> Line:
+    """Return the line with `term: about` as the explanation of all its parts."""
+    if not about:
+        return text
+    return tuple((t, s, f"{hit.partition(_ABOUT)[0]}{_ABOUT}{term}: {about}") for t, s, hit in text)
+
+
+def split_hit(hit: str) -> tuple[str, str]:
+    """Return what a click does, and what the part is."""
+    action, _, about = hit.partition(_ABOUT)
+    return action, about
+
+
+def explanations(lines: Iterable[Line]) -> tuple[str, ...]:
+    """Return what is explained on a screen, each once, in its order."""
+    found = (split_hit(hit)[1] for text in lines for _, _, hit in text)
+    return tuple(dict.fromkeys(about for about in found if about))
 
 
 def joined(left: Line, right: Line, width: int) -> Line:

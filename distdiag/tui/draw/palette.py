@@ -18,6 +18,19 @@ WORDS |= {"compute": "compute", "hidden": "overlap", "transfer": "communication"
 SHORT |= {"compute": "comp", "hidden": "overlap", "transfer": "comm", "idle": "idle"}
 LETTERS |= {"compute": "c", "hidden": "+", "transfer": "n", "idle": " "}
 
+ABOUT = {
+    "data": "waiting for the next batch",
+    "forward": "forward pass, with the collectives that it calls itself",
+    "backward": "backward pass, without waiting for other ranks",
+    "optimizer": "optimizer step",
+    "other": "the rest of the step, and copies to the device",
+    "wait": "waiting for other ranks in collectives",
+    "compute": "operators on the CPU, or kernels on the GPU",
+    "hidden": "communication while something is computed",
+    "transfer": "communication that no computation hides",
+    "idle": "neither computation nor communication",
+}
+
 HEAT_LEVELS = 16
 _VIRIDIS = (
     "#440154", "#481a6c", "#472f7d", "#414487", "#39568c", "#31688e", "#2a788e", "#23888e",

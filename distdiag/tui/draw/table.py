@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from distdiag.tui.draw.lines import Line, Part
+from distdiag.tui.draw.lines import Line, Part, explained
 from distdiag.tui.draw.text import cells, fit
 
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def choose(columns: Sequence[Column[R]], width: int, lead: int = 0) -> list[tupl
 
 
 def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "", reverse: bool = False) -> Line:
-    """The head of a table; clicking a title sorts by it."""
+    """The head of a table; clicking a title sorts by it, hovering over it explains it."""
     parts: list[Part] = [(" " * lead, "head", "")]
     for column, width in chosen:
         if column.head is not None and (made := column.head(width)):
@@ -79,7 +79,8 @@ def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "
             arrow = "↑" if reverse else "↓"
             title = title + arrow if column.align == "<" else arrow + title
         text = " " + fit(title, width, column.align) + " " * column.tail
-        parts.append((text, "head", f"sort:{column.key}" if column.key else ""))
+        hit = f"sort:{column.key}" if column.key else ""
+        parts += explained(((text, "head", hit),), column.title, column.help)
     return tuple(parts)
 
 

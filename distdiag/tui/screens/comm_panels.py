@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from distdiag.store.frames import Frame
 from distdiag.tui.data.comm_data import CommData, InFlight
 from distdiag.tui.draw import bars
-from distdiag.tui.draw.lines import BLANK, Line, Part, line
+from distdiag.tui.draw.lines import BLANK, Line, Part, explained, line
 from distdiag.tui.draw.text import SPARKS, clean, clip, decimal, fit, milliseconds, seconds
 
 LEAST_SPREAD_MS = 0.5  # between first and last arrival; below it the picture would show noise
 STALE_S = 5.0  # from this age on a collective in flight is drawn as an error
+ARRIVALS = (
+    "when the ranks arrive at the first collective of a step, after the first of them; a higher bar is more ranks"
+)
 _NAME, _CELL = 16, 13
 
 
@@ -43,7 +46,7 @@ def arrivals(frame: Frame, width: int) -> list[Line]:
         n = in_cell.get(cell, 0)
         glyph = "·" if not n else SPARKS[min(len(SPARKS) - 1, round(n / most * (len(SPARKS) - 1)))]
         parts.append((glyph, "muted" if not n else "warning" if cell >= room / 4 else "accent", ""))
-    return [line((lead, "muted"), *parts, (tail, ""))]
+    return [explained(line((lead, "muted"), *parts, (tail, "")), "arrivals, ms", ARRIVALS)]
 
 
 def matrix(data: CommData, width: int, room: int) -> list[Line]:

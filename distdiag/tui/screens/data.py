@@ -133,7 +133,7 @@ COLUMNS: tuple[Column[_Shown], ...] = (
     ),
     Column("", "workers", 7, "DataLoader workers", lambda s: integer(_of("workers")(s)), ">", 5),
     Column("", "samples", 9, "length of the dataset", lambda s: integer(_of("dataset_length")(s)), ">", 6),
-    Column("", "shuffle", 7, "", lambda s: _yes(_of("shuffle")(s)), "<", 9),
+    Column("", "shuffle", 7, "whether the sampler shuffles", lambda s: _yes(_of("shuffle")(s)), "<", 9),
     Column("", "drop", 5, "drop_last", lambda s: _yes(_of("drop_last")(s)), "<", 8),
     Column("", "at", 18, "where the loader is iterated", lambda s: place(_of("file")(s), _of("line")(s)), "<", 7, 20),
     Column(

@@ -13,7 +13,7 @@ from distdiag.store.rows import StepRow
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import bars
-from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, rule
+from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, fitted, line, rule
 from distdiag.tui.draw.palette import HEAT_LEVELS
 from distdiag.tui.draw.text import clean, clip, fit, median_low, milliseconds, quantile
 from distdiag.tui.header import title_line
@@ -29,6 +29,9 @@ SAMPLE = 64  # ranks that make the median of a step; all, up to so many
 VALUES = 60_000  # read for one picture; of wider ones every k-th step
 LABEL, TAIL = 10, 16
 NOT_MEASURED = "–"
+ABOUT = (
+    "one cell is a rank in a step, or in several; bright is slow against the other ranks, the scale is below the map"
+)
 ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # steps of one cell
 _SQL = (
     "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
@@ -228,7 +231,7 @@ class HeatPage:
         )
         lines = [
             title_line(snap, ui, width, self.title, self.question, span),
-            fitted(line(" ", (NAMES.get(ui.metric, ui.metric), "bold"), (keys, "muted")), width),
+            fitted((*_name(ui.metric), *line((keys, "muted"))), width),
         ]
         tail = [rule(width), summary_line(snap, width, ui)]
         items = self.items(snap, ui)
@@ -354,6 +357,11 @@ def _axis(data: HeatData, column: int | None) -> Line:
         return line((" " * LABEL + text, "head"))
     text = text.ljust(column + 1)
     return line((" " * LABEL + text[:column], "head"), ("↓", "key"), (text[column + 1 :], "head"))
+
+
+def _name(metric: str) -> Line:
+    name = NAMES.get(metric, metric)
+    return explained(line(" ", (name, "bold")), name, ABOUT)
 
 
 def _legend(data: HeatData, ui: Ui, top: int, shown: int, n: int) -> list[Line]:

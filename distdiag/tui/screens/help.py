@@ -18,8 +18,10 @@ from distdiag.tui.ui import Ui
 
 
 @lru_cache(maxsize=8)
-def help_lines(width: int, warn_pct: float, error_pct: float) -> tuple[Line, ...]:
-    """All of it, as long as it gets."""
+def help_lines(
+    width: int, warn_pct: float, error_pct: float, screen: str = "", terms: tuple[str, ...] = ()
+) -> tuple[Line, ...]:
+    """Return all lines: first what is on the screen that `?` was pressed on, then what is the same on all of them."""
     out: list[Line] = []
 
     def section(title: str, rows: Sequence[tuple[str, str]], left: int, style: str = "key") -> None:
@@ -39,6 +41,10 @@ def help_lines(width: int, warn_pct: float, error_pct: float) -> tuple[Line, ...
     ):
         out += [line((f" {piece}", "bold")) for piece in wrap(text, width - 2)]
     out.append(BLANK)
+    if terms:
+        section(
+            f"on the screen {screen} (hover over it, or click, for the same)", [_split(t) for t in terms], 24, "bold"
+        )
     section("keys", [(k.shown, k.help + (f" (on {', '.join(k.pages)})" if k.pages else "")) for k in KEYS], 8)
     section(
         "severity: glyph, --ascii, word",
@@ -55,6 +61,11 @@ def help_lines(width: int, warn_pct: float, error_pct: float) -> tuple[Line, ...
     return tuple(out)
 
 
+def _split(explanation: str) -> tuple[str, str]:
+    term, _, about = explanation.partition(": ")
+    return term, about
+
+
 class HelpPage:
     name = "help"
     title = "help"
@@ -67,7 +78,7 @@ class HelpPage:
         return range(200)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        every = help_lines(width, ui.warn_pct, ui.error_pct)
+        every = help_lines(width, ui.warn_pct, ui.error_pct, ui.explained_page, ui.explained)
         room = max(1, height - 3)
         items = range(len(every))
         top, index = ui.window("help", items, room)

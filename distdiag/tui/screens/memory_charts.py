@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from distdiag.tui.data.memory_data import History
 from distdiag.tui.data.samples import Samples
@@ -19,16 +20,16 @@ GIB, MB = 2.0**30, 1e6
 ROOM = MIN_HEIGHT + 1  # lines of one row of the lowest charts, with the line above them
 HELP = {
     "utilization": "share of time in which a kernel ran on the GPU, NVML; a kernel that spins in a collective counts",
-    "memory": "device memory in use by all processes, GiB; the axis ends at what the GPU has",
-    "power": "power of the whole card, W; the axis ends at its limit",
-    "temperature": "temperature of the GPU, °C",
-    "SM clock": "clock of the multiprocessors, MHz; the axis ends at the highest that the card has",
-    "process CPU": "CPU time of the rank's process, % of one core; workers: its child processes (DataLoader workers)",
-    "process memory": "resident memory of the rank's process, GiB, without its child processes",
-    "disk": "what the rank's process reads from disk and writes to it, MB/s",
-    "host CPU": "CPU time of all processes on the host, % of all its cores",
-    "host memory": "memory in use on the host by all processes, GiB; the axis ends at what the host has",
-    "host network": "what the host receives and sends on all its networks, MB/s",
+    "memory": "device memory in use by all processes; the axis ends at what the GPU has",
+    "power": "power of the whole card; the axis ends at its limit",
+    "temperature": "temperature of the GPU",
+    "SM clock": "clock of the multiprocessors; the axis ends at the highest that the card has",
+    "process CPU": "CPU time of the rank's process, of one core; workers: its child processes (DataLoader workers)",
+    "process memory": "resident memory of the rank's process, without its child processes",
+    "disk": "what the rank's process reads from disk and writes to it, 10^6 bytes a second",
+    "host CPU": "CPU time of all processes on the host, of all its cores",
+    "host memory": "memory in use on the host by all processes; the axis ends at what the host has",
+    "host network": "what the host receives and sends on all its networks, 10^6 bytes a second",
 }
 
 
@@ -40,6 +41,7 @@ def chart_lines(history: History | None, snap: Snapshot, width: int, height: int
     times = [*history.of_gpu.times[:1], *history.of_process.times[:1], *history.of_host.times[:1]]
     if not times:
         return []
+    charts = [replace(c, help=HELP[c.title]) for c in charts]
     made = grid(charts, min(times), snap.t_s, width - 1, height - 1, ascii_only)
     return [fitted(_title(history, snap), width), *made] if made else []
 

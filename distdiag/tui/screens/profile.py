@@ -58,7 +58,7 @@ def _columns(scale_ms: float, colour: bool) -> tuple[Column[RankTimes], ...]:
 
     return (
         Column("", "rank", 5, "global rank", lambda r: str(r.rank)),
-        Column("", "step ms", 8, "", lambda r: milliseconds(r.step_ms)),
+        Column("", "step ms", 8, "time of a recorded step, mean", lambda r: milliseconds(r.step_ms)),
         Column("", "compute", 8, "operators on the CPU, or kernels", lambda r: milliseconds(r.compute_ms), ">", 2),
         Column("", "comm", 8, "collectives and messages", lambda r: milliseconds(r.comm_ms), ">", 3),
         Column("", "exposed", 8, "communication that no computation hides", lambda r: milliseconds(r.exposed_ms), ">", 1),

@@ -14,7 +14,8 @@ from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, Step
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, joined, line, rule
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, explained, fitted, joined, line, rule
+from distdiag.tui.draw.palette import ABOUT
 from distdiag.tui.draw.text import (
     cells,
     clean,
@@ -43,6 +44,13 @@ PHASES = (
     ("data", "data_ms"), ("h2d", "h2d_ms"), ("forward", "forward_ms"), ("backward", "backward_ms"),
     ("optimizer", "optimizer_ms"), ("other", "other_ms"), ("wait", "wait_ms"), ("self", "self_ms"), ("step", "step_ms"),
 )  # fmt: skip
+HELP = ABOUT | {
+    "h2d": "copies to the device",
+    "other": "the rest of the step",
+    "backward": "backward pass, with waiting for other ranks in the gradient exchange",
+    "self": "step - wait: the rank's own time",
+    "step": "from the end of one optimizer step to the end of the next",
+}
 WINDOW = 100
 GPU_HISTORY_S = 60.0
 GPU_HISTORY = (
@@ -228,14 +236,13 @@ def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
             and p50 - others > 0.05 * (snap.summary.step_ms or math.inf)
         )
         texts = "".join(f"{milliseconds(v):>8}" for v in (values[-1], p50, top, others))
-        out.append(
-            line(
-                (f" {name:10}", "bold" if name in ("self", "step") else ""),
-                (texts, "warning" if off else ""),
-                "   ",
-                (spark(values, bars), "accent"),
-            )
+        made = line(
+            (f" {name:10}", "bold" if name in ("self", "step") else ""),
+            (texts, "warning" if off else ""),
+            "   ",
+            (spark(values, bars), "accent"),
         )
+        out.append(explained(made, name, HELP.get(name, "")))
     out.append(line((f" others = median of the {snap.summary.n - 1:,} other ranks; self = step - wait", "muted")))
     return out
 

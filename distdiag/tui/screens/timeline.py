@@ -17,7 +17,7 @@ from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import bars
-from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line
+from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, fitted, line
 from distdiag.tui.draw.palette import LETTERS
 from distdiag.tui.draw.text import cells, clean, clip, clock, fit, place, seconds
 from distdiag.tui.header import title_line
@@ -25,6 +25,7 @@ from distdiag.tui.panels import footer_panel
 from distdiag.tui.ui import Ui
 
 LABEL = 10
+COMM = "collectives that all ranks completed: thin from the first arrival to the last, thick the transfer"
 ROWS = 4000  # steps of ranks in one picture: it shows fewer seconds where there are more
 COLLECTIVES = 400
 # seconds that the screen shows; + and - go through them
@@ -313,7 +314,7 @@ def _collectives(data: TimelineData, plot: int) -> Line:
                 out[x] = "─"
         for x in range(max(0, b), min(plot, max(b + 1, c))):
             out[x] = "━"
-    return line((fit(" comm", LABEL), "muted"), ("".join(out), "accent"))
+    return explained(line((fit(" comm", LABEL), "muted"), ("".join(out), "accent")), "comm", COMM)
 
 
 def _axis(data: TimelineData, plot: int) -> Line:
