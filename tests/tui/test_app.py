@@ -285,8 +285,8 @@ def test_every_key_does_something_and_is_in_the_help(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(RUNNING), (120, 70)) as d:
             text = await d.press("question_mark")
-            text += await d.press("pagedown")
-            text += await d.press("end")
+            for _ in range(4):  # to its end
+                text += await d.press("pagedown")
             for k in keys.KEYS:
                 assert k.help in text, k
             assert "RUNNING" in await d.press("question_mark")  # the same key leaves
