@@ -250,7 +250,7 @@ def launch(
         env: Set on top of a clean environment, for example `{"DISTDIAG_RUN_DIR": …}`.
         timeout: Seconds from the start after which `Job.wait` fails.
         torchrun_args: Further options of torchrun.
-        fork_ranks: Fork the ranks as well, without torchrun: for jobs whose numbers alone are asserted.
+        fork_ranks: Fork the ranks as well, without torchrun: for jobs whose start and end are not what is asserted.
     """
     program = [str(a) for a in args]
     arguments = program if fork_ranks else ["--standalone", "--nproc-per-node", str(nproc), *torchrun_args, *program]

@@ -4,7 +4,8 @@ Importing torchrun takes 3 s of CPU, a quarter of what a small job of two ranks 
 `main` and is, for its ranks, the same: their parent, the leader of a session, with the job's environment, directory, outputs and
 exit status. It starts its ranks as always, each with its own import of torch. Tests of the launch itself start torchrun as a command.
 
-Of a job that is not recorded, and whose numbers alone are asserted, the ranks can be forked as well: 4 s of CPU less for each.
+The ranks can be forked as well: 4 s of CPU less for each. They have torch before the recorder is installed, as with `attach()`, and
+nobody watches them as torchrun would: for jobs of which only the numbers or the recorded steps are asserted.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _check_merged(path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_other_strategies_are_profiled(tmp_path: Path, strategy: str) -> None:
-    with launch([*TRAINER, "--strategy", strategy], cwd=tmp_path) as job:
+    with launch([*TRAINER, "--strategy", strategy], cwd=tmp_path, fork_ranks=True) as job:
         wait_for(lambda: steps(tmp_path / "run") >= 4 or None, 120, "4 steps", job)
         found = profile(job, "--steps", "2")
         assert [r["rank"] for r in found["ranks"]] == [0, 1]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
+from tests.jobs import launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -33,9 +32,8 @@ def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]
     """(length, batches, fingerprint) of each loader of a job of one rank."""
     folder.mkdir()
     (folder / "script.py").write_text(f"SEED, LOADER = {seed}, {loader}\n{SCRIPT}")
-    env = {**ONE_RANK, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "script.py"]
-    with start(command, cwd=folder, timeout=60, env=env) as job:
+    command = ["-m", "distdiag.run", "--run-dir", "R", "script.py"]
+    with launch(command, nproc=1, cwd=folder, timeout=60, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: rows(folder / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
     return rows(folder / "R", "SELECT length, batches, fingerprint FROM loader")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows
+from tests.jobs import launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -62,8 +62,11 @@ dist.destroy_process_group()
 )
 def test_the_cause_of_a_missing_gradient(case: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(JOB)
-    with launch(["-m", "distdiag.run", "--run-dir", "R", "net.py", case], nproc=1, cwd=tmp_path) as job:
+    with launch(
+        ["-m", "distdiag.run", "--run-dir", "R", "net.py", case], nproc=1, cwd=tmp_path, fork_ranks=True
+    ) as job:
         assert job.wait() == 0, job.tail()
+        wait_for(lambda: rows(tmp_path / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
     found = [json.loads(x) for (x,) in rows(tmp_path / "R", "select json from finding")]
     by_cause = {f["cause"]: f for f in found if f["kind"] == "unused_parameters"}
     assert set(by_cause) == {"never_used", "frozen"}

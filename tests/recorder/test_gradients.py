@@ -31,7 +31,9 @@ dist.destroy_process_group()
 def test_sparse_bfloat16_and_plain_gradients_are_read_without_a_failure(tmp_path: Path) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(SCRIPT)
-    with launch(["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60) as job:
+    with launch(
+        ["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60, fork_ranks=True
+    ) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the monitor to close the run")
     found = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding")]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, launch, rows, start, wait_for
+from tests.jobs import launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -47,8 +46,7 @@ def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
 ) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(f"NAN, DROPPED, SCALES = {nan}, {dropped}, {scales}\n{SCRIPT}")
-    command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", str(script)]
-    with start(command, cwd=tmp_path, timeout=60, env={**ONE_RANK, "PYTHONPATH": str(REPOSITORY)}) as job:
+    with launch(["-m", "distdiag.run", "--run-dir", "R", script], 1, cwd=tmp_path, timeout=60, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the monitor to close the run")
         kept = wait_for(lambda: rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'"), 10, "a finding")
@@ -98,7 +96,9 @@ dist.destroy_process_group()
 def test_the_rank_is_named_whose_batch_holds_nan(bad: str, scale: str, culprits: list[int], tmp_path: Path) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(f"BAD, SCALE = {bad}, {scale}\n{SHARED_IN_FORWARD}")
-    with launch(["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60) as job:
+    with launch(
+        ["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60, fork_ranks=True
+    ) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the monitor to close the run")
     [finding] = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'")]
