@@ -88,3 +88,16 @@ def test_steps_are_read_once(runs: MakeRun) -> None:
         assert len(first.steps[5]) >= len(again.steps[5]) > 15 and first.steps[5][-1] == again.steps[5][-1]
         back = taker.take(Request("timeline", ranks=(0, 5), span=2.0, until=250.0)).panel
         assert back.steps[0] and all(row[0] > 248.0 for row in back.steps[0])
+
+
+def test_few_lanes_are_tall_and_leave_room_for_the_whole_finding(runs: MakeRun) -> None:
+    async def work() -> str:
+        async with showing(runs(Scenario(state="deadlocked", ranks=3)), (130, 34)) as d:
+            await d.press("9")
+            lanes = [[p[2] for p in text if p[2].startswith("cell:")] for text in d.app.canvas.lines]
+            assert [sum(f"cell:{r}" in hits for hits in lanes) for r in range(3)] == [2, 2, 2]
+            return d.text()
+
+    text = asyncio.run(work())
+    assert "cost " in text and "do  " in text and "more lines" not in text
+    assert text.count("waits in all_reduce") == 2

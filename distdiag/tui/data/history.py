@@ -118,7 +118,10 @@ def _short(v: float | None) -> str:
 
 
 def _loss(v: float | None) -> str:
-    return MISSING if v is None or v != v else f"{v:.4g}" if abs(v) < 10_000 else f"{v:.1e}"
+    if v is None or v != v:
+        return MISSING
+    digits = f"{v:.4g}"
+    return digits if len(digits) <= 6 else f"{v:.3g}" if 1e-3 <= abs(v) < 10_000 else f"{v:.1e}"
 
 
 def chart_lines(
@@ -132,5 +135,7 @@ def chart_lines(
     """As many charts as fit into `height` lines; nothing if not one fits, or if no step has ended."""
     if not points:
         return []
-    start = max(0.0, points[0].t_s - (points[0].step_ms or 0.0) / 1000)
+    # a long first step (start of DDP, compilation) would leave half of each chart empty
+    first_s = (points[0].step_ms or 0.0) / 1000
+    start = max(0.0, points[0].t_s - min(first_s, max(1.0, 0.05 * (now - points[0].t_s))))
     return grid(charts(points, marks, with_area=not ascii_only), start, now, width, height, ascii_only)

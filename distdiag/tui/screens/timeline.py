@@ -25,6 +25,7 @@ from distdiag.tui.panels import footer_panel
 from distdiag.tui.ui import Ui
 
 LABEL = 10
+TALLEST = 3  # lines of one lane: two of colour and an empty one
 COMM = "collectives that all ranks completed: thin from the first arrival to the last, thick the transfer"
 ROWS = 4000  # steps of ranks in one picture: it shows fewer seconds where there are more
 COLLECTIVES = 400
@@ -261,7 +262,8 @@ class TimelinePage:
             (*line((" space holds   ←→ pan   + - zoom   ", "muted")), *legend),
         ]
         items = self.items(snap, ui)
-        panel = footer_panel(snap, ui, job, width, 6 if height >= 28 else 3)
+        least = 6 if height >= 28 else 3  # with few lanes the findings get what is left, up to a third of the screen
+        panel = footer_panel(snap, ui, job, width, max(least, min(height // 3, height - 5 - 2 * len(items))))
         if snap.frame is None or not items or span <= 0:
             lines += [BLANK, line(("   No rank to show yet.", "muted"))]
             lines += [BLANK] * (height - len(lines) - len(panel))
@@ -269,6 +271,7 @@ class TimelinePage:
         plot = max(8, width - LABEL - 1)
         room = self._room(height, len(panel))
         top, index = ui.window("timeline", items, room)
+        tall = max(1, min(TALLEST, room // len(items)))
         rows = {int(r): i for i, r in enumerate(snap.frame.table.numbers("rank"))}
         lines.append(_collectives(data, plot))
         cursor = None
@@ -276,7 +279,7 @@ class TimelinePage:
             rank = items[nth]
             if nth == index:
                 cursor = len(lines)
-            lines.append(self._lane(snap, ui, data, rank, rows[rank], plot, nth == index))
+            lines += self._lane(snap, ui, data, rank, rows[rank], (plot, tall), nth == index)
         lines.append(_axis(data, plot))
         if top + room < len(items) or top:
             lines.append(line((f"   ranks {top + 1:,}–{min(len(items), top + room):,} of {len(items):,}", "muted")))
@@ -284,7 +287,10 @@ class TimelinePage:
         lines += [BLANK] * (height - len(lines) - len(panel))
         return Screenful([*(fitted(x, width) for x in lines), *panel][:height], room, cursor)
 
-    def _lane(self, snap: Snapshot, ui: Ui, data: TimelineData, rank: int, i: int, plot: int, here: bool) -> Line:
+    def _lane(
+        self, snap: Snapshot, ui: Ui, data: TimelineData, rank: int, i: int, plot: tuple[int, int], here: bool
+    ) -> list[Line]:
+        """Return the lane of a rank in `plot` cells and lines; the third line is empty."""
         assert snap.frame is not None
         row, mark = snap.frame.table.row(i), snap.summary.marks[i]
         segments: list[Segment] = []
@@ -299,8 +305,13 @@ class TimelinePage:
             (f" {mark.glyph} ", f"{mark.style}{' cursor' if here and ui.interactive else ''}".strip(), "")
         ]
         lead.append((f"{rank:>5}  ", style.strip(), ""))
-        drawn = lane(segments, data.begin_s, data.end_s, plot, ui.drawn)
-        return tuple((t, s, f"cell:{rank}") for t, s, _ in [*lead, *drawn] if t)
+        width, tall = plot
+        words = [*lead, *lane(segments, data.begin_s, data.end_s, width, ui.drawn)]
+        without = lane([(a, b, name, "") for a, b, name, _ in segments], data.begin_s, data.end_s, width, ui.drawn)
+        blank: list[Part] = [(" " * sum(cells(t) for t, _, _ in lead), style.strip(), "")]
+        made = [words, *[[*blank, *without]] * (min(tall, 2) - 1)]
+        lines: list[Line] = [tuple((t, s, f"cell:{rank}") for t, s, _ in parts if t) for parts in made]
+        return [*lines, *[BLANK] * (tall - len(lines))]
 
 
 def _collectives(data: TimelineData, plot: int) -> Line:
