@@ -24,7 +24,7 @@ from distdiag.tui.ui import Ui
 from tests.tui.drive import showing
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 480
+DEADLINE_S = 1200  # 64 ranks on two cores take six minutes
 HEALTHY_STEPS = 200  # until the picture of a job without a fault
 SIZE = (130, 34)
 # job: (its command, ranks, the kinds of finding to wait for or none, {picture: keys that lead to the screen})

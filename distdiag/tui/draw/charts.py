@@ -14,7 +14,7 @@ LABEL = 7  # cells left of the axis
 MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
 TALLEST = 12  # lines of one chart
 # seconds of one dot: the smallest that shows the whole span is taken, so that the picture changes seldom
-_STEPS = tuple(f * 10**k for k in range(-1, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+_STEPS = tuple(f * 10**k for k in range(-2, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
 _TOPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # of a braille cell: left and right column, from below
 
