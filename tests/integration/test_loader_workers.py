@@ -73,7 +73,7 @@ def test_the_line_of_a_worker_that_waits_is_said(tmp_path: Path) -> None:
         """The finding, once it knows of the worker: it may be made a moment before that is asked."""
         return next((f for f in waits_of(run) if "data_worker" in {w["state"] for w in f["where"]}), None)
 
-    with launch(["-m", "distdiag.run", "--run-dir", run, script], cwd=tmp_path) as job:
+    with launch(["-m", "distdiag.run", "--run-dir", run, script], cwd=tmp_path, fork_ranks=True) as job:
         found = wait_for(said, 90, "the worker to be named", job)
         (tmp_path / "mounted").touch()
         wait_for(lambda: [f["cleared_s"] is not None for f in waits_of(run)] == [True], 60, "the end of the wait", job)

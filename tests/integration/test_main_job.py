@@ -163,7 +163,7 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
 
 def test_a_straggler_is_named_with_its_phase(tmp_path: Path) -> None:
     run = tmp_path / "R"
-    with train(tmp_path, "--max-steps", "400", "--inject", "straggler@rank1:120ms") as job:
+    with train(tmp_path, "--max-steps", "400", "--inject", "straggler@rank1:120ms", fork_ranks=True) as job:
         finding = wait_for(lambda: found(run, ["straggler"]), 150, "the straggler to be found", job)
     assert (finding["cause"], finding["culprits"], finding["victims"]) == ("forward", [1], [0])
 

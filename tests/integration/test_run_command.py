@@ -166,7 +166,8 @@ def test_distdiag_run_ends_as_its_script_does(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_is_recorded_by_what_it_says_itself(tmp_path: Path) -> None:
     run = tmp_path / "R"
-    with launch([write(tmp_path, BY_HAND)], cwd=tmp_path, env={"DISTDIAG_RUN_DIR": str(run)}) as job:
+    env = {"DISTDIAG_RUN_DIR": str(run)}
+    with launch([write(tmp_path, BY_HAND)], cwd=tmp_path, env=env, fork_ranks=True) as job:
         wait_for(lambda: all((tmp_path / f"validates.{q}").exists() for q in (0, 1)), 60, "the validation", job)
         wait_for(
             lambda: rows(run, "SELECT rank, phase FROM rank ORDER BY rank") == [(0, "validate"), (1, "validate")],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, rows, start, wait_for
+from tests.jobs import launch, rows, wait_for
 
 SCRIPT = """
 import os, signal, sys, time
@@ -28,8 +27,8 @@ for step in range(40):
 def test_the_steps_just_before_the_end_are_written(end: str, tmp_path: Path) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(SCRIPT.format(end=end))
-    env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": str(run)}
-    with start([sys.executable, str(script)], cwd=tmp_path, timeout=60, env=env) as job:
+    env = {"DISTDIAG_RUN_DIR": str(run)}
+    with launch([script], nproc=1, cwd=tmp_path, timeout=60, env=env, fork_ranks=True) as job:
         job.wait()
         wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
     assert [n for (n,) in rows(run, "SELECT step FROM step ORDER BY step")] == list(range(1, 42))

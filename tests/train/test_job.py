@@ -103,7 +103,9 @@ def test_resnet18_trains_to_the_same_bits_with_the_monitor(data: Path, tmp_path:
     losses, ends = [], []
     for name, recorded in (("with", ["--monitor", "--run-dir", str(tmp_path / "run")]), ("without", [])):
         with launch(
-            ["-m", "distdiag.train", *options, *recorded, "--checkpoint-dir", tmp_path / name], timeout=200
+            ["-m", "distdiag.train", *options, *recorded, "--checkpoint-dir", tmp_path / name],
+            timeout=200,
+            fork_ranks=True,
         ) as job:
             assert job.wait() == 0, job.tail()
             losses.append(re.findall(r"step (\d)/3  loss ([\d.]+)", job.stdout()))
