@@ -21,8 +21,8 @@ CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 
 
 def checksum_due(step: int) -> bool:
-    """True for steps 2, 4, 8, … 64, then every 64th: the same on all ranks."""
-    return step % 64 == 0 or (step < 64 and step >= 2 and step & (step - 1) == 0)
+    """True for steps 2, 4, 8, 16, 32, then every 32nd, from 256 on every 64th: the same on all ranks."""
+    return step >= 2 and step & (step - 1) == 0 if step < 32 else step % (32 if step < 256 else 64) == 0
 
 
 class ReplicaChecksums:
