@@ -77,3 +77,8 @@ def not_one_model(s: Snapshot) -> Abstained | None:
     if not synchronous(s):
         return Abstained("the ranks do not train one model together, as far as is seen")
     return None
+
+
+def least_fetching(s: Snapshot) -> float:
+    """Return the share of the time in which the least busy loader of the training ranks fetches; 0 if one is not known."""
+    return min((x.fetching or 0.0 for x in training_loaders(s).values()), default=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import msgspec
@@ -191,6 +192,24 @@ def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
     assert only(found(0.5, 100.0, busy=0.05)).culprits == (1,)
     assert only(found(0.5, 100.0, others=0.1)).culprits == (1,)  # for as many batches the others' have far less to do
     assert found(0.5, 100.0, others=None) == []
+
+
+@pytest.mark.parametrize(("fetching", "culprits"), [(0.3, (1,)), (0.6, (1,)), (0.95, ()), (1.0, ()), (None, (1,))])
+def test_of_equal_loaders_none_is_slow(fetching: float | None, culprits: tuple[int, ...]) -> None:
+    """Storage gives each rank a batch in 80 ms. The rank that is a little later finds its queue empty, the other finds it full."""
+
+    def workers(share: float | None) -> tuple[Loader, ...]:
+        return (Loader(site=LOOP, workers=2, in_training=True, fetching=share),)
+
+    late = rank(1, steps=steps(80.0, "data", seed=1), workers_busy=0.05, loaders=workers(1.0))
+    first = rank(0, steps=steps(wait_ms=80.0), workers_busy=0.05, loaders=workers(fetching))
+    found = stragglers(job(first, late, host_cpu_pct=20.0))
+    assert [f.culprits for f in found] == ([culprits] if culprits else [])
+    if fetching is not None and culprits:  # what the others' loaders could do limits what a better one would gain
+        shown = re.search(r"data \+(\d+) ms", found[0].message)
+        assert shown is not None and int(shown[1]) <= 148 * (1 - fetching)
+    slow_everywhere = of_kind(speeds(job(first, late, host_cpu_pct=20.0)), "input_bound")
+    assert bool(slow_everywhere) is ((fetching or 0.0) > 0.8)
 
 
 def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,36 @@ def test_a_length_that_raises_is_unknown_and_no_failure(recorded: Loaders) -> No
     recorded.starts(DataLoader(Counted(), 2, sampler=OwnSampler()), object(), None)
     slot = next(iter(recorded._slots.values()))
     assert (slot.length, slot.dataset_length, recorded.h.errors) == (-1, SAMPLES, 0)
+
+
+class Stored(Dataset[int]):
+    """Takes some milliseconds per sample, as storage does."""
+
+    def __init__(self, sample_s: float) -> None:
+        self.sample_s = sample_s
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.sample_s)
+        return index
+
+
+@pytest.mark.parametrize(("sample_s", "step_s", "slow"), [(0.05, 0.0, True), (0.0, 0.1, False)])
+def test_workers_of_a_loader_that_is_fast_enough_rest(
+    sample_s: float, step_s: float, slow: bool, recorded: Loaders
+) -> None:
+    loader = DataLoader(Stored(sample_s), 2, num_workers=2)
+    iterator = iter(loader)
+    recorded.starts(loader, iterator, None)
+    slot = next(iter(recorded._slots.values()))
+    for _, batch in zip(range(20), iterator, strict=False):
+        recorded.gives(iterator, batch, 1)
+        time.sleep(step_s)
+        recorded.poll_workers()
+    assert slot.polls == 20 and recorded.h.errors == 0
+    assert (slot.fetching_permille > 500) is slow, slot.fetching_permille
+    del iterator
+    recorded.poll_workers()  # the loader is gone: nothing to ask
+    assert slot.polls == 20 and recorded.h.errors == 0

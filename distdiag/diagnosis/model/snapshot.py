@@ -90,6 +90,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
     workers: int = 0
+    fetching: float | None = None  # share of its workers that fetch a batch, lately; the others wait until one is taken
     promised: bool = False  # the job declared how many batches it takes: no need to read its source
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
     fed: bool = False  # no loader: what a DDP module was given in steps without one

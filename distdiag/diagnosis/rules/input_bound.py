@@ -17,6 +17,7 @@ from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Sev
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.training_data import least_fetching
 from distdiag.terms.units import percent
 
 kind = kinds.INPUT_BOUND
@@ -26,6 +27,9 @@ kind = kinds.INPUT_BOUND
 class Limits:
     share: float = 0.3
     """Share of step time that even the rank which waits least for its data loses."""
+    fetching: float = 0.8
+    """Share of the time that the workers of every rank fetch; above it, all loaders are at their limit, and the rank that waits
+    for data at a step makes the others wait."""
 
 
 limits = Limits()
@@ -38,12 +42,23 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield window
     elif facts.shadows:
         yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
-    elif share := share_of_all(window, lambda x: x.data_ms, limits.share):
+    elif share := share_of_all(window, lambda x: x.data_ms, limits.share) or _of_slowest(facts.snapshot, window):
         yield _finding(facts.snapshot, window, share)
 
 
+def _of_slowest(s: Snapshot, window: Window) -> float:
+    """Return the share of step time that the rank which waits longest loses, step by step; 0 unless all loaders are at their limit."""
+    if least_fetching(s) < limits.fetching:
+        return 0.0
+    shares = [
+        max(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in zip(*window.steps.values(), strict=True)
+    ]
+    share = min(1.0, statistics.median(shares))
+    return share if share >= limits.share else 0.0
+
+
 def _finding(s: Snapshot, window: Window, share: float) -> Finding:
-    ms = statistics.median(x.data_ms for steps in window.steps.values() for x in steps)
+    ms = statistics.median(max(x.data_ms for x in column) for column in zip(*window.steps.values(), strict=True))
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
     return Finding(
@@ -52,7 +67,7 @@ def _finding(s: Snapshot, window: Window, share: float) -> Finding:
         severity=Severity.INFO,
         victims=tuple(window.ranks),
         where=tuple(where(s.ranks[q], "data", site) for q in window.ranks),
-        message=f"every rank waits for data: {percent(share)} of step time (p50 {ms:.0f} ms){at(site)}",
+        message=f"every rank waits for data: {percent(share)} of step time (p50 {ms:.0f} ms on the slowest rank){at(site)}",
         cost=f"up to {percent(share)} of step time",
         advice=f"raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
     )

@@ -32,6 +32,7 @@ from distdiag.diagnosis.text.straggler import (
     slow_finding,
     stage_finding,
 )
+from distdiag.diagnosis.training_data import least_fetching
 from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
@@ -131,6 +132,10 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if isinstance(found, Abstained):
         return found
     rank, phase, excess_ms = found
+    if phase == "data" and (limit := _loaders_limit(s, slow, rest, excess_ms)) is not None:
+        if isinstance(limit, Abstained):
+            return limit
+        excess_ms = limit
     if _lacks_cpu(s, slow.ranks, phase, rest):
         return _veto(f"the loader workers of {rank_list(slow.ranks)} wait for a CPU, as those of all ranks may")
     if phase != "data" and _has_stages(s):
@@ -267,6 +272,27 @@ def busy_host(s: Snapshot) -> bool:
     return s.host_cpu_pct is None or s.host_cpu_pct > limits.busy_host_pct
 
 
+def _loaders_limit(s: Snapshot, slow: Slow, rest: list[int], excess_ms: float) -> float | Abstained | None:
+    """Return milliseconds that the job would gain, at most, with the others' loaders on the slow rank; None if not known.
+
+    A rank that waits for another finds its queue full, however slow its own loader is. Its workers fetch for this share of
+    the time; so its loader would do as many steps in this share of the time.
+    """
+    fetching = [x.fetching for q in rest for x in s.ranks[q].loaders if x.in_training and x.workers]
+    known = [share for share in fetching if share is not None]
+    if not known:
+        return None
+    busiest = max(known)
+    gain_ms = (1.0 - busiest) * slow.step_ms
+    shares = limits.shares if busy_host(s) else limits.shares_quiet_host
+    needed = [share for factor, share in shares if factor * busiest <= 1.0]
+    if not needed or gain_ms < max(limits.least_ms, needed[0] * slow.step_ms):
+        return _veto(
+            f"the loaders of the other ranks are busy, too, {percent(busiest)} of the time: none could go much faster"
+        )
+    return min(excess_ms, gain_ms)
+
+
 def _lacks_cpu(s: Snapshot, slow: list[int], phase: str, rest: list[int]) -> bool:
     """True if loader workers of a slow rank wait for a CPU.
 
@@ -350,6 +376,8 @@ def _rotating(s: Snapshot, window: Window) -> Finding | None:
         for i in range(n)
     ]
     if statistics.median(excess) < (3.0 if busy_host(s) else 1.5):
+        return None
+    if phase == "data" and 1.0 - least_fetching(s) < limits.rotating_share:
         return None
     return rotating_finding(s, window, phase, changes, skew_ms, step_ms)
 

@@ -15,6 +15,7 @@ from distdiag.page.writer import PageReader
 from distdiag.terms.ranks import unfold_ranks
 
 STACKS_KEPT = 512
+LEAST_POLLS = 8  # of a loader's workers
 
 
 @dataclass(slots=True)
@@ -152,6 +153,7 @@ class Slots:
                     workers=s.workers,
                     promised=bool(s.promised),
                     fed=bool(s.fed),
+                    fetching=min(s.fetching_permille, 1000) / 1000 if s.polls >= LEAST_POLLS else None,
                     first_fingerprints=tuple(s.first[: s.n_first]),
                     previous_fingerprints=tuple(s.previous[: s.n_previous]),
                 )

@@ -30,6 +30,7 @@ from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.recorder.unseen import has_memory, unseen
 
+POLLS = 16  # newest polls of a loader's workers that count
 _SCATTERED = [
     i * 2654435761 % 2**31 for i in range(1, 65)
 ]  # spread by the golden ratio, so that no period of the data matches
@@ -51,6 +52,7 @@ class Loaders:
         # by id of the iterator: its slot, and the indices of its batch count and last time among the page's words
         self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
         self._words = r.page.words
+        self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
         self._trained: LoaderSlot | None = None  # the loader last marked as training
 
@@ -97,6 +99,8 @@ class Loaders:
             shuffle = getattr(sampler, "shuffle", None)
             slot.shuffle = int(shuffle) if isinstance(shuffle, bool) else -1
         slot.workers = loader.num_workers
+        if loader.num_workers:
+            self._iterators[slot.site] = ref(iterator)
 
     @guarded
     def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
@@ -169,6 +173,29 @@ class Loaders:
         if known is not None:
             known[0].exhausted = 1
             known[0].exhausted_ns = now_ns()
+
+    @guarded
+    def poll_workers(self) -> None:
+        """From the pulse: record how many workers of the loader in use fetch a batch; the others wait until one is taken.
+
+        A loader that is faster than the job has a full queue and idle workers. Of two loaders that are equally slow, one has a
+        full queue, too, as its rank waits for the other; but its workers never rest.
+        """
+        slot = self._last
+        found = self._iterators.get(slot.site) if slot is not None else None
+        iterator = found() if found is not None else None
+        if iterator is None or slot is None or not slot.workers:
+            return
+        try:
+            ready = iterator._worker_result_queue.qsize()
+            if iterator._data_queue is not iterator._worker_result_queue:  # a thread pins memory
+                ready += iterator._data_queue.qsize()
+            fetching = iterator._tasks_outstanding - ready
+        except (AttributeError, NotImplementedError, OSError, ValueError):  # another torch, macOS, it is being closed
+            return
+        share = 1000 * min(max(fetching, 0), slot.workers) // slot.workers
+        n = slot.polls = slot.polls + 1
+        slot.fetching_permille += (share - slot.fetching_permille) // min(n, POLLS)
 
     def trains(self) -> None:
         """Record that a backward pass followed the last batch: its loader is for training."""
