@@ -5,7 +5,7 @@ like the others. If the slowest rank keeps changing, the cause is `rotating` and
 optimizer steps, the straggler is the rank that enters its collectives last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
-Healthy look-alikes: bn_ice, ledger_shared, worker_pool, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
+Healthy look-alikes: bn_ice, ledger_shared, worker_pool, shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 """
 
 from __future__ import annotations
