@@ -1,9 +1,8 @@
-"""pairs: every pair of ranks exchanges messages, in rounds of disjoint pairs, until each has met each.
+"""pairs: every pair of ranks exchanges messages, in rounds of disjoint pairs.
 
-A collective is as slow as its slowest link and does not say which. In a round-robin tournament (circle method) all
-ranks are busy in every round and no pair disturbs another's ranks; with an odd number one rank rests per round, a
-different one each time. A rank that is slow in nearly all its pairs is slow itself; a slow pair of two good ranks is
-a slow link.
+A collective is as slow as its slowest link, but does not show which one. In a round-robin tournament (circle method) all
+ranks are busy in every round, and no two pairs share a rank; with an odd number of ranks a different one rests in each
+round. A rank that is slow in nearly all its pairs is slow itself; a slow pair of two good ranks is a slow link.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
 from distdiag.terms.units import size_text, time_text
 
-SLOW_FACTOR = 1.5  # times the median pair; below, pairs of a healthy machine differ too
-SLOW_SHARE = 0.75  # of a rank's pairs must be slow to blame the rank
+SLOW_FACTOR = 1.5  # times the median pair; pairs of a healthy machine differ by less
+SLOW_SHARE = 0.75  # share of a rank's pairs that must be slow to blame the rank
 _SMALL_BYTES = 8
 _LARGE_BYTES = 2**20
 
@@ -49,9 +48,9 @@ class PairRow:
 
 
 def tournament(ranks: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which every pair of `ranks` meets exactly once.
+    """Return rounds of disjoint pairs that contain every pair of `ranks` exactly once.
 
-    n - 1 rounds for an even number, n for an odd one, where one rank rests in each.
+    n - 1 rounds for an even number of ranks; n for an odd one, with one rank resting in each.
     """
     players: list[int | None] = [*range(ranks)]
     if ranks % 2:
@@ -69,7 +68,7 @@ def tournament(ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int]]]:
-    """(slow ranks with "slow in k of m pairs", slow links between ranks that are not slow themselves).
+    """Return (slow ranks: (slow pairs, pairs), slow links between ranks that are not slow themselves).
 
     Args:
         times: Time by pair, any unit.
@@ -77,9 +76,9 @@ def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tu
     median = float(np.median(list(times.values())))
     slow = {pair for pair, t in times.items() if t > SLOW_FACTOR * median}
     slow_ranks: dict[int, tuple[int, int]] = {}
-    if ranks >= 4:  # with three, two of whose pairs are slow, the median is a slow one
+    if ranks >= 4:  # with three ranks, of which one is slow, the median pair is slow
         counts = {r: sum(r in pair for pair in slow) for r in range(ranks)}
-        # The worst first: a good rank is slow in one pair for each slow rank it meets.
+        # the worst first: a good rank is slow in its pairs with slow ranks
         for rank in sorted(counts, key=lambda r: -counts[r]):
             left = sum(rank in pair and not any(o in slow_ranks for o in pair) for pair in slow)
             of = ranks - 1 - len(slow_ranks)
@@ -197,9 +196,9 @@ def judge(result: Result, injected: list[Injection]) -> None:
 def _measure_pair(
     job: Job, peer: int, small: torch.Tensor, large: list[torch.Tensor], seconds: float
 ) -> tuple[float, float, bool, list[float]]:
-    """(median round trip us, GB/s of one direction, correct, some round trips) of this rank with `peer`.
+    """Return (median round trip us, GB/s of one direction, correct, some round trips) of this rank with `peer`.
 
-    The lower rank decides after each batch whether another follows.
+    After each batch the lower rank decides whether another follows.
     """
     pattern = Pattern(job.dtype, job.world_size)
     pattern.write(large[0], job.rank)
@@ -252,12 +251,12 @@ def _exchange(job: Job, peer: int, buffers: list[torch.Tensor]) -> None:
 
 
 def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
-    """The matrix of round trips, darker is slower; at most 64 ranks wide."""
+    """Return the matrix of round trips as lines: darker is slower; at most 64 ranks wide."""
     shades = " .:-=+*#%@" if ascii_only else " ░▒▓█"
     shown = min(ranks, 64)
     times = {r.ranks: r.round_trip_us for r in rows}
     low = min(times.values())
-    high = max(max(times.values()), SLOW_FACTOR * low)  # what is no difference looks like none
+    high = max(max(times.values()), SLOW_FACTOR * low)  # small differences stay invisible
     lines = [f"round trips, from {time_text(low)} (light) to {time_text(high)} (dark):"]
     for a in range(shown):
         cells = ""

@@ -1,8 +1,8 @@
 """step: the time of one training step under each strategy, on one model and one global batch.
 
-What does a second rank buy? Every strategy takes the same step: time, speed-up, efficiency, memory per rank, and how
-much of the step is communication that nothing hides. On the CPU, where torch's DataParallel silently runs one process,
-replicas on threads stand in, and are labelled so. `--ranks 1,2,4` compares numbers of ranks in interleaved rounds.
+Every strategy takes the same step. Reported are time, speed-up, efficiency, memory per rank, and the share of
+communication that is not hidden. On the CPU, where torch's DataParallel silently runs one process, replicas on threads
+replace it, and are labelled so. `--ranks 1,2,4` compares numbers of ranks in interleaved rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_SECONDS = 0.2
 
 class Step(Probe):
     name = "step"
-    summary = "step time, speed-up and memory of every strategy, on one model and global batch"
+    summary = "step time, speed-up and memory of every strategy, for one model and global batch"
     min_ranks = 1
     default_ranks = 2
     share_in_all = 4.0

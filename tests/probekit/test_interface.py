@@ -46,7 +46,7 @@ def test_without_it_gloo_takes_what_the_host_name_resolves_to(monkeypatch: pytes
             "rank 1 offers 127.0.0.1, which no other node can reach: export GLOO_SOCKET_IFNAME",
         ),
         ({0: DOCKER}, {0: "a"}, "rank 0 would use docker0, a bridge inside its host"),
-        ({0: LO}, {0: "a"}, "127.0.0.1 cannot be reached from there"),
+        ({0: LO}, {0: "a"}, "they cannot reach 127.0.0.1"),
         ({0: ETH}, {0: "a"}, "start the missing ranks"),
     ],
 )

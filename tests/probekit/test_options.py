@@ -29,7 +29,7 @@ from distdiag.probekit.command.options import Options, check_backend, parse, pla
         (["allreduce", "--nproc", "two"], "'two' is not a whole number", "count"),
         (["allreduce", "--inject", "explode:rank=1"], "cannot be injected".replace("cannot", "not a fault that can"), "delay:rank=1"),
         (["allreduce", "--inject", "delay:rank=1"], "not a fault", "delay:rank=1"),
-        (["allreduce", "--inject", "delay:rank=one,ms=5"], "no number", "delay:rank=1"),
+        (["allreduce", "--inject", "delay:rank=one,ms=5"], "not a number", "delay:rank=1"),
         (["allreduce", "--as", "xml"], "'xml' is not one of", "--help"),
         (["allreduce", "--wat"], "No such option", "--help"),
         (["allreduce", "--floor", "0"], "above 0", "machine"),

@@ -1,4 +1,4 @@
-"""A second measurement of a probe that was slower than its baseline, in fresh processes: one run may be unlucky."""
+"""Repeat a probe that was slower than its baseline, in new processes: one run may be unlucky."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ _SPARE_S = 60.0  # beyond the budget, before the second measurement counts as fa
 
 
 def command_of(result: Result, options: Options, save: Path) -> list[str]:
-    """The command line that measures `result`'s probe once more, equally, and keeps its values in `save`."""
+    """Return the command line that repeats `result`'s probe with the same options and saves its values in `save`."""
     words: list[object] = [sys.executable, "-m", "distdiag", "probe", result.probe]
     words += ["--ranks", ",".join(map(str, options.ranks))] if options.ranks else ["--nproc", result.world_size]
     words += ["--device", result.device, "--dtype", options.dtype, "--min-bytes", options.min_bytes]
     words += ["--max-bytes", options.max_bytes, "--factor", options.factor, "--timeout", options.timeout_s]
     words += ["--precision", options.precision * 100, "--step-ms", options.step_ms]
-    words += [
-        "--budget",
-        options.budget_s if options.ranks else min(options.budget_s, DEFAULT_BUDGET_S),
-        "--save",
-        save,
-        "--json",
-        "--no-record",
-    ]
+    words += ["--budget", options.budget_s if options.ranks else min(options.budget_s, DEFAULT_BUDGET_S)]
+    words += ["--save", save, "--json", "--no-record"]
     if result.backend in ("gloo", "nccl"):
         words += ["--backend", result.backend]
-    if result.probe == options.name:  # of `all` they are another probe's
+    if result.probe == options.name:  # with `all`, the option belongs to another probe
         words += ["--batch-size", options.batch_size]
     words += ["--share-gpus"] * options.share_gpus
     for option, value in (
@@ -46,7 +40,7 @@ def command_of(result: Result, options: Options, save: Path) -> list[str]:
 
 
 def measure(result: Result, options: Options) -> list[Measure] | None:
-    """Values of a second measurement; None if it failed or ran under other conditions."""
+    """Return the values of a second measurement; None if it failed or ran under other conditions."""
     with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as made:
         save = Path(made) / "again.json"
         try:

@@ -26,7 +26,7 @@ PROBES: dict[str, str] = {
     "sendrecv": "each rank to its right neighbour while receiving from its left: pipeline traffic",
     "pairs": "every pair of ranks in disjoint rounds: which rank or link is slow",
     "dataloader": "samples/s over workers, prefetch, pinning and transfer, and the setting to use",
-    "step": "step time, speed-up and memory of every strategy, on one model and global batch",
+    "step": "step time, speed-up and memory of every strategy, for one model and global batch",
     "gpu": "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak",
 }
 ALL = "all"
@@ -42,10 +42,10 @@ _ALIASES = {name.replace("_", ""): name for name in PROBES} | {
 
 
 def canonical(name: str) -> str:
-    """The catalog's name for `name`: `all_reduce` and `all-reduce` are `allreduce`.
+    """Return the catalog's name for `name`: `allreduce` for `all_reduce` and `all-reduce`.
 
     Raises:
-        DistdiagError: no such probe; the nearest name is the hint.
+        DistdiagError: no such probe; the hint has the nearest name.
     """
     plain = name.lower().replace("_", "").replace("-", "")
     if plain == ALL:
@@ -60,7 +60,7 @@ def canonical(name: str) -> str:
 
 
 def parse_collectives(text: str) -> tuple[str, ...]:
-    """Probes of a training job's `--probe allreduce,broadcast`; () for an empty text.
+    """Return the probes in a training job's `--probe allreduce,broadcast`; () for an empty text.
 
     Raises:
         DistdiagError: no such probe, or one that is not a collective.
@@ -84,7 +84,7 @@ def load(name: str) -> Probe:
     except ModuleNotFoundError as e:
         if not (e.name or "").startswith("distdiag.probes"):
             raise
-        # A bare checkout that was not installed: the scripts are next to the package.
+        # a checkout that was not installed: the scripts are next to the package
         root = str(Path(__file__).resolve().parents[3])
         if root not in sys.path:
             sys.path.append(root)

@@ -1,4 +1,4 @@
-"""The probe command, from its arguments to its exit code; `distdiag probe` and every script in probes/ end here."""
+"""The probe command, from arguments to exit code, for `distdiag probe` and every script in probes/."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from distdiag.streams import tolerate
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.environment import RankPlace
 
-_RANK_ZERO_FIRST_S = 1.5  # a launcher ends all ranks when the first one leaves with an error
-_TEARDOWN_S = 0.7  # of the budget: process groups, results, the end of Python
-_ARRIVAL_LIMIT_S = 60.0  # other nodes' launchers may be slower than ours
+_RANK_ZERO_FIRST_S = 1.5  # for rank 0 to print: a launcher ends all ranks when one fails
+_TEARDOWN_S = 0.7  # of the budget, for process groups, results and interpreter shutdown
+_ARRIVAL_LIMIT_S = 60.0  # other nodes may start later
 _CODES = {Verdict.PASS: ExitCode.OK, Verdict.FAIL: ExitCode.FAILED, Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE}
 
 
 def main(argv: list[str] | None = None, name: str | None = None) -> int:
-    """Run one probe command; the exit code of the contract. Never raises for a known error.
+    """Run one probe command and return its exit code. Never raises for a known error.
 
     Args:
-        name: The probe, where the caller is its script.
+        name: The probe, if its script is the caller.
     """
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: its warnings are not our output
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; must be set before its import
     as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")
     place = None
     try:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our stdout (head, less) has gone; Python would complain once more at exit.
+        # the reader of stdout (head, less) has ended; without this, Python reports it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except DistdiagError as e:
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
 
 
 def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
-    """Print the error once: on rank 0, and on a timeout on every rank, as rank 0 may be the missing one."""
+    """Print the error on rank 0; a timeout on every rank, because rank 0 may be missing."""
     first = place is None or place.rank == 0
     if as_json and first:
         from distdiag.probekit.command.rendering import error_json
@@ -111,7 +111,7 @@ def _run(options: Options, place: RankPlace | None) -> int:
     if place is not None and place.rank != 0:
         _leave_rank(ExitCode.OK)
     if reference is not None:
-        # Ranks of a launcher cannot start others; injected faults are meant to be found.
+        # not for ranks of a launcher, which cannot start others, nor for injected faults
         again = partial(measure_again, options=options) if place is None and not options.inject else None
         for result in results:
             baseline.compare(result, reference, options.tolerance, again)
@@ -130,12 +130,12 @@ def _run(options: Options, place: RankPlace | None) -> int:
 
 
 def exit_code(results: list[Result]) -> ExitCode:
-    """The code of the worst verdict."""
+    """Return the exit code of the worst verdict."""
     return _CODES[worst([r.verdict for r in results])]
 
 
 def _measure(options: Options, place: RankPlace | None) -> list[Result]:
-    """Return the results of ranks started here, or of the launcher's ranks if this process is one of them."""
+    """Return the results of ranks that are started here, or of a launcher's ranks if this process is one."""
     if options.paper is not None:
         return _on_paper(options, place)
     deadline_s = environment.process_started_s() + options.budget_s - _TEARDOWN_S
@@ -146,10 +146,10 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
         with gpus.nvml():  # reports a missing GPU before torch is imported
             pass
     if place is None:
-        # torch is imported only now: bad options were refused without it
+        # torch is imported only now, after the options were checked
         gpus = _gpu_count()
         probe = None if whole else catalog.load(options.name)
-        # on one rank `all` leaves the collectives out: only if asked for
+        # on one rank `all` has no collectives: only on request
         fewest = probe.min_ranks if probe else min(2, options.nproc or 2)
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
@@ -180,7 +180,7 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
 
 
 def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
-    """Return the memory of a training step by formula: no rank is started.
+    """Return the memory of a training step by formula; no rank is started.
 
     Raises:
         DistdiagError: a launcher started this process; wrong options.
@@ -195,10 +195,9 @@ def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
 
 
 def _gpu_count() -> int:
-    """GPUs that torch can use here, without touching CUDA: ranks are forked from this process.
+    """Return the number of GPUs that torch can use, without initialising CUDA: ranks are forked from this process.
 
-    torch asks NVML, and where NVML is missing CUDA itself, after which a fork could not use it: then another process
-    asks.
+    torch asks NVML. Without NVML it would initialise CUDA, so then a subprocess asks.
     """
     import torch
 
@@ -215,10 +214,10 @@ def _gpu_count() -> int:
 
 
 def _leave_rank(code: ExitCode) -> None:
-    """End a rank that a launcher started, without the interpreter's own end.
+    """End a rank of a launcher without interpreter shutdown.
 
-    gloo jobs that have destroyed their process group still abort there now and then (SIGABRT, "terminate called
-    without an active exception"), and the launcher would report a failure although nothing failed.
+    There, gloo jobs that have destroyed their process group sometimes abort (SIGABRT, "terminate called without an active
+    exception"), and the launcher would report a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()

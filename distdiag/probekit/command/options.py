@@ -1,4 +1,4 @@
-"""Options of a probe command: the same for `distdiag probe NAME` and `python probes/NAME.py`."""
+"""Options of a probe command, for `distdiag probe NAME` and `python probes/NAME.py`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ QUICK_BUDGET_S = 6.0
 ALL_BUDGET_S = 60.0
 RANKS_BUDGET_S = 150.0  # of `step --ranks`: some 13 cases in five rounds
 DEFAULT_STEP_MS = 10.0
-LEAST_BUDGET_S = 2.0  # below the start of Python, torch and two ranks nothing could be measured
+LEAST_BUDGET_S = 2.0  # the start of Python, torch and two ranks takes most of it
 FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
 
 
 @dataclass(slots=True)
 class Options:
-    """The options of one probe command, checked."""
+    """The checked options of one probe command."""
 
     name: str
     """A name of the catalog, or `all`."""
     nproc: int | None = None
-    """Ranks to launch; None: one per GPU, two on a host with fewer than two."""
+    """Ranks to launch; None: one per GPU, two on a host with fewer than two GPUs."""
     backend: str | None = None
     """gloo or nccl; None: by device."""
     device: str = "cpu"
@@ -44,18 +44,18 @@ class Options:
     factor: float = 4.0
     """Each message size is this many times the one before."""
     budget_s: float = DEFAULT_BUDGET_S
-    """Seconds for the whole command, its start included."""
+    """Seconds for the whole command, with its start."""
     precision: float = 0.02
-    """Measuring of a size ends when the 95 % half-width of its p50 is below this share of it."""
+    """A size is done when the half-width of its p50's 95 % interval is below this share of the p50."""
     timeout_s: float = 10.0
-    """Seconds a rank may wait for the others before it is a hang."""
+    """Seconds that a rank may wait for the others before that counts as a hang."""
     inject: list[Injection] = field(default_factory=list)
     output_format: str = "table"
     output: str | None = None
     save: str | None = None
     against: str | None = None
     tolerance: float = 0.10
-    """Slower than the baseline by more than this share counts, if the test agrees."""
+    """Share by which a value must be slower than the baseline to count."""
     floor_gbps: float | None = None
     force: bool = False
     run_dir: str | None = None
@@ -69,14 +69,14 @@ class Options:
     ranks: list[int] = field(default_factory=list)
     """Numbers of ranks that `step` compares; empty: `nproc` alone."""
     block_s: float = 0.0
-    """Seconds of measuring in one launch of such a comparison; no option."""
+    """Seconds of measuring in one launch of such a comparison; not an option."""
     svg: str | None = None
     paper: Paper | None = None
     """Memory on paper instead of measuring; None: measure."""
     ascii: bool = False
 
     def sizes(self, world_size: int, in_parts: bool) -> list[int]:
-        """The message sizes in bytes; `in_parts`: each rank holds 1/world_size of it, so it must divide."""
+        """Return the message sizes in bytes; `in_parts`: each rank holds 1/world_size of it, so it must be divisible."""
         return sweep(self.min_bytes, self.max_bytes, self.factor, ITEM_BYTES[self.dtype], world_size if in_parts else 1)
 
 
@@ -85,7 +85,7 @@ def _option(*names: str, **attrs: Any) -> click.Option:
 
 
 def _sections() -> dict[str, list[click.Parameter]]:
-    """Return the options of a probe, by the title that the help lists them under."""
+    """Return the options of a probe by their section in the help."""
     return {
         "where it runs": [
             _option("--nproc", type=count, metavar="N", help="ranks to launch (default: one per GPU; two on the CPU)"),
@@ -123,28 +123,28 @@ def _sections() -> dict[str, list[click.Parameter]]:
             _option("--timeout", type=number, default=10.0, metavar="SECONDS", help="a rank that waits longer ends the probe (default 10)"),
         ],
         "the verdict": [
-            _option("--floor", type=number, metavar="GBPS", help="fail if the best bus bandwidth is surely below this"),
+            _option("--floor", type=number, metavar="GBPS", help="fail if the best bus bandwidth (its whole 95 % interval) is below this"),
             _option("--save", metavar="FILE", help="keep the result as a baseline"),
             _option("--against", metavar="FILE", help="compare with a baseline: test and effect size"),
             _option("--tolerance", type=number, default=10.0, metavar="PCT", help="slower than the baseline by more than this fails (default 10)"),
-            _option("--inject", multiple=True, metavar="FAULT", help="delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1: see it found"),
+            _option("--inject", multiple=True, metavar="FAULT", help="inject a fault: delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1"),
         ],
         "output": [
             _option("--json", is_flag=True, help="one object on stdout"),
             _option("--as", "output_format", type=click.Choice(FORMATS), help="format on stdout (default table)"),
             _option("--svg", metavar="FILE", help="step --ranks: draw times, scaling and memory into FILE"),
-            _option("-o", "--output", metavar="FILE", help="write there instead of stdout"),
+            _option("-o", "--output", metavar="FILE", help="write to FILE instead of stdout"),
             _option("--force", is_flag=True, help="overwrite FILE"),
             _option("--run", "--run-dir", "run_dir", metavar="RUN", help="run to record the result into (default: the newest, if it is running)"),
             _option("--no-record", is_flag=True, help="do not write into a run"),
-            _option("--ascii", is_flag=True, help="no characters beyond ASCII"),
+            _option("--ascii", is_flag=True, help="print ASCII characters only"),
         ],
     }  # fmt: skip
 
 
 _LOADER, _STEP = frozenset({"dataloader"}), frozenset({"step"})
 _MESSAGES = frozenset(catalog.PROBES) - {"barrier", "pairs", "dataloader", "step", "gpu"} | {catalog.ALL}
-# Options that only some probes use; the help of the others leaves them out.
+# Options that only some probes use; the help of the other probes omits them.
 _USED_BY: dict[str, frozenset[str]] = {
     **dict.fromkeys(("dataset", "workers"), _LOADER),
     **dict.fromkeys(("batch_size", "step_ms"), _LOADER | _STEP),
@@ -156,11 +156,11 @@ _USED_BY: dict[str, frozenset[str]] = {
 
 
 def build_command(named: bool = False, probe: str | None = None) -> SectionedCommand:
-    """Return the command.
+    """Return the click command.
 
     Args:
-        named: The script itself is the probe, so no NAME is taken.
-        probe: The probe whose options the help lists; None: those of all.
+        named: The script itself is the probe: there is no NAME argument.
+        probe: The probe whose options the help lists; None: all options.
     """
     text = "Measure, with a verdict: pass, fail or inconclusive, and the reasons."
     params: list[click.Parameter] = []
@@ -181,7 +181,7 @@ def build_command(named: bool = False, probe: str | None = None) -> SectionedCom
 
 
 def _known(name: str | None) -> str | None:
-    """Return the probe that is meant if `name` is one."""
+    """Return the catalog's name of a probe; None if `name` is not one."""
     try:
         return catalog.canonical(name) if name else None
     except DistdiagError:
@@ -219,7 +219,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         if value <= 0:
             raise DistdiagError(f"{option} {value:g} must be above 0", f"leave {option} out for its default")
     if args.floor is not None and args.floor <= 0:
-        raise DistdiagError(f"--floor {args.floor:g} must be above 0 GB/s", "take it from a run on a machine you trust")
+        raise DistdiagError(f"--floor {args.floor:g} must be above 0 GB/s", "take it from a run on a good machine")
     if args.floor is not None and probe in ("barrier", "pairs", "dataloader", "step", "gpu", catalog.ALL):
         raise DistdiagError(
             f"--floor does not apply to {probe}: it has no single bus bandwidth", "use --against a baseline"
@@ -259,7 +259,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         paper=paper,
         ascii=args.ascii,
     )
-    options.sizes(1, False)  # impossible bounds are reported before anything starts
+    options.sizes(1, False)  # report impossible bounds before anything starts
     return options
 
 
@@ -267,7 +267,7 @@ def _ranks(args: SimpleNamespace, probe: str) -> list[int]:
     """Return the numbers of `--ranks`, sorted.
 
     Raises:
-        DistdiagError: not a number above 0, or options that it does not go with.
+        DistdiagError: not a number above 0, or options that exclude it.
     """
     if args.svg and not args.ranks:
         raise DistdiagError("--svg draws the comparison of `step --ranks`", "add --ranks 1,2")
@@ -310,12 +310,12 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
 
     Args:
         gpus: GPUs of this host.
-        min_ranks: Fewest ranks the probe makes sense with.
+        min_ranks: Fewest ranks that the probe needs.
         default_ranks: Ranks without --nproc and GPUs.
 
     Raises:
-        DistdiagError: more ranks than GPUs, NCCL without a GPU, one rank where two are needed, a rank injected that
-            does not exist.
+        DistdiagError: more ranks than GPUs, NCCL without a GPU, too few ranks, or a fault injected on a rank that does not
+            exist.
     """
     if not options.device:
         options.device = "cuda" if gpus >= max(2, min_ranks) or (gpus and min_ranks == 1) else "cpu"
@@ -338,10 +338,10 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
 
 
 def check_backend(options: Options, gpus: int) -> None:
-    """Check that the backend can work on the device, and choose one if none was given.
+    """Check that the backend works on the device, and choose one if none was given.
 
     Raises:
-        DistdiagError: `--backend nccl` or `--device cuda` that cannot work.
+        DistdiagError: `--backend nccl` or `--device cuda` cannot work here.
     """
     if options.backend == "nccl" and options.device == "cpu":
         raise DistdiagError("--backend nccl cannot move CPU tensors", "--backend gloo, or --device cuda")

@@ -14,7 +14,7 @@ RANKS = [1, 8, 64]  # without --ranks
 DTYPES = {"float32": (4, 0), "bfloat16": (2, 4), "float16": (2, 4)}  # bytes of a value, of its float32 copy
 OPTIMIZERS = {"adamw": 2, "sgd": 1}  # float32 values for each parameter: two moments, or momentum
 _COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# options that measure, compare or start ranks, and what they hold when they are not given
+# options that measure, compare or start ranks, with their defaults
 _MEASURING: dict[str, Any] = {
     "nproc": None, "device": None, "backend": None, "share_gpus": False, "budget": None, "quick": False, "inject": (),
     "save": None, "against": None, "svg": None, "run_dir": None,
@@ -37,16 +37,16 @@ class PerParameter:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What is given about the model and the machine; None: not given.
+    """The model and the machine, from the options; None: not given.
 
     Args:
-        parameters: None: counted in `--model`.
-        per_parameter: By `--dtype` and `--optimizer`, or `--bytes-per-param`.
-        memory_bytes: Of one device.
-        layers: Equal blocks that the parameters are in.
-        activations_bytes: Of the whole global batch in one process.
+        parameters: Number of parameters; None: counted in `--model`.
+        per_parameter: From `--dtype` and `--optimizer`, or `--bytes-per-param`.
+        memory_bytes: Memory of one device.
+        layers: Number of equal blocks that contain the parameters.
+        activations_bytes: Activations of the whole global batch in one process.
         link: Bus bandwidth in GB/s, or the file of a saved `probe allreduce`.
-        step_ms: Computing of one step.
+        step_ms: Computing time of one step.
     """
 
     parameters: int | None
@@ -64,7 +64,7 @@ def parse_paper(args: SimpleNamespace, probe: str) -> Paper | None:
     """Return the options of `--params` or `--paper`; None if neither is given.
 
     Raises:
-        DistdiagError: a wrong value, or options that do not go together.
+        DistdiagError: a wrong value, or options that exclude each other.
     """
     if not args.params and not args.paper:
         given = next((name for name in _OWN if getattr(args, name) is not None), None)
@@ -92,7 +92,7 @@ def parse_paper(args: SimpleNamespace, probe: str) -> Paper | None:
     if args.layers == 0:
         raise DistdiagError("--layers 0: a model has at least one", "the number of equal blocks, e.g. 32")
     if args.bytes_per_param and args.optimizer:
-        raise DistdiagError("--bytes-per-param has the optimizer in it", "leave --optimizer out")
+        raise DistdiagError("--bytes-per-param already contains the optimizer", "leave --optimizer out")
     given_dtype: str = args.dtype or "bfloat16"
     dtype = DTYPE_ALIASES.get(given_dtype, given_dtype)
     return Paper(
@@ -109,10 +109,10 @@ def parse_paper(args: SimpleNamespace, probe: str) -> Paper | None:
 
 
 def parse_parameters(text: str) -> int:
-    """Return the count of `7e9`, `7B`, `350M`.
+    """Return the number of parameters: `7e9`, `7B`, `350M`.
 
     Raises:
-        DistdiagError: no such number, or below 1.
+        DistdiagError: not such a number, or below 1.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBgGtT]?)\s*", text)
     count = float(match[1]) * _COUNT[match[2].lower()] if match else 0.0
@@ -139,7 +139,7 @@ def _refuse_measuring(args: SimpleNamespace, mode: str) -> None:
 def _per_parameter(text: str | None, dtype: str, optimizer: str) -> PerParameter:
     if text is None:
         if dtype not in DTYPES:
-            raise DistdiagError(f"--dtype {dtype}: no training on paper in it", "one of " + ", ".join(DTYPES))
+            raise DistdiagError(f"--dtype {dtype} is not supported on paper", "one of " + ", ".join(DTYPES))
         size, copy = DTYPES[dtype]
         return PerParameter(size, size, copy + 4 * OPTIMIZERS[optimizer])
     try:

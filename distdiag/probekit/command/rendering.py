@@ -1,4 +1,4 @@
-"""Render results as a table, JSON, CSV, JUnit, or nccl-tests' own table."""
+"""Render results as a table, JSON, CSV, JUnit, or in nccl-tests' format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
 
 
 def write(results: list[Result], options: Options) -> None:
-    """Print in the format asked for, or write it to `--output`."""
+    """Print the results in the requested format, or write them to `--output`."""
     text = render(results, options)
     if options.output is None:
         print(text)
@@ -44,17 +44,19 @@ def check_output(options: Options) -> None:
 
 
 def refuse_overwrite(path: str, force: bool) -> None:
-    """Raises:
-    DistdiagError: the file is there and `--force` is not given, or its directory is not.
+    """Check that a file can be written.
+
+    Raises:
+        DistdiagError: the file exists and `--force` is not given, or its directory does not exist.
     """
     if Path(path).exists() and not force:
-        raise DistdiagError(f"{path} is already there", "--force overwrites it")
+        raise DistdiagError(f"{path} already exists", "--force overwrites it")
     if not Path(path).resolve().parent.is_dir():
         raise DistdiagError(f"no directory for {path}", "create it first")
 
 
 def render(results: list[Result], options: Options) -> str:
-    """The text of `options.output_format`."""
+    """Return the results as text in `options.output_format`."""
     match options.output_format:
         case "json":
             return json.dumps(as_json(results, options), indent=2)
@@ -70,7 +72,7 @@ def render(results: list[Result], options: Options) -> str:
 
 
 def as_json(results: list[Result], options: Options) -> dict[str, object]:
-    """The contract's object; of `all`, one with the probes in it."""
+    """Return the contract's object; for `all`, one that contains all probes."""
     if options.name != catalog.ALL:
         return results[0].as_json()
     first = results[0]
@@ -88,7 +90,7 @@ def as_json(results: list[Result], options: Options) -> dict[str, object]:
 
 
 def error_json(error: DistdiagError) -> str:
-    """The contract's object for an error."""
+    """Return the contract's object for an error."""
     return json.dumps(
         {"schema": SCHEMA, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}, indent=2
     )
@@ -100,7 +102,7 @@ def _colour(text: str, code: str) -> str:
 
 
 def as_table(result: Result, options: Options) -> str:
-    """Verdict first, then the reasons, then the figures."""
+    """Return the verdict, then the reasons, then the figures."""
     probe = catalog.load(result.probe)
     lines = [f"{_colour(result.verdict.value, _COLOURS[result.verdict])}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
@@ -124,7 +126,7 @@ def as_table(result: Result, options: Options) -> str:
 
 
 def as_summary(results: list[Result], options: Options) -> str:
-    """One verdict, one line per probe."""
+    """Return one verdict, and one line per probe."""
     verdict = worst([r.verdict for r in results])
     counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in results)))
     lines = [f"{_colour(verdict.value, _COLOURS[verdict])}  {len(results)} probes: {counts}"]
@@ -132,7 +134,7 @@ def as_summary(results: list[Result], options: Options) -> str:
     if noisy:
         most = max(n.foreign_cpus or 0.0 for n in noisy)
         lines.append(
-            f"      others used up to {most:.1f} of {noisy[0].cpus} CPUs during {len(noisy)} of them: measure again when it is quiet"
+            f"      others used up to {most:.1f} of {noisy[0].cpus} CPUs during {len(noisy)} of them: measure again when it is idle"
         )
     lines.append("")
     for r in results:
@@ -141,14 +143,14 @@ def as_summary(results: list[Result], options: Options) -> str:
         summary = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
         lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {summary}")
         if r.verdict is not Verdict.PASS:
-            # The noise is reported once, above.
+            # the noise is already reported above
             lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
     text = "\n".join(lines)
     return text.replace("–", "-").encode("ascii", "replace").decode() if options.ascii else text
 
 
 def format_table(table: Table) -> list[str]:
-    """Return aligned lines: numbers right, words left."""
+    """Return aligned lines: numbers right, text left."""
     widths = [max(len(row[i]) for row in [table.headers, *table.rows]) for i in range(len(table.headers))]
     lines = []
     for row in [table.headers, *table.rows]:
@@ -160,7 +162,7 @@ def format_table(table: Table) -> list[str]:
 
 
 def as_csv(results: list[Result]) -> str:
-    """One line per row of every probe; the columns are the table's, in plain ASCII, with the probe before them."""
+    """Return one line per row of every probe: the probe, its verdict, and the table's columns in ASCII."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for result in results:
@@ -172,7 +174,7 @@ def as_csv(results: list[Result]) -> str:
 
 
 def as_junit(results: list[Result]) -> str:
-    """One test case per probe; inconclusive and not possible are `skipped`."""
+    """Return one test case per probe; inconclusive and not possible are `skipped`."""
     failures = sum(r.verdict is Verdict.FAIL for r in results)
     skipped = [r for r in results if r.verdict is Verdict.INCONCLUSIVE or (r.reasons[:1] and r.reasons[0].startswith("not possible"))]  # fmt: skip
     suite = ElementTree.Element(
@@ -198,10 +200,10 @@ _REDUCING = ("allreduce", "reduce", "reducescatter")
 
 
 def as_nccl_tests(result: Result) -> str:
-    """The columns of nccl-tests (v2.13 and later), for comparison side by side.
+    """Return the result in the columns of nccl-tests (v2.13 and later).
 
-    Only one of its two halves is measured per probe: in place if the operation works in place, else out of place
-    `time` is our p50, where nccl-tests prints a mean. #wrong counts the elements of the correctness check.
+    Only one of its two halves is measured: in place if the operation works in place, else out of place. `time` is our p50,
+    while nccl-tests prints a mean. #wrong counts the wrong elements of the correctness check.
     """
     in_place = result.probe in ("allreduce", "broadcast", "reduce")
     out = [

@@ -1,6 +1,6 @@
-"""A probe on a host with a running job: find the run, warn what the probe disturbs, record the result into it.
+"""Probe a host with a running job: find the run, warn about the disturbance, record the result in it.
 
-Reads and writes run.db only; the monitor stays its owner, a probe adds one row per result.
+Only run.db is read and written; a probe adds one row per result.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class RunBeside:
     started_unix_s: float
 
     def warning(self, options: Options) -> str:
-        """Return the warning that is printed before the probe disturbs the job."""
+        """Return the warning to print before the probe disturbs the job."""
         ranks = f"{self.world_size} ranks" if self.world_size else "its ranks"
         what = "the GPUs' links and memory" if options.device == "cuda" else "the CPUs and memory bandwidth"
         return (
             f"distdiag: run {self.name} is running here: for up to {options.budget_s:g} s this probe competes with "
-            f"{ranks} for {what}; its steps will be slower, and the probe will see the job as a busy host"
+            f"{ranks} for {what}; its steps will be slower, and the probe will find the host busy"
         )
 
     def shown_against_job(self, results: list[Result]) -> None:
@@ -83,16 +83,16 @@ class RunBeside:
 
 
 def find_run(options: Options) -> RunBeside | None:
-    """The run named by `--run`, which must be there, or the newest one if it is running now; else None.
+    """Return the run given with `--run`, else the newest one if it is running, else None.
 
     Raises:
-        DistdiagError: `--run` names no run.
+        DistdiagError: `--run` is not a run.
     """
     if not options.record and options.run_dir is None:
         return None
     try:
         from distdiag.store import reader, rundir
-    except ImportError:  # a bare checkout without msgspec: there is no run to find either
+    except ImportError:  # a bare checkout without msgspec has no run either
         return None
     try:
         path = rundir.resolve(options.run_dir)
@@ -116,13 +116,13 @@ def find_run(options: Options) -> RunBeside | None:
     return found if live or options.run_dir is not None else None
 
 
-def insert(database: Path, rows: list[tuple[float, str, str, str]]) -> None:
+def insert(database: Path, rows: list[tuple[float, str, str, str]], timeout_s: float = _BUSY_TIMEOUT_S) -> None:
     """Add (t_s, name, verdict, json) rows in one short transaction.
 
     Raises:
-        sqlite3.Error: locked for longer than the busy timeout, a full disk, not a run.
+        sqlite3.Error: locked for longer than `timeout_s`, a full disk, not a run.
     """
-    con = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_BUSY_TIMEOUT_S)
+    con = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=timeout_s)
     try:
         with con:
             con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
@@ -149,9 +149,9 @@ class _reading:
 
 
 def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | None:
-    """What the job's newest calls of this operation reached: the size that carries most bytes, its p50 and busbw.
+    """Return the job's own speed in this operation: the size that carries most bytes, with its p50 and busbw.
 
-    Durations are those of the rank that arrived last, so no waiting is in them. None where the job made no such call.
+    Durations are those of the rank that arrived last, so they contain no waiting. None if the job made no such call.
     """
     op = _OPS.get(probe)
     if op is None:

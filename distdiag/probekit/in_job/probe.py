@@ -1,12 +1,13 @@
-"""Probes inside the training: a few operations between two steps, on a group of their own, at most 1 % of the time.
+"""Probe inside the training: a few operations between two steps, on a separate group, at most 1 % of the time.
 
-It measures the network of this job, on these hosts, now, for comparison with the job's own collectives.
-`InTrainingProbe(names, every).maybe_run(step)` after every optimizer step, on every rank; rank 0 writes each result
-into table `probe` of the run.
+It measures the network of this job now, for comparison with the job's own collectives. Call
+`InTrainingProbe(names, every).maybe_run(step)` after every optimizer step, on every rank; rank 0 writes each result into
+table `probe` of the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -37,7 +38,7 @@ GROUP_DESCRIPTION = "distdiag-probe"  # readers leave this group's collectives o
 SIZES_BYTES = (64 * 2**10, 4 * 2**20)
 MOST_SHARE = 0.01  # of the training's time
 _ITERATIONS = 5
-_LOCKED_S = 0.2  # as long may the database be locked before a result is dropped: the training waits meanwhile
+_LOCKED_S = 0.2  # if the database is locked for longer, the result is dropped: the training waits meanwhile
 
 
 class InTrainingProbe:
@@ -47,11 +48,11 @@ class InTrainingProbe:
     the process group is destroyed. With one rank, or no names, it does nothing.
 
     Args:
-        names: As `catalog.parse_collectives` gives them.
-        every: Optimizer steps between two measurements; more where the share of time would be exceeded.
-        run_dir: Where rank 0 records the results; default DISTDIAG_RUN_DIR; None and unset: not recorded.
-        share: Most of the time since creation that may be spent here, creation not counted.
-        device: Of the tensors; default the current CUDA device under NCCL, else the CPU.
+        names: Probes, from `catalog.parse_collectives`.
+        every: Optimizer steps between two measurements; more if they would exceed the share of time.
+        run_dir: Run in which rank 0 records the results; default DISTDIAG_RUN_DIR; if both are missing, not recorded.
+        share: Largest share of the time since creation that measurements may take.
+        device: Device of the tensors; default the current CUDA device with NCCL, else the CPU.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class InTrainingProbe:
         self.device = device or (torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
         self.backend = "nccl" if nccl else "gloo"
         self.dtype = torch.float32
-        # Of its own: operations on the job's group would shift the sequence numbers that its diagnosis compares.
+        # a separate group: operations on the job's group would shift its sequence numbers
         self.group: Any = dist.new_group(backend=self.backend, group_desc=GROUP_DESCRIPTION)
         self._run_dir = Path(run_dir) if run_dir else Path(p) if (p := os.environ.get("DISTDIAG_RUN_DIR")) else None
         self._database: Path | None = None
@@ -97,7 +98,7 @@ class InTrainingProbe:
         self._last: tuple[int, float] | None = None  # step and time of the last decision, for the mean step time
 
     def empty(self, elements: int) -> torch.Tensor:
-        """Zeros of the probed type; the same in `Job`."""
+        """Return zeros of the probed type, as `Job.empty` does."""
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
     def synchronize(self) -> None:
@@ -105,9 +106,9 @@ class InTrainingProbe:
             torch.cuda.current_stream().synchronize()
 
     def maybe_run(self, step: int) -> list[Result]:
-        """Measure if it is time; the results on rank 0, [] elsewhere and in between. Never raises a database error.
+        """Measure if it is due; return the results on rank 0, else []. Never raises a database error.
 
-        All ranks must call it with the same step. Between measurements it compares two integers.
+        All ranks must call it with the same step. Between measurements it only compares two integers.
         """
         if not self.active:
             return []
@@ -129,7 +130,7 @@ class InTrainingProbe:
         return results
 
     def close(self) -> None:
-        """Give the group back; before the job's own process group is destroyed."""
+        """Destroy the group; call it before the job's process group is destroyed."""
         if self.active:
             self.active = False
             dist.destroy_process_group(self.group)
@@ -137,11 +138,11 @@ class InTrainingProbe:
     # ------------------------------------------------------------------ inside
 
     def _multiple(self, step: int) -> int:
-        """The first multiple of `every` that is not before `step`."""
+        """Return the first multiple of `every` that is not below `step`."""
         return -(-step // self.every) * self.every
 
     def _decide(self, step: int, now_s: float) -> tuple[bool, int]:
-        """Rank 0's word on every rank: measure now? and the step to ask again."""
+        """Return rank 0's decision on every rank: (measure now, step of the next decision)."""
         decision = torch.zeros(2, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             elapsed_s = now_s - self._created_s
@@ -157,7 +158,7 @@ class InTrainingProbe:
         return bool(decision[0]), int(decision[1])
 
     def _measure_all(self) -> list[tuple[Collective, list[Row]]]:
-        """Rows of every probe, on rank 0; empty rows elsewhere."""
+        """Return the rows of every probe on rank 0; no rows elsewhere."""
         found: list[tuple[Collective, list[Row]]] = []
         for probe in self._probes:
             sizes = SIZES_BYTES if probe.op in FACTORS else (0,)
@@ -217,7 +218,7 @@ class InTrainingProbe:
         )
 
     def _check(self) -> None:
-        """Once, at creation: are the values right?"""
+        """Check the values of every probe once, at creation."""
         pattern = Pattern(self.dtype, self.world_size)
         for probe in self._probes:
             if probe.op not in FACTORS:
@@ -257,27 +258,23 @@ class InTrainingProbe:
         return result
 
     def _record(self, results: list[Result]) -> None:
-        """Write into table `probe`, with the bandwidth of the job's own calls; a result that cannot be written is counted."""
+        """Write the results into table `probe`, with the speed of the job's own calls; count those that cannot be written."""
         database = self._find_database()
         if database is None:
             self.not_recorded += len(results)
             return
         try:
-            con = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_LOCKED_S)
-            try:
+            with contextlib.closing(sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_LOCKED_S)) as con:
                 for result in results:
                     result.details["job"] = beside_run.job_collectives(con, result.probe)
-                t_s = time.time() - self._started_unix_s
-                rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
-                with con:
-                    con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
-            finally:
-                con.close()
+            t_s = time.time() - self._started_unix_s
+            rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
+            beside_run.insert(database, rows, _LOCKED_S)
         except sqlite3.Error:
             self.not_recorded += len(results)
 
     def _find_database(self) -> Path | None:
-        """run.db of the run, once the monitor has made it."""
+        """Return run.db of the run; None until the monitor has created it."""
         if self._database is not None or self._run_dir is None:
             return self._database
         try:

@@ -1,6 +1,6 @@
-"""What this machine could do at best, measured in the same run: so that "is this normal?" needs no vendor's table.
+"""Measure what this machine can do at best, in the same run, as a reference for the results.
 
-GB/s = 10^9 bytes per second. memcpy counts the bytes copied once.
+GB/s = 10^9 bytes per second. memcpy counts each copied byte once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _MEMCPY_BYTES = 64 * 2**20
 _TCP_BYTES = 16 * 2**20
 _CHUNK = 2**20
-_MOST_S = 0.12  # for each of the three, and at most a thirtieth of the time there is
+_MOST_S = 0.12  # for each of the three, and at most a thirtieth of the remaining time
 
 
 def measure_ceilings(job: Job) -> dict[str, float | None]:
-    """Ceilings by name, on rank 0 ({} elsewhere); measured once per command, about a third of a second.
+    """Return the ceilings by name on rank 0, {} elsewhere; measured once per command, in about a third of a second.
 
-    `memcpy_gbps`: one rank copies 64 MiB in its own memory while the others do nothing.
-    `tcp_one_way_gbps`, `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over the interface that gloo
-    uses; both ways at once is what a ring does, per direction.
-    `nic_line_rate_gbps`: of the interface, if it is a card and there are several hosts.
-    `pcie_gbps`, `nvlink_gbps`: of rank 0's GPU, from NVML.
+    `memcpy_gbps`: one rank copies 64 MiB in its memory while the others are idle.
+    `tcp_one_way_gbps`, `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over gloo's interface; both ways at
+    once, per direction, is what a ring does.
+    `nic_line_rate_gbps`: line rate of the interface, if it is a card and there are several hosts.
+    `pcie_gbps`, `nvlink_gbps`: rates of rank 0's GPU, from NVML.
     """
     if job.ceilings is None:
-        job.barrier("meeting before the ceilings are measured")
+        job.barrier("barrier before the ceilings are measured")
         seconds = min(_MOST_S, max(0.0, job.left_s()) / 30)
         found: dict[str, float | None] = {"memcpy_gbps": memcpy_gbps(seconds=seconds)} if job.rank == 0 else {}
         if job.world_size > 1:
@@ -49,12 +49,12 @@ def measure_ceilings(job: Job) -> dict[str, float | None]:
 
             found |= link_ceilings(job.device.index or 0)
         job.ceilings = found
-        job.barrier("meeting after the ceilings were measured")
+        job.barrier("barrier after the ceilings were measured")
     return job.ceilings
 
 
 def memcpy_gbps(size_bytes: int = _MEMCPY_BYTES, seconds: float = _MOST_S) -> float:
-    """Fastest of the copies that fit into `seconds`, GB/s, by one thread."""
+    """Return the rate of the fastest copy by one thread within `seconds`, in GB/s."""
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)  # touch the pages
@@ -68,11 +68,11 @@ def memcpy_gbps(size_bytes: int = _MEMCPY_BYTES, seconds: float = _MOST_S) -> fl
 
 
 def tcp_gbps(job: Job, seconds: float) -> dict[str, float | None]:
-    """Plain TCP between ranks 0 and 1 (see `measure_ceilings`); each the best of a few."""
+    """Return the rates of plain TCP between ranks 0 and 1 (see `measure_ceilings`), each the best of a few."""
     one_way = both_ways = None
     label = "TCP ceiling between ranks 0 and 1"
     with job.step(label), contextlib.suppress(OSError, dist.DistError):
-        # A blocked connection is not measured; it must not end a probe whose own traffic may go elsewhere.
+        # a failed connection must not end the probe, whose traffic may use another route
         if job.rank < 2:
             with _connection(job) as peer:
                 peer.settimeout(job.options.timeout_s / 2)
@@ -114,7 +114,7 @@ def _connection(job: Job) -> socket.socket:
 
 
 def _one_way(peer: socket.socket, rank: int) -> float:
-    """Rank 0 sends, rank 1 receives; GB/s until the last byte is there."""
+    """Send from rank 0 to rank 1; return the rate in GB/s until the last byte has arrived."""
     start = time.perf_counter()
     if rank == 0:
         chunk = memoryview(bytearray(_CHUNK))
@@ -137,7 +137,7 @@ def _receive(peer: socket.socket, size_bytes: int) -> None:
 
 
 def _both_ways(peer: socket.socket, rank: int) -> float:
-    """Send and receive at once; GB/s of one direction."""
+    """Send and receive at once; return the rate of one direction in GB/s."""
     timeout = peer.gettimeout()
     peer.setblocking(False)
     out = memoryview(bytearray(_CHUNK))

@@ -1,4 +1,4 @@
-"""One collective: its buffers, its call, and the expected result. Each probe script defines just these."""
+"""Base of the collective probes. Each probe script defines its buffers, its call and the expected result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from distdiag.probekit.ranks.job import Job
 
 _LEAST_SECONDS_A_SIZE = 0.05
-_MOST_SECONDS_A_SIZE = 3.0  # more makes an interval narrower than the next run of the same command agrees with
+_MOST_SECONDS_A_SIZE = 3.0  # more gives an interval that is narrower than the difference between two runs
 _AS_MUCH_AGAIN_BYTES = 8 * 2**20
 
 
 @dataclass(slots=True)
 class Buffers:
-    """What one call reads and writes on this rank; in place, both are the same memory."""
+    """Memory that one call reads and writes on this rank; the same memory if it works in place."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -38,7 +38,7 @@ class Buffers:
 
 
 class Ranks(Protocol):
-    """What an operation needs to know of the ranks: a `Job`, or a probe inside a training."""
+    """The ranks as an operation needs them: a `Job`, or a probe inside a training."""
 
     rank: int
     world_size: int
@@ -59,7 +59,7 @@ class Collective(Probe):
 
     @abc.abstractmethod
     def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
-        """Buffers for S of `elements` elements."""
+        """Return the buffers for S of `elements` elements."""
 
     @abc.abstractmethod
     def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
@@ -67,16 +67,16 @@ class Collective(Probe):
 
     @abc.abstractmethod
     def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
-        """What `received` holds afterwards on this rank, in order; [] where this rank gets nothing."""
+        """Return the expected content of `received` on this rank, in order; [] if this rank gets nothing."""
 
     def fill(self, job: Ranks, pattern: Pattern, b: Buffers, root: int = 0) -> None:
-        """Put this rank's integers where the operation reads them; wipe what it must write."""
+        """Write this rank's integers into the buffer that is sent; clear the one that is received."""
         if b.received.data_ptr() != b.sent.data_ptr():
             b.received.zero_()
         pattern.write(b.sent, job.rank)
 
     def run(self, job: Job) -> Result | None:
-        """Ceilings, then every size: correctness first, then time; the verdict at the end, on rank 0."""
+        """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
         began_s = time.monotonic()
         ceilings = measure_ceilings(job)
         pattern = Pattern(job.dtype, job.world_size)
@@ -90,7 +90,7 @@ class Collective(Probe):
             if left <= 0 and measured:
                 skipped = sizes[i:]
                 break
-            # What earlier sizes left over goes to the later ones; 0.8: a size also has its checks and its control traffic.
+            # later sizes get what earlier ones left; 0.8: for checks and control traffic
             share = left * 0.8 * _weight(size) / sum(map(_weight, sizes[i:]))
             seconds = min(max(share, _LEAST_SECONDS_A_SIZE), _MOST_SECONDS_A_SIZE)
             checked_s = time.monotonic()
@@ -112,11 +112,11 @@ class Collective(Probe):
         return result
 
     def sizes(self, job: Job) -> list[int]:
-        """Message sizes in bytes, ascending."""
+        """Return the message sizes in bytes, ascending."""
         return job.options.sizes(job.world_size, self.in_parts)
 
     def timed_call(self, job: Job, b: Buffers) -> Callable[[], None]:
-        """One operation that is complete when the call returns, with nothing else in it."""
+        """Return a function that does one operation and returns when it is complete."""
         require_contiguous(b.sent)
         require_contiguous(b.received)
         if job.device.type == "cpu":
@@ -131,7 +131,7 @@ class Collective(Probe):
     # ------------------------------------------------------------------ correctness
 
     def cases(self, job: Job, elements: int) -> list[tuple[str, int, bool, int]]:
-        """(name, elements, in place, root) of the calls whose results are checked at one size."""
+        """Return (name, elements, in place, root) of the calls that are checked at one size."""
         parts = job.world_size if self.in_parts else 1
         odd = elements - parts if elements // parts > 1 else elements + parts
         roots = [0]
@@ -149,7 +149,7 @@ class Collective(Probe):
         return cases
 
     def wrong_values(self, job: Job, pattern: Pattern, elements: int) -> list[WrongValues]:
-        """Call the operation on known integers and compare every element, on every rank; known on rank 0."""
+        """Call the operation on known integers, compare every element on every rank, and return what is wrong."""
         mine: list[WrongValues] = []
         corrupt = job.injected("corrupt")
         for case, count, in_place, root in self.cases(job, elements):
@@ -173,8 +173,8 @@ class Collective(Probe):
     def strided_buffer_text(self, job: Job, pattern: Pattern) -> str | None:
         """Return a note if the backend accepts a strided tensor without an error and writes outside of it.
 
-        torch documents contiguous tensors only. NCCL refuses others; gloo takes several of them as if they were
-        contiguous and puts the result into the neighbours' memory.
+        torch documents contiguous tensors only. NCCL refuses others; gloo treats some of them as contiguous and writes the
+        result into neighbouring memory.
         """
         if self.in_parts or self.op in ("barrier", "sendrecv"):
             return None
@@ -213,12 +213,12 @@ class Collective(Probe):
 
 
 def _weight(size_bytes: int) -> float:
-    """Share of the time that a size gets, relative to a small one: large ones need it for the same number of samples."""
+    """Return a size's share of the time, relative to a small one: large ones need more for the same number of samples."""
     return 1 + size_bytes / _AS_MUCH_AGAIN_BYTES
 
 
 def require_contiguous(tensor: torch.Tensor) -> None:
-    """Refuse what a backend may take silently and get wrong.
+    """Refuse a strided tensor, for which a backend may give wrong values without an error.
 
     Raises:
         DistdiagError: `tensor` is not contiguous.

@@ -1,7 +1,7 @@
-"""NVML facts of every GPU, and what its maker publishes as its peak.
+"""Read facts about every GPU from NVML, and compare with the published peaks.
 
-NVML is asked one question at a time, and what a card does not offer is None: consumer cards have no ECC, older
-drivers no NVLink counters.
+NVML is asked one question at a time; a fact that a card does not offer is None (consumer cards have no ECC, older drivers no
+NVLink counters).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Peak:
     memory_gbps: float
 
 
-# From the makers' data sheets, dense (without sparsity), boost clock. The first name that the device's contains.
+# From the data sheets: dense (without sparsity), boost clock. The first entry contained in the device's name counts.
 PEAKS: tuple[tuple[str, Peak], ...] = (
     ("B200", Peak({"float32": 80, "tf32": 1100, "bfloat16": 2250, "float16": 2250}, 8000)),
     ("H200", Peak({"float32": 67, "tf32": 494, "bfloat16": 989, "float16": 989}, 4800)),
@@ -55,7 +55,7 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 @dataclass(slots=True)
 class GpuFacts:
-    """One GPU as NVML describes it; None: NVML does not report it."""
+    """Facts about one GPU; None: NVML does not report it."""
 
     index: int
     name: str
@@ -96,7 +96,7 @@ def peak_of(name: str) -> Peak | None:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """The initialised pynvml module.
+    """Yield the initialised pynvml module.
 
     Raises:
         DistdiagError: NO_DATA; no NVIDIA driver, or nvidia-ml-py is not installed.
@@ -117,12 +117,12 @@ def nvml() -> Iterator[Any]:
 
 
 def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
-    """All facts of one GPU.
+    """Return all facts about one GPU.
 
     Args:
         n: pynvml, initialised.
         index: NVML's index.
-        own_pids: Processes of ours, which are no neighbours.
+        own_pids: Our processes, which do not count as others.
     """
 
     def ask(question: Callable[..., Any], *args: Any) -> Any:
@@ -165,7 +165,7 @@ def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
 
 
 def topology(n: Any, count: int) -> list[list[str]]:
-    """How each pair of GPUs is connected: `X` itself, else NVML's level in words."""
+    """Return how each pair of GPUs is connected, in words; `X` on the diagonal."""
     levels = {0: "same board", 10: "one switch", 20: "switches", 30: "one CPU", 40: "one node", 50: "across CPUs"}
     matrix: list[list[str]] = []
     for a in range(count):
@@ -186,46 +186,32 @@ def topology(n: Any, count: int) -> list[list[str]]:
 
 
 def complaints(g: GpuFacts) -> list[tuple[bool, str]]:
-    """(is it a fault, sentence) for each fact that is not as it should be; a fault fails, the others are notes.
+    """Return (fault, sentence) for each problem; a fault fails the probe, other problems are notes.
 
-    PCIe generation is judged under load only: links of an idle GPU are clocked down on purpose.
+    The PCIe generation is judged only under load: idle GPUs clock their links down.
     """
     found: list[tuple[bool, str]] = []
     who = f"GPU {g.index}"
     if g.ecc_uncorrected:
-        found.append(
-            (
-                True,
-                f"{who}: {g.ecc_uncorrected} uncorrected ECC errors since the driver was loaded: replace it, or reset it and watch",
-            )
-        )
+        errors = f"{g.ecc_uncorrected} uncorrected ECC errors since the driver was loaded"
+        found.append((True, f"{who}: {errors}: replace it, or reset it and watch"))
     if g.remapped_rows_pending:
         found.append((True, f"{who}: memory rows wait for remapping: reset the GPU"))
     if g.retired_pages:
         found.append((False, f"{who}: {g.retired_pages} retired memory pages"))
     hard = [t for t in g.throttle if t != "power cap"]
     if hard:
-        found.append(
-            (True, f"{who}: clocks lowered: {', '.join(hard)} ({g.temperature_c} C): look at cooling and power")
-        )
+        found.append((True, f"{who}: clocks lowered: {', '.join(hard)} ({g.temperature_c} C): check cooling and power"))
     elif g.throttle:
-        found.append(
-            (
-                False,
-                f"{who}: at its power cap ({g.power_limit_w:g} W)" if g.power_limit_w else f"{who}: at its power cap",
-            )
-        )
+        watts = f" ({g.power_limit_w:g} W)" if g.power_limit_w else ""
+        found.append((False, f"{who}: at its power cap{watts}"))
     if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
         found.append(
             (True, f"{who}: PCIe x{g.pcie_width} where x{g.pcie_width_max} is possible: reseat the card or its riser")
         )
     if g.nvlinks_down:
-        found.append(
-            (
-                bool(g.nvlinks_active),
-                f"{who}: {g.nvlinks_down} of {g.nvlinks_down + (g.nvlinks_active or 0)} NVLinks are down",
-            )
-        )
+        links = g.nvlinks_down + (g.nvlinks_active or 0)
+        found.append((bool(g.nvlinks_active), f"{who}: {g.nvlinks_down} of {links} NVLinks are down"))
     if g.persistence is False:
         found.append((False, f"{who}: persistence mode is off: the first use takes seconds (nvidia-smi -pm 1)"))
     if g.other_processes:
@@ -234,7 +220,7 @@ def complaints(g: GpuFacts) -> list[tuple[bool, str]]:
 
 
 def link_ceilings(index: int) -> dict[str, float | None]:
-    """PCIe and NVLink of one GPU, one direction, GB/s; None if NVML does not report it."""
+    """Return the PCIe and NVLink rates of one GPU, one direction, in GB/s; None if NVML does not report them."""
     import os
 
     try:

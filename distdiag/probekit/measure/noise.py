@@ -1,8 +1,7 @@
-"""CPU that other processes used while we measured: busy time in /proc/stat minus our own processes' use.
+"""Measure the CPU that other processes used: busy time in /proc/stat minus the use of our own processes.
 
-On a two-core machine another process silently halves every bandwidth, so each measurement records the foreign CPU of
-its seconds. The kernel counts /proc/stat in ticks (10 ms as shown), our own use exactly;
-over 100 ms the difference is good to about 0.1 CPU.
+On a two-core machine another process silently halves every bandwidth, so each measurement records the foreign CPU.
+The kernel counts /proc/stat in ticks of 10 ms, our own use exactly; over 100 ms the error is about 0.1 CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class CpuReading:
 
     at_s: float  # time.monotonic()
     busy_s: float | None  # all processes; None if the kernel does not report it
-    own_s: float  # this process, all its threads; with its children if asked for
+    own_s: float  # all threads of this process, and its children if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +28,26 @@ class BlockNoise:
 
     foreign_cpus: float | None  # CPUs used by others; 0: none
     cpus: int
-    ranks: int  # of ours on this host
+    ranks: int  # our ranks on this host
 
     @property
     def noisy(self) -> bool:
-        """Others use more than a tenth of the CPUs and leave fewer than one for each of our ranks."""
+        """True if others use more than a tenth of the CPUs and leave less than one for each of our ranks."""
         if self.foreign_cpus is None:
             return False
         return self.foreign_cpus > 0.10 * self.cpus and self.cpus - self.foreign_cpus < self.ranks
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def read_cpu(children: bool = False) -> CpuReading:
-    """Read both counters now; about 50 us.
+    """Read both counters; takes about 50 us.
 
     Args:
-        children: Count the processes that this one has started as ours too (a DataLoader's workers).
+        children: Count child processes (a DataLoader's workers) as our own use.
     """
     own_s = time.process_time()
     if children:
@@ -78,10 +77,10 @@ def _process_cpu_s(pid: int) -> float:
 
 
 def parse_busy_ticks(stat: str, cpus: set[int]) -> int:
-    """Busy ticks of `cpus` in the text of /proc/stat: user, nice, system and steal.
+    """Return the busy ticks of `cpus` in the text of /proc/stat: user, nice, system and steal.
 
-    Interrupt time is left out: the loopback traffic of our own ranks is handled there, and is not other work. Steal
-    is another virtual machine on our CPU: as foreign as it gets.
+    Interrupt time is left out, because it contains the loopback traffic of our own ranks. Steal is the time of other
+    virtual machines on our CPU.
     """
     busy = 0
     for line in stat.splitlines():
@@ -108,12 +107,11 @@ def _busy_seconds() -> float | None:
             text = f.read()
     except OSError:
         return None
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    return parse_busy_ticks(text, set(cpus)) / _TICKS_PER_S
+    return parse_busy_ticks(text, os.sched_getaffinity(0)) / _TICKS_PER_S
 
 
 def kernel_hz() -> int | None:
-    """The kernel's scheduler ticks per second, where its configuration can be read."""
+    """Return the kernel's scheduler ticks per second; None if its configuration cannot be read."""
     import gzip
 
     for path, opener in (("/proc/config.gz", gzip.open), (f"/boot/config-{os.uname().release}", open)):

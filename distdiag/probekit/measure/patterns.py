@@ -1,8 +1,8 @@
-"""Integers that encode their rank and position, small enough to be exact in every element type.
+"""Test values: integers that encode rank and position, small enough to be exact in every element type.
 
-A collective that mixes up ranks, chunks or offsets still gives plausible floats. Here element p of rank r holds
-((p + 37 r) mod m), m prime: a chunk of a power of two that lands in the wrong place never fits, and sums over all
-ranks stay below the largest integer up to which the type is exact (256 for bfloat16), so equality is exact equality.
+With arbitrary floats, mixed-up ranks, chunks or offsets would stay unnoticed. Here element p of rank r is
+((p + 37 r) mod m), m prime: a power-of-two chunk at a wrong offset never fits. Sums over all ranks stay below the largest
+integer up to which the type is exact (256 for bfloat16), so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Up to this every integer is represented.
+# all integers up to this are exact
 _EXACT_UP_TO = {
     torch.bfloat16: 2**8,
     torch.float16: 2**11,
@@ -27,7 +27,7 @@ _PRIMES = (2, 3, 5, 7, 13, 31, 61, 127, 251, 509, 1021, 2039, 4093)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` consecutive elements of a result: those of the periodic `values` from position `start` on."""
+    """`count` expected elements of a result: the periodic `values` from position `start` on."""
 
     values: torch.Tensor  # one period
     start: int
@@ -44,18 +44,18 @@ class Pattern:
         self.world_size = world_size
         fitting = [p for p in _PRIMES if (p - 1) * world_size <= limit]
         self.modulus = fitting[-1] if fitting else 2
-        # More ranks than the type can count: only every gate-th rank contributes to a position.
+        # more ranks than the type can count: only every gate-th rank contributes to a position
         self.gate = -(-world_size // limit)
         self.period = self.modulus * self.gate
 
     def of(self, rank: int) -> torch.Tensor:
-        """One period of `rank`'s values, int64."""
+        """Return one period of `rank`'s values, int64."""
         position = torch.arange(self.period)
         value = (position // self.gate + _RANK_STRIDE * rank) % self.modulus
         return value * ((position + rank) % self.gate == 0) if self.gate > 1 else value
 
     def total(self) -> torch.Tensor:
-        """One period of the sum over all ranks, int64."""
+        """Return one period of the sum over all ranks, int64."""
         total = torch.zeros(self.period, dtype=torch.int64)
         for rank in range(self.world_size):
             total += self.of(rank)
@@ -71,12 +71,12 @@ class Pattern:
 
 
 def wrong_elements(result: torch.Tensor, segment: Segment, offset: int) -> tuple[int, int] | None:
-    """(how many, position of the first) of `result[offset:offset+count]` that differ from `segment`; None if none.
+    """Return (number, first position) of elements in `result[offset:offset+count]` that differ from `segment`, or None.
 
     Args:
         result: One-dimensional result of a collective.
-        segment: What it should hold there.
-        offset: Where in `result` the segment begins.
+        segment: The expected elements.
+        offset: Position of the segment in `result`.
     """
     part = result[offset : offset + segment.count]
     period = len(segment.values)

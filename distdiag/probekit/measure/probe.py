@@ -18,11 +18,11 @@ class Table:
 
     headers: list[str]
     rows: list[list[str]] = field(default_factory=list)
-    left: set[int] = field(default_factory=set)  # columns of words, aligned left
+    left: set[int] = field(default_factory=set)  # columns of text, aligned left
 
 
 class Probe(abc.ABC):
-    """One measurement. `run` is called on every rank; the result is rank 0's."""
+    """One measurement. `run` is called on every rank; rank 0 has the result."""
 
     name: str
     summary: str
@@ -34,7 +34,7 @@ class Probe(abc.ABC):
         """Check the options before any rank is started.
 
         Raises:
-            DistdiagError: with the remedy.
+            DistdiagError: an option is wrong, with the remedy.
         """
         return None
 
@@ -47,19 +47,19 @@ class Probe(abc.ABC):
 
         Args:
             gpus: GPUs of this host.
-            deadline_s: time.monotonic() at which measuring should be over.
+            deadline_s: time.monotonic() at which measuring should end.
         """
         from distdiag.probekit.ranks.launch import launch
 
         return launch(options, ranks, deadline_s)
 
     def on_paper(self, options: Options) -> list[Result]:
-        """Return what `options.paper` asks for, by formula; only `step` has one."""
+        """Return the results of `options.paper`, by formula; only `step` has formulas."""
         raise NotImplementedError(f"{self.name} has no formula")
 
     @abc.abstractmethod
     def run(self, job: Job) -> Result | None:
-        """Measure within `job.left_s()`; the result on rank 0, None elsewhere."""
+        """Measure within `job.left_s()`; return the result on rank 0, None elsewhere."""
 
     @abc.abstractmethod
     def table(self, result: Result, ascii_only: bool = False) -> Table:
@@ -70,5 +70,5 @@ class Probe(abc.ABC):
         return []
 
     def headline(self, result: Result) -> str:
-        """One line for `all`, without the verdict."""
+        """Return the line of `all` for this probe, without the verdict."""
         return self.summary

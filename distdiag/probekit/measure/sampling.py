@@ -1,8 +1,8 @@
 """The measuring loop: blocks of back-to-back operations, stamped on every rank, until the interval is narrow enough.
 
-An entry and an exit stamp on every rank, on one clock, are all that is taken in the loop; between blocks rank 0
-checks the interval and the foreign CPU, and decides how many iterations come next. There is no barrier
-before the stamps: it would hide a late rank, and a training step has none either.
+The loop itself only takes an entry and an exit stamp on every rank, on one clock. Between blocks rank 0 checks the interval
+and the foreign CPU, and decides how many iterations follow. There is no barrier before the stamps: it would hide a late
+rank, and a training step has none either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK_S = 0.1  # long enough to see foreign CPU in /proc/stat, short enough for five blocks a size
 _MOST_PER_BLOCK = 2_000
 _LEAST_SAMPLES = 11  # below, a median's 95 % interval is the whole range
-_MOST_STAMPS = 400_000  # of all ranks together: what rank 0 keeps in memory, two of 8 bytes each
+_MOST_STAMPS = 400_000  # iterations of all ranks together that rank 0 keeps in memory, 16 bytes each
 
 
 @dataclass(slots=True)
@@ -35,19 +35,19 @@ class Stamped:
 
     entered_us: NDArray[np.float64]  # (ranks, iterations), rank 0's clock
     left_us: NDArray[np.float64]
-    block: NDArray[np.int64]  # (iterations,) index of the block of each
+    block: NDArray[np.int64]  # (iterations,) index of the block
     noise: list[BlockNoise] = field(default_factory=list)  # per block, of the noisiest host
 
     @property
     def clean(self) -> NDArray[np.bool_]:
-        """Iterations of blocks in which no neighbour used our CPUs."""
+        """Return a mask of the iterations in blocks in which others did not use our CPUs."""
         return ~np.array([n.noisy for n in self.noise], dtype=bool)[self.block]
 
 
 def sample(job: Job, call: Callable[[], None], label: str, seconds: float, precision: float) -> Stamped | None:
-    """Run `call` on all ranks for about `seconds`, less where the p50 is known to `precision` before.
+    """Run `call` on all ranks for about `seconds`, or until the p50 is known to `precision`.
 
-    While a neighbour is busy on the host up to half as much time again is spent on waiting for clean blocks.
+    On a busy host, up to half as much time again is spent on waiting for clean blocks.
 
     Args:
         call: One operation, complete when it returns.
@@ -57,7 +57,7 @@ def sample(job: Job, call: Callable[[], None], label: str, seconds: float, preci
         The stamps on rank 0, None on the others.
     """
     start_s = time.monotonic()
-    # Every rank's operation takes as long as the latest rank's.
+    # every rank's operation takes as long as the latest rank's
     per_call_s = _pilot(job, call, label) + max((i.delay_s for i in job.options.inject), default=0.0)
     entered: list[int] = []
     left: list[int] = []
@@ -84,13 +84,13 @@ def sample(job: Job, call: Callable[[], None], label: str, seconds: float, preci
     if stamps is None:
         return None
     stamps = stamps - np.asarray(job.clock_offsets_ns, dtype=np.int64)[:, None, None]
-    # Relative to the first, as float: 2^53 ns are 104 days.
+    # relative to the first, as float: 2^53 ns are 104 days
     us = (stamps - stamps.min()) / 1e3
     return Stamped(us[:, 0], us[:, 1], np.array(block_of), noises)
 
 
 def _pilot(job: Job, call: Callable[[], None], label: str) -> float:
-    """Seconds of one call, from three after a warm-up; connections are made and buffers touched in it."""
+    """Return the seconds of one call, from three after a warm-up, which opens connections and touches buffers."""
     with job.step(f"{label}: warm-up"):
         call()
         start = clock_ns()
@@ -124,10 +124,10 @@ def _block(
 
 
 class NoiseMeter:
-    """Foreign CPU over the whole of a probe that is not measured in blocks; every rank makes one and asks it.
+    """Measures the foreign CPU during a probe without blocks; every rank creates one and calls `stop`.
 
     Args:
-        children: The ranks' own child processes work too (a DataLoader's workers).
+        children: Count the ranks' child processes (a DataLoader's workers) as our own use.
     """
 
     def __init__(self, job: Job, children: bool = False) -> None:
@@ -151,7 +151,7 @@ def cpu_used(before: CpuReading, after: CpuReading) -> np.ndarray:
 
 
 def noisiest_host(job: Job, use: np.ndarray) -> BlockNoise:
-    """Foreign CPU of the host that has most, from (busy, own, wall) seconds of every rank."""
+    """Return the foreign CPU of the noisiest host, from (busy, own, wall) seconds of every rank."""
     hosts: list[BlockNoise] = []
     for key in dict.fromkeys(job.host_keys):
         ranks = [r for r, k in enumerate(job.host_keys) if k == key]
@@ -162,7 +162,7 @@ def noisiest_host(job: Job, use: np.ndarray) -> BlockNoise:
 
 
 def _be_late(seconds: float) -> None:
-    # Sleep for most of it, spin for the rest: a sleep alone oversleeps by up to a scheduler tick.
+    # sleep for most of it, spin for the rest: a sleep alone may take a scheduler tick longer
     end = clock_ns() + int(seconds * 1e9)
     if seconds > 0.002:
         time.sleep(seconds - 0.001)
@@ -171,16 +171,10 @@ def _be_late(seconds: float) -> None:
 
 
 def _enough(
-    entered: list[int],
-    left: list[int],
-    block_of: list[int],
-    noises: list[BlockNoise],
-    elapsed_s: float,
-    seconds: float,
-    precision: float,
-    most: int,
-) -> bool:
-    """Rank 0's decision after a block: stop?"""
+    entered: list[int], left: list[int], block_of: list[int], noises: list[BlockNoise], elapsed_s: float, seconds: float,
+    precision: float, most: int,
+) -> bool:  # fmt: skip
+    """True if rank 0 should stop after this block."""
     count = len(entered)
     if count >= most or (elapsed_s >= 1.5 * seconds and count >= 1):
         return True

@@ -1,9 +1,8 @@
-"""DataParallel on CPU threads: what torch's does on GPUs, where torch's own silently runs one process.
+"""DataParallel on CPU threads, where torch's own silently passes its input to the one module.
 
-`nn.DataParallel` on a CPU silently passes its input through to the one module. This does the four parts of
-the real one: scatter the batch, replicate the module, apply the replicas in threads, gather the outputs; backward
-adds the replicas' gradients up on the root. It shows the semantics and what replicating costs. It does not show a
-GPU's timing: torch runs the backward of CPU tensors on one thread.
+It does what `nn.DataParallel` does on GPUs: scatter the batch, replicate the module, apply the replicas in threads,
+gather the outputs; backward adds the replicas' gradients on the root. It shows the semantics and the cost of
+replicating, but not a GPU's timing: torch runs the backward of CPU tensors on one thread.
 """
 
 from __future__ import annotations
@@ -28,14 +27,9 @@ class PartTimes:
     apply_s: float = 0.0
     gather_s: float = 0.0
 
-    @property
-    def overhead_s(self) -> float:
-        """Seconds that a single process does not need."""
-        return self.scatter_s + self.replicate_s + self.gather_s
-
 
 class _CopyToReplicas(torch.autograd.Function):
-    """Parameters copied once per replica; backward sums the replicas' gradients (ReduceAddCoalesced on GPUs)."""
+    """Copy the parameters once per replica; backward sums the replicas' gradients (ReduceAddCoalesced on GPUs)."""
 
     @staticmethod
     def forward(ctx: Any, replicas: int, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,8 +48,8 @@ class _CopyToReplicas(torch.autograd.Function):
 def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
     """Return copies of `module`; autograd adds their gradients up in the module's own parameters.
 
-    As with torch's: the first replica shares the module's buffers, so that batch norm's running statistics are those
-    of the first part of the batch; the others get copies, which are lost.
+    As in torch, the first replica shares the module's buffers, so batch norm's running statistics come from the first
+    part of the batch; the others get copies, which are lost.
     """
     modules = list(module.modules())
     position = {m: i for i, m in enumerate(modules)}
@@ -84,10 +78,10 @@ def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
 
 
 def _draw_apart(copies: Sequence[nn.Module]) -> None:
-    """Give the dropouts of each replica their own generator, seeded from the process's.
+    """Give the dropouts of each replica a generator, seeded from the process's.
 
-    The CPU has one generator for all threads: which replica draws first would depend on the scheduler, and training could
-    not be repeated. On GPUs each device has its own.
+    The CPU has one generator for all threads: the order of the replicas would depend on the scheduler, and training would
+    not be reproducible. On GPUs each device has a generator.
     """
     for copy in copies:
         active = [m for m in copy.modules() if type(m) is nn.Dropout and m.training and 0 < m.p < 1]
@@ -108,7 +102,7 @@ class ThreadDataParallel(nn.Module):
 
     Args:
         module: Takes one tensor whose first dimension is the batch, and returns one.
-        replicas: Parts and threads; a batch smaller than that makes fewer.
+        replicas: Number of parts and threads; fewer for a smaller batch.
     """
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
@@ -125,7 +119,7 @@ class ThreadDataParallel(nn.Module):
         copies = replicate(self.module, len(parts))
         _draw_apart(copies)
         replicated = time.perf_counter()
-        # Threads begin with torch's defaults, whatever this one has set.
+        # new threads start with torch's defaults
         grad = torch.is_grad_enabled()
         amp, amp_type = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

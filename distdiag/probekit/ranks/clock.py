@@ -1,7 +1,7 @@
-"""One clock for all ranks: the offset of each rank's monotonic clock against rank 0's.
+"""Measure the offset of each rank's monotonic clock against rank 0's.
 
-On one host the kernel's monotonic clock is the same for all processes, and the offset is exactly 0. Between hosts
-it is estimated as NTP does, from the exchange with the shortest round trip; its error is at most half of that.
+On one host all processes share the kernel's monotonic clock: the offset is 0. Between hosts it is estimated as NTP does,
+from the exchange with the shortest round trip; its error is at most half of that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDS = 12
 
 
 def clock_identity() -> str:
-    """Equal on two processes exactly when their monotonic clocks are the same clock."""
+    """Return a text that is equal on two processes if and only if they share a monotonic clock."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
@@ -28,19 +28,19 @@ def clock_identity() -> str:
 
 
 def offset_from_exchanges(exchanges: list[tuple[int, int, int]]) -> tuple[int, int]:
-    """(offset, error) in ns of the other clock against ours: theirs = ours + offset.
+    """Return (offset, error) in ns: their clock = our clock + offset.
 
     Args:
-        exchanges: (we sent, they stamped, we received), ns of the respective clocks.
+        exchanges: (sent, their stamp, received), ns of the respective clocks.
     """
     sent, theirs, received = min(exchanges, key=lambda e: e[2] - e[0])
     return theirs - (sent + received) // 2, (received - sent) // 2
 
 
 def align(job: Job, identities: list[str]) -> tuple[list[int], int]:
-    """Offsets of all ranks' clocks against rank 0's in ns, and the largest error; known on rank 0 only.
+    """Return the offsets of all ranks' clocks against rank 0's in ns, and the largest error; valid on rank 0.
 
-    Every rank calls it. Costs nothing where all identities are equal, else a few round trips per rank.
+    Every rank calls it. It costs nothing if all identities are equal, else a few round trips per rank.
     """
     if len(set(identities)) == 1:
         return [0] * job.world_size, 0

@@ -1,6 +1,6 @@
-"""Which rank this process is, when something has already started the ranks: torchrun, srun, mpirun.
+"""Find this process's rank if a launcher has started the ranks: torchrun, srun, mpirun.
 
-Only environment variables are read, so that the question costs nothing and needs no torch.
+Only environment variables are read: this is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distdiag.errors import DistdiagError
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """This process's rank, and where the ranks meet."""
+    """This process's rank, and the address of the rendezvous."""
 
     launcher: str  # torchrun | srun | mpirun | distdiag
     rank: int
@@ -29,15 +29,14 @@ class RankPlace:
 
 
 def detect(env: Mapping[str, str] | None = None) -> RankPlace | None:
-    """The rank that the launcher made this process, or None where no launcher has.
+    """Return the rank that a launcher gave this process; None without a launcher.
 
     torchrun sets RANK and WORLD_SIZE; srun SLURM_PROCID within a job step (an sbatch script itself is no rank);
-    Open MPI OMPI_COMM_WORLD_RANK; MPICH and Intel MPI PMI_RANK. srun and mpirun do not say where ranks meet:
-    MASTER_ADDR and MASTER_PORT are used when set, else the first node of the allocation and a port made of the
-    job's number, the same on every rank.
+    Open MPI OMPI_COMM_WORLD_RANK; MPICH and Intel MPI PMI_RANK. srun and mpirun set no rendezvous: MASTER_ADDR and
+    MASTER_PORT are used if set, else the first node of the allocation and a port computed from the job's number.
 
     Raises:
-        DistdiagError: a half-set environment.
+        DistdiagError: the environment is incomplete.
     """
     e = os.environ if env is None else env
     if "RANK" in e and "WORLD_SIZE" in e:
@@ -77,7 +76,7 @@ def process_started_s() -> float:
 
 
 def first_host(node_list: str) -> str:
-    """First host of Slurm's folded list: `node[03-07,9],login1` -> `node03`."""
+    """Return the first host of Slurm's folded list: `node[03-07,9],login1` -> `node03`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", node_list)
     return (match[1] + (match[2] or "") + (match[3] or "")) if match else ""
 

@@ -1,4 +1,4 @@
-"""Faults put in on purpose, to see that a probe finds them: `--inject delay:rank=1,ms=5`."""
+"""Inject faults, to check that a probe finds them: `--inject delay:rank=1,ms=5`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Injection:
 
 
 def parse_injection(text: str) -> Injection:
-    """`delay:rank=1,ms=5` (late before every operation), `corrupt:rank=1` (one wrong value in its result),
-    `drop:rank=1` (never takes part).
+    """Parse `delay:rank=1,ms=5` (late before every operation), `corrupt:rank=1` (one wrong value in its result) or
+    `drop:rank=1` (takes no part).
 
     Raises:
-        DistdiagError: anything else.
+        DistdiagError: the text is none of these.
     """
     kind, _, rest = text.partition(":")
     values: dict[str, float] = {}
@@ -32,7 +32,7 @@ def parse_injection(text: str) -> Injection:
             key, _, value = part.partition("=")
             values[key.strip()] = float(value)
     except ValueError:
-        raise DistdiagError(f"--inject '{text}' holds no number where one is needed", _HINT) from None
+        raise DistdiagError(f"--inject '{text}': a value is not a number", _HINT) from None
     allowed = {"delay": {"rank", "ms"}, "corrupt": {"rank"}, "drop": {"rank"}}.get(kind)
     if allowed is None or set(values) != allowed or values["rank"] != int(values["rank"]):
         raise DistdiagError(f"--inject '{text}' is not a fault that can be injected", _HINT)

@@ -1,4 +1,4 @@
-"""Which network interface the ranks will try to meet on, and whether it can work.
+"""Find the network interface over which the ranks will try to connect, and whether it can work.
 
 gloo takes GLOO_SOCKET_IFNAME, else the address that this host's own name resolves to, else the loopback
 (torch, ProcessGroupGloo::createDefaultDevice). On clusters whose /etc/hosts maps the host name to 127.0.0.1 every
@@ -18,7 +18,7 @@ NO_ADDRESS = "no address"
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Interface name, IPv4 address, and why this one."""
+    """Interface name, IPv4 address, and the reason for the choice."""
 
     name: str
     address: str
@@ -30,7 +30,7 @@ class Interface:
 
 
 def addresses() -> dict[str, str]:
-    """IPv4 address of every interface that has one."""
+    """Return the IPv4 address of every interface that has one."""
     import fcntl
 
     found: dict[str, str] = {}
@@ -45,7 +45,7 @@ def addresses() -> dict[str, str]:
 
 
 def tried_by(backend: str) -> Interface:
-    """The interface that `backend` ("gloo" or "nccl") would use on this host."""
+    """Return the interface that `backend` ("gloo" or "nccl") would use on this host."""
     by_name = addresses()
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if wanted := os.environ.get(variable):
@@ -68,17 +68,17 @@ def tried_by(backend: str) -> Interface:
 
 
 def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
-    """One line of remedy for ranks that did not find each other over gloo.
+    """Return one line of advice for ranks that could not connect over gloo.
 
     Args:
-        interfaces: By rank, of the ranks that are known.
-        nodes: The same text for all ranks of one node.
+        interfaces: Interfaces of the known ranks, by rank.
+        nodes: Node of each rank.
     """
     variable = "GLOO_SOCKET_IFNAME"
     several = len(set(nodes.values())) > 1
     for rank, interface in interfaces.items():
         if interface.address == NO_ADDRESS:
-            return f"rank {rank} has no interface {interface.name} with an address ({interface.reason}): `ip addr` lists those there are"
+            return f"rank {rank} has no interface {interface.name} with an address ({interface.reason}): `ip addr` lists them"
         if interface.address.startswith("127.") and several:
             return (
                 f"rank {rank} offers {interface.address}, which no other node can reach: "
@@ -88,14 +88,14 @@ def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
             return f"rank {rank} would use {interface.name}, a bridge inside its host: export {variable}=<the cluster's interface>"
     if interfaces and all(i.address.startswith("127.") for i in interfaces.values()):
         return (
-            "start the missing ranks, or look at their output; should they be on another node, 127.0.0.1 cannot be "
-            f"reached from there: export {variable}=<interface> and MASTER_ADDR=<address>"
+            "start the missing ranks, or read their output; if they are on another node, they cannot reach 127.0.0.1: "
+            f"export {variable}=<interface> and MASTER_ADDR=<address>"
         )
-    return f"start the missing ranks, or look at their output; check that the interface is the right one ({variable})"
+    return f"start the missing ranks, or read their output; check that the interface is the right one ({variable})"
 
 
 def network_identity() -> str:
-    """Equal on two processes exactly when they share their interfaces, the loopback too."""
+    """Return a text that is equal on two processes if and only if they share their interfaces, with the loopback."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f.read().strip() + os.readlink("/proc/self/ns/net")
@@ -104,7 +104,7 @@ def network_identity() -> str:
 
 
 def line_rate_gbps(name: str) -> float | None:
-    """Line rate of a network card in GB/s (10^9 bytes), from the kernel; None for loopback and virtual ones."""
+    """Return the line rate of a network card in GB/s (10^9 bytes); None for loopback and virtual interfaces."""
     try:
         with open(f"/sys/class/net/{name}/speed") as f:
             mbit = int(f.read())

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Job:
-    """One rank's handle on the probe's ranks; use `joined(...)`, which always destroys the process group."""
+    """One rank of a probe; use `joined(...)`, which always destroys the process group."""
 
     def __init__(self, place: RankPlace, options: Options, store: dist.Store | None, device: torch.device) -> None:
         self.place = place
@@ -47,9 +47,9 @@ class Job:
         self.progress = Progress(limit_s=options.timeout_s)
         self.control: Any = None  # gloo group for control traffic
         self.group: Any = None  # the group that is measured
-        self.deadline_s = time.monotonic() + 3600  # of the measuring; rank 0's counts
+        self.deadline_s = time.monotonic() + 3600  # end of measuring; rank 0's value counts
         self.hosts: list[str] = [socket.gethostname()] * place.world_size
-        self.host_keys: list[str] = [""] * place.world_size  # hosts by identity: names can repeat
+        self.host_keys: list[str] = [""] * place.world_size  # identities of the hosts: names can repeat
         self.clock_identities = [clock.clock_identity()] * place.world_size
         self.clock_offsets_ns: list[int] = [0] * place.world_size
         self.clock_error_ns = 0
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def ranks_per_host(self) -> int:
-        """Most ranks on one host."""
+        """Return the largest number of ranks on one host."""
         return max(self.host_keys.count(k) for k in set(self.host_keys))
 
     @contextlib.contextmanager
@@ -78,12 +78,12 @@ class Job:
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was enqueued; nothing on the CPU."""
+        """Wait until the device has done all enqueued work; does nothing on the CPU."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def left_s(self) -> float:
-        """Seconds of measuring left in the budget."""
+        """Return the seconds left for measuring."""
         return self.deadline_s - time.monotonic()
 
     def barrier(self, label: str = "barrier between measurements") -> None:
@@ -92,7 +92,7 @@ class Job:
                 dist.barrier(group=self.control)
 
     def agree(self, values: list[float], label: str = "agreeing on the next block") -> list[float]:
-        """Rank 0's values on every rank."""
+        """Return rank 0's values on every rank."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -101,7 +101,7 @@ class Job:
         return tensor.tolist()
 
     def gather_array(self, array: np.ndarray, label: str = "collecting stamps") -> np.ndarray | None:
-        """Equal-shaped arrays of all ranks, stacked, on rank 0; None elsewhere."""
+        """Return the equal-shaped arrays of all ranks, stacked, on rank 0; None elsewhere."""
         if self.world_size == 1:
             return array[None]
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -111,7 +111,7 @@ class Job:
         return torch.stack(parts).numpy() if parts is not None else None
 
     def gather_all(self, value: T, label: str = "collecting") -> list[T]:
-        """Every rank's value on every rank."""
+        """Return every rank's value on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -120,7 +120,7 @@ class Job:
         return values
 
     def while_others_wait(self, work: Callable[[], T], limit_s: float, label: str) -> T | None:
-        """Run `work` on rank 0 while the others wait without using the CPU; its value on rank 0, None elsewhere."""
+        """Run `work` on rank 0 while the others wait without using the CPU; return its value on rank 0, None elsewhere."""
         if self.world_size == 1:
             return work()
         key = f"alone/{label}"
@@ -138,12 +138,12 @@ class Job:
         return None
 
     def open_store(self) -> dist.Store:
-        """The store where the ranks met; there is one wherever there are two ranks."""
+        """Return the rendezvous store, which exists if there are two ranks or more."""
         assert self.store is not None
         return self.store
 
     def _drop_out(self) -> None:
-        """Stop taking part, as a rank that hangs elsewhere, until the others have given up."""
+        """Stop taking part, like a rank that hangs elsewhere, until the others have timed out."""
         self.progress.note.label = "drop injected: this rank takes no part"
         time.sleep(self.options.timeout_s + 5)
         raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
@@ -151,10 +151,10 @@ class Job:
 
 @contextlib.contextmanager
 def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterator[Job]:
-    """Meet the other ranks, hand out the `Job`, and destroy the process group whatever happens.
+    """Connect to the other ranks, yield the `Job`, and always destroy the process group.
 
     Raises:
-        DistdiagError: TIMEOUT with the ranks that never arrived and the interface tried; whatever the body raises.
+        DistdiagError: TIMEOUT, with the missing ranks and the interface tried; or an error of the body.
     """
     device = choose_device(place, options)
     if place.world_size == 1:
@@ -183,20 +183,20 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
         _align(job)
         yield job
     except RuntimeError as e:  # gloo and NCCL errors are RuntimeErrors
-        if not job.progress.note.inside:  # nothing to do with the others: a dataset, a model, a defect of ours
+        if not job.progress.note.inside:  # not from communication: a dataset, a model, our own defect
             raise
         raise _explain(e, job) from e
     finally:
         if job.watchdog is not None:
             job.watchdog.stop()
         if dist.is_initialized():
-            # After an error the other side may be gone; what is left to do is free our own end.
+            # after an error the other side may be gone
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
 
 
 def choose_device(place: RankPlace, options: Options) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU.
+    """Return the device of this rank: its GPU, or the CPU.
 
     Raises:
         DistdiagError: more ranks than GPUs.
@@ -217,7 +217,7 @@ def choose_device(place: RankPlace, options: Options) -> torch.device:
 
 
 def _namespace() -> str:
-    # torchrun keeps its store when it restarts the ranks; keys of the last attempt must not be found.
+    # torchrun keeps its store if it restarts the ranks: keys of an earlier attempt must not be found
     return f"distdiag-probe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -251,11 +251,11 @@ def _open_store(place: RankPlace, limit_s: float, mine: Interface) -> dist.Store
 
 
 def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, Any]]:
-    """Announce this rank and wait for all others, before any of torch's own rendezvous can hang without a name."""
+    """Announce this rank and wait for all others, before torch's rendezvous can hang without naming a rank."""
     assert job.store is not None
     me = {
         "host": socket.gethostname(),
-        # Containers and namespaces of one machine are several nodes under one name.
+        # containers and namespaces of one machine count as several nodes
         "node": os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname(),
         "pid": os.getpid(),
         "interface": [mine.name, mine.address, mine.reason],
@@ -285,10 +285,10 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, A
 
 
 def _refuse_unreachable(arrivals: list[dict[str, Any]]) -> None:
-    """Fail at once where gloo would try for half a minute: an address of one network offered to another.
+    """Fail at once if an offered address cannot be reached, for which gloo would try half a minute.
 
     Raises:
-        DistdiagError: ranks of several networks, one of which offers a loopback address; an interface without address.
+        DistdiagError: an interface has no address, or a loopback address is offered to another network.
     """
     offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
     nodes = {r: a["node"] for r, a in enumerate(arrivals)}
@@ -309,7 +309,7 @@ def _refuse_unreachable(arrivals: list[dict[str, Any]]) -> None:
 def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
     limit = datetime.timedelta(seconds=job.options.timeout_s)
     try:
-        # gloo raises in the caller at this limit, which frees the main thread; the watchdog has the names by then.
+        # at this limit gloo raises, which frees the main thread; by then the watchdog knows the missing ranks
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("c10d", job.open_store()),
@@ -330,7 +330,7 @@ def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
     job.control = dist.group.WORLD
     job.group = dist.group.WORLD
     if job.backend == "nccl":
-        # Its own watchdog would end the process without names; ours comes first.
+        # NCCL's watchdog would end the process without naming ranks; ours comes first
         longer = datetime.timedelta(seconds=job.options.timeout_s + 60)
         job.group = dist.new_group(backend="nccl", timeout=longer)
     job.hosts = [a["host"] for a in arrivals]
@@ -343,7 +343,7 @@ def _align(job: Job) -> None:
 
 
 def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:
-    """Report before the process is ended: into the store for our own launcher, else on stderr."""
+    """Report an error before the process ends: into the store for our launcher, else on stderr."""
     if place.launcher == "distdiag":
         store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
         return
@@ -355,9 +355,9 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
 
 
 def _explain(e: RuntimeError, job: Job) -> DistdiagError:
-    """Turn a backend's error into ours: a timeout with names, or a rank that went away."""
+    """Return a backend's error as ours: a timeout with the missing ranks, or a lost rank."""
     text = _first_line(e)
-    # gloo closes the connections of an operation that timed out, so the second rank to give up sees a closed pair.
+    # gloo closes the connections of a timed-out operation, so the next rank sees a closed pair
     waited = time.monotonic() - job.progress.since_s
     if job.watchdog is not None and (
         "timed out" in text.lower() or "timeout" in text.lower() or waited > job.progress.limit_s / 2
@@ -365,13 +365,16 @@ def _explain(e: RuntimeError, job: Job) -> DistdiagError:
         return job.watchdog.report()
     if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return DistdiagError(
-            f"{job.progress.note.label}: another rank went away ({text})",
-            "look at the other ranks' output; a rank that was killed leaves none",
+            f"{job.progress.note.label}: another rank is gone ({text})",
+            "read the other ranks' output; a killed rank leaves none",
             ExitCode.FAILED,
             "rank_lost",
         )
     return DistdiagError(
-        f"{job.progress.note.label}: {text}", "this backend, device and type do not do it", ExitCode.FAILED, "backend"
+        f"{job.progress.note.label}: {text}",
+        "this backend does not support it on this device and type",
+        ExitCode.FAILED,
+        "backend",
     )
 
 

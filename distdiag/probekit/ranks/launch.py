@@ -1,9 +1,9 @@
-"""Start the ranks on this host with torchrun's own process API, and never leave one behind.
+"""Start the ranks on this host with torchrun's process API, and leave none behind.
 
-torchrun's agent starts a Python per rank and each imports torch: with two ranks on two cores that is half of a quick
-probe. `torch.distributed.elastic.multiprocessing.start_processes`, the layer under the agent, can fork instead: torch
-is imported once, before any of its threads exists, and each rank begins 20 ms later. The parent keeps what the agent
-would give: it meets the ranks in a store, watches them, ends all when one fails, and ends them with itself.
+torchrun's agent starts a Python per rank, and each imports torch: with two ranks on two cores, that is half of a quick
+probe. `torch.distributed.elastic.multiprocessing.start_processes`, the layer below the agent, can fork instead: torch is
+imported once, before it has threads, and each rank starts 20 ms later. The parent does what the agent would do: it hosts
+the store, watches the ranks, ends all if one fails, and takes them with it when it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.work import RankError, run_rank
 from distdiag.probekit.verdict.result import Result
 
-_ARRIVAL_LIMIT_S = 10.0  # the ranks are forked here: a rank that is not there by then will not arrive
+_ARRIVAL_LIMIT_S = 10.0  # forked ranks arrive sooner or never
 _GRACE_S = 1.5  # for the other ranks to report, or to destroy their process group
 _PR_SET_PDEATHSIG = 1
 
@@ -51,19 +51,19 @@ class _Outcome:
 
 
 def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
-    """Run the probe on `nproc` forked ranks; the results of rank 0.
+    """Run the probe on `nproc` forked ranks; return the results of rank 0.
 
     Args:
-        deadline_s: time.monotonic() at which measuring should be over.
+        deadline_s: time.monotonic() at which measuring should end.
 
     Raises:
-        DistdiagError: what a rank reported; a rank that died, with its signal; a hang, with who never arrived.
+        DistdiagError: an error of a rank, a rank that died (with its signal), or a hang (with the missing ranks).
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report it ourselves, in two lines
-    # a fork after CUDA was initialised breaks the ranks; only then start fresh interpreters, which is slow
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are reported below
+    # a fork after CUDA was initialised breaks the ranks: then start new interpreters, which is slower
     method = "spawn" if torch.cuda.is_initialized() else "fork"
-    # The store's server has a thread; it is started after the fork, and listens already.
+    # the store has a thread, so it starts after the fork; its socket listens already
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(nproc + 16)
@@ -87,7 +87,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
             catalog.load(name).preload()
     sys.stdout.flush()
     sys.stderr.flush()
-    # start_processes puts its own handlers there, for good.
+    # start_processes replaces these handlers
     main_thread = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if main_thread else ()
     handlers = {s: signal.getsignal(s) for s in numbers}
@@ -95,7 +95,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
         arguments = {r: (r, nproc, port, os.getpid(), deadline_s, options, outcomes) for r in range(nproc)}
         context = None
         try:
-            # Ranks must not collect what this process made: some of it has threads here that a fork does not have.
+            # ranks must not collect objects of this process: some have threads that do not exist after a fork
             gc.collect()
             gc.freeze()
             context = start_processes(
@@ -105,7 +105,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
             return _supervise(context, outcomes, store, nproc, deadline_s, options)
         except (SignalException, KeyboardInterrupt) as e:
             received = getattr(e, "sigval", signal.SIGINT)
-            for number in numbers:  # a second Ctrl-C does not leave ranks behind
+            for number in numbers:  # a second Ctrl-C must not leave ranks behind
                 signal.signal(number, signal.SIG_IGN)
             if context is not None:
                 _end_gently(context)
@@ -122,7 +122,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
 
 
 def _serve(listener: socket.socket, port: int) -> dist.TCPStore:
-    """The store where the ranks meet, on a socket that listens already."""
+    """Return the rendezvous store, on a socket that already listens."""
     descriptor = os.dup(listener.fileno())  # the store closes it
     limit = datetime.timedelta(seconds=30)
     return dist.TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=descriptor)
@@ -154,7 +154,7 @@ def _interrupt_once(*_: object) -> None:
 
 @contextlib.contextmanager
 def _no_interrupt_lost() -> Iterator[None]:
-    """A signal that comes during a callback of the garbage collector, where Python prints and drops it, comes again."""
+    """Repeat a signal that arrives during a callback of the garbage collector, where Python prints and drops it."""
     before = sys.unraisablehook
 
     def again(unraisable: sys.UnraisableHookArgs) -> None:
@@ -179,14 +179,14 @@ def _die_with(parent: int) -> None:
     """End this process when its parent ends, even by SIGKILL, which no handler sees."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)
 
 
 def _supervise(
     context: PContext, outcomes: Any, store: dist.TCPStore, nproc: int, deadline_s: float, options: Options
 ) -> list[Result]:
-    """Wait for the ranks. The first failure, seen by the parent or reported by a rank, ends them all."""
+    """Wait for the ranks and return rank 0's results. The first failure ends all ranks."""
     seen: dict[int, _Outcome] = {}
     dead: dict[int, int] = {}
     failed_at: float | None = None
@@ -200,7 +200,7 @@ def _supervise(
             if rank not in seen and outcomes.empty():
                 dead.setdefault(rank, code)
         if len(seen) == nproc and not any(o.error for o in seen.values()):
-            context.wait(timeout=_GRACE_S, period=0.02)  # lets the ranks leave
+            context.wait(timeout=_GRACE_S, period=0.02)  # for the ranks to exit
             return seen[0].results or []
         if failed_at is None and (dead or any(o.error for o in seen.values())):
             failed_at = time.monotonic()
@@ -209,14 +209,12 @@ def _supervise(
         if time.monotonic() > last_moment:
             left = [r for r in range(nproc) if r not in seen]
             names = ", ".join(map(str, left))
-            raise DistdiagError(
-                f"rank {names} did not end", "its last output, if any, is above", ExitCode.TIMEOUT, "timeout"
-            )
+            raise DistdiagError(f"rank {names} did not end", "see its output above", ExitCode.TIMEOUT, "timeout")
         time.sleep(0.02)
 
 
 def _exited(pids: dict[int, int]) -> dict[int, int]:
-    """Exit status by rank of those that have ended; they stay for torch to reap."""
+    """Return the exit status of the ranks that have ended; torch reaps them later."""
     found: dict[int, int] = {}
     for rank, pid in pids.items():
         try:
@@ -229,20 +227,20 @@ def _exited(pids: dict[int, int]) -> dict[int, int]:
 
 
 def _worst_error(seen: dict[int, _Outcome], dead: dict[int, int], store: dist.TCPStore) -> DistdiagError:
-    """Return the cause: in this order a death by a signal, a hang with names, an error, an error that follows from those."""
+    """Return the most likely cause: first a death by a signal, then a hang with names, then errors by kind."""
     for rank, status in sorted(dead.items()):
-        if (status < 0 and status != -signal.SIGKILL) or status == -signal.SIGKILL:
+        if status < 0:
             name = signal.Signals(-status).name
             return DistdiagError(
                 f"rank {rank} was killed by {name}",
                 "SIGKILL is often the kernel's, out of memory: `dmesg | tail`"
                 if name == "SIGKILL"
-                else "look at its output above",
+                else "see its output above",
                 ExitCode.FAILED,
                 "rank_lost",
             )
     report = dist.PrefixStore("distdiag-probe/0", store)
-    if report.check(["report"]):  # left by a watchdog that had to end its process
+    if report.check(["report"]):  # from a watchdog that ended its process
         left = json.loads(report.get("report"))
         return DistdiagError(left["message"], left["hint"], ExitCode.TIMEOUT, left["kind"])
     errors = [o.error for _, o in sorted(seen.items()) if o.error is not None]
@@ -252,12 +250,12 @@ def _worst_error(seen: dict[int, _Outcome], dead: dict[int, int], store: dist.TC
         return errors[0].as_error()
     rank, status = sorted(dead.items())[0]
     return DistdiagError(
-        f"rank {rank} ended with exit code {status}", "look at its output above", ExitCode.FAILED, "rank_lost"
+        f"rank {rank} ended with exit code {status}", "see its output above", ExitCode.FAILED, "rank_lost"
     )
 
 
 def _end_gently(context: PContext) -> None:
-    """Ask the ranks to stop as Ctrl-C does, so that they destroy their process group; then wait a moment."""
+    """Send SIGINT to the ranks, so that they destroy their process group, and wait a moment."""
     for pid in context.pids().values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
@@ -267,7 +265,7 @@ def _end_gently(context: PContext) -> None:
 
 
 def _kill(context: PContext) -> None:
-    """End what still runs, stopped ranks too, and reap it."""
+    """Kill the remaining ranks, also stopped ones, and reap them."""
     gone = _exited(context.pids())
     for rank, pid in context.pids().items():
         if rank not in gone:

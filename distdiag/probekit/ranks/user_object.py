@@ -1,4 +1,4 @@
-"""`module:function` of the user's: imported from where the command was started, called without arguments."""
+"""Import the user's `module:function` from the working directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distdiag.errors import DistdiagError
 
 
 def find_function(option: str, text: str) -> Callable[[], Any]:
-    """The function named by `--dataset` or `--model`.
+    """Return the function given with `--dataset` or `--model`.
 
     Raises:
-        DistdiagError: no such module or function, or an import that fails.
+        DistdiagError: no such module or function, or the import failed.
     """
     module_name, _, name = text.partition(":")
     hint = f"write {option} package.module:function, a function without arguments in a file that Python can import from here"

@@ -1,9 +1,9 @@
-"""End a probe that hangs within its limit, and name the rank that never arrived.
+"""End a probe that hangs, within its time limit, and name the rank that never arrived.
 
-Every rank notes in memory which step of the probe it is in; the measuring loop pays nothing for it. A thread looks
-at the note a few times a second. A rank that has stood still for half the limit writes its note into the store where
-the ranks met; a rank that has waited for the whole limit reads the others' notes and reports. Ranks that stand
-before the step, or wrote nothing at all (stopped, dead), are those that never arrived.
+Every rank keeps a note in memory: the step of the probe it is in. This costs the measuring loop nothing. A thread polls
+the note a few times a second. A rank without progress for half the limit writes its note into the rendezvous store; a
+rank that has waited for the whole limit reads the other notes and reports. Ranks in an earlier step, or without a note
+(stopped, dead), never arrived.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 from distdiag.errors import DistdiagError, ExitCode
 
 _POLL_S = 0.1
-_BACKSTOP_S = 2.0  # gloo's own timeout frees the main thread at the limit; NCCL does not, so the process is ended
+_BACKSTOP_S = 2.0  # gloo's timeout frees the main thread at the limit; NCCL's does not, so the process is ended
 
 
 @dataclass(slots=True)
 class Note:
     """How far one rank has come."""
 
-    sequence: int = 0  # steps begun so far, the same numbers on every rank
+    sequence: int = 0  # number of the step, the same on every rank
     label: str = "starting"
     inside: bool = False  # in the step, waiting for the others
-    operations: int = 0  # of a measuring block, how many it has begun
+    operations: int = 0  # operations begun in a measuring block
 
     @property
     def place(self) -> tuple[int, bool, int]:
@@ -41,7 +41,7 @@ class Note:
 
 @dataclass(slots=True)
 class Progress:
-    """This rank's note, and since when it has not changed."""
+    """This rank's note, and the time of its last change."""
 
     note: Note = field(default_factory=Note)
     since_s: float = field(default_factory=time.monotonic)
@@ -50,9 +50,9 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, label: str, counter: list[int] | None = None) -> Iterator[None]:
-        """All ranks go through the same steps; inside one a rank may wait for the others up to the limit.
+        """Mark a step, in which a rank may wait for the others up to the limit. All ranks do the same steps.
 
-        After an exception the note stays inside: that is where the rank was when it failed.
+        After an exception the note stays inside the step, where the rank failed.
         """
         self.note = Note(self.note.sequence + 1, label, True)
         self.counter = counter
@@ -63,15 +63,15 @@ class Progress:
         self.since_s = time.monotonic()
 
     def current(self) -> Note:
-        """The note with the operations counted."""
+        """Return the note with the number of operations."""
         note, counter = self.note, self.counter
         return Note(note.sequence, note.label, note.inside, len(counter) if counter is not None else 0)
 
 
 def never_arrived(notes: dict[int, Note], world_size: int) -> tuple[list[int], list[int]]:
-    """(ranks that never arrived, those among them that are silent), from the notes of the ranks that wrote one.
+    """Return (ranks that never arrived, those of them without a note).
 
-    Empty if all wrote the same step: then no rank is missing, and the transport is stuck.
+    Both are empty if all ranks are in the same step: then the transport is stuck.
     """
     silent = [r for r in range(world_size) if r not in notes]
     furthest = max((n.place for n in notes.values()), default=(0, False, 0))
@@ -80,7 +80,7 @@ def never_arrived(notes: dict[int, Note], world_size: int) -> tuple[list[int], l
 
 
 def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: int, where: str) -> DistdiagError:
-    """The TIMEOUT error that names who never arrived, where the others wait, and which interface is in use."""
+    """Return the TIMEOUT error: which ranks never arrived, where the others wait, and which interface is used."""
     missing, silent = never_arrived(notes, world_size)
     if not missing:
         return DistdiagError(
@@ -96,21 +96,17 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
     places = [f"rank {r} is at '{notes[r].label}'" for r in missing if r in notes]
     if silent:
         places.append(f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: stopped, dead or cut off")
-    return DistdiagError(
-        f"{label}: {'; '.join(parts)}",
-        f"{'; '.join(places[:4])}; interface {where}",
-        ExitCode.TIMEOUT,
-        "timeout",
-    )
+    hint = f"{'; '.join(places[:4])}; interface {where}"
+    return DistdiagError(f"{label}: {'; '.join(parts)}", hint, ExitCode.TIMEOUT, "timeout")
 
 
 class Watchdog(threading.Thread):
-    """Publishes the rank's note when it makes no progress, and ends the process when its main thread cannot.
+    """Publishes the rank's note if it makes no progress, and ends the process if its main thread cannot.
 
     Args:
-        connect: Opens a connection to the store of this thread's own (a store client blocks all its users while one
-            waits). Called only when nothing progresses.
-        publish_error: Called with the report before the process is ended.
+        connect: Opens a separate connection to the store (a client that waits blocks its other users). Called only
+            without progress.
+        publish_error: Called with the report before the process ends.
     """
 
     def __init__(
@@ -140,11 +136,11 @@ class Watchdog(threading.Thread):
         published_at = -1.0
         while not self._ended.wait(_POLL_S):
             progress = self._progress
-            stands_s = time.monotonic() - progress.since_s
-            if stands_s > progress.limit_s / 2 and published_at != progress.since_s:
+            still_s = time.monotonic() - progress.since_s
+            if still_s > progress.limit_s / 2 and published_at != progress.since_s:
                 published_at = progress.since_s
                 self._publish()
-            if progress.note.inside and stands_s > progress.limit_s + _BACKSTOP_S:
+            if progress.note.inside and still_s > progress.limit_s + _BACKSTOP_S:
                 error = self.report()
                 with contextlib.suppress(Exception):
                     self._publish_error(self._store, error)
@@ -152,17 +148,17 @@ class Watchdog(threading.Thread):
                 os._exit(int(error.code))
 
     def report(self) -> DistdiagError:
-        """Who never arrived, from the store; callable from the main thread too."""
+        """Return the error that names the ranks that never arrived, from the store; also for the main thread."""
         self._publish()
         mine = self._progress.current()
         notes = {self._rank: mine}
         try:
             store = self._connected()
             for rank in range(self._world_size):
-                if rank != self._rank and store.check([f"standing/{rank}"]):
-                    notes[rank] = Note(**json.loads(store.get(f"standing/{rank}")))
+                if rank != self._rank and store.check([f"note/{rank}"]):
+                    notes[rank] = Note(**json.loads(store.get(f"note/{rank}")))
         except Exception:
-            self._where += "; the store where the ranks met does not answer"
+            self._where += "; the rendezvous store does not answer"
         return hang_error(mine.label, self._progress.limit_s, notes, self._world_size, self._where)
 
     def _connected(self) -> Any:
@@ -172,9 +168,9 @@ class Watchdog(threading.Thread):
             return self._store
 
     def _publish(self) -> None:
-        # A store that does not answer is reported by `report`; here it must not end the thread.
+        # `report` reports a store that does not answer; here it must not end the thread
         with contextlib.suppress(Exception):
-            self._connected().set(f"standing/{self._rank}", json.dumps(asdict(self._progress.current())))
+            self._connected().set(f"note/{self._rank}", json.dumps(asdict(self._progress.current())))
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Body of every rank of a probe command: meet the others, run one probe or all, return the results."""
+"""Body of every rank of a probe command: connect, run one probe or all, return the results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import Probe
 from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.job import Job, joined
-from distdiag.probekit.verdict.result import Result, Verdict
+from distdiag.probekit.verdict.result import Result
 
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """A DistdiagError on its way between processes."""
+    """A DistdiagError, sent between processes."""
 
     message: str
     hint: str
@@ -31,11 +31,11 @@ class RankError:
 def run_rank(
     place: RankPlace, options: Options, deadline_s: float, arrival_limit_s: float
 ) -> tuple[list[Result] | None, RankError | None]:
-    """Results (on rank 0; an empty list elsewhere) or the error of this rank; raises nothing but KeyboardInterrupt.
+    """Return the results (on rank 0; elsewhere an empty list) or the error of this rank; raises only KeyboardInterrupt.
 
     Args:
-        deadline_s: time.monotonic() at which measuring should be over; rank 0's counts.
-        arrival_limit_s: How long ranks may take to meet.
+        deadline_s: time.monotonic() at which measuring should end; rank 0's value counts.
+        arrival_limit_s: Time limit for all ranks to arrive.
     """
     try:
         probes = [catalog.load(n) for n in (catalog.PROBES if options.name == catalog.ALL else [options.name])]
@@ -57,7 +57,7 @@ def run_rank(
 
 
 def run_all(job: Job, probes: list[Probe]) -> list[Result]:
-    """Run every probe in its share of the remaining budget. A probe that this machine cannot run is reported, not failed."""
+    """Run every probe in its share of the remaining budget. A probe that is not possible here passes with that reason."""
     end_s = job.deadline_s
     results: list[Result] = []
     for i, probe in enumerate(probes):
@@ -71,7 +71,7 @@ def run_all(job: Job, probes: list[Probe]) -> list[Result]:
             probe.check(job.options)
             result = probe.run(job)
         except DistdiagError as e:
-            if e.code in (ExitCode.TIMEOUT, ExitCode.FAILED):  # nothing after it can be trusted
+            if e.code in (ExitCode.TIMEOUT, ExitCode.FAILED):  # later results cannot be trusted
                 raise
             result = not_possible(job, probe, e.message)
         if job.rank == 0 and result is not None:
@@ -81,12 +81,5 @@ def run_all(job: Job, probes: list[Probe]) -> list[Result]:
 
 
 def not_possible(job: Job, probe: Probe, why: str) -> Result:
-    """Return a result without a judgement: this machine lacks what the probe measures."""
-    return Result(
-        probe.name,
-        job.world_size,
-        job.backend,
-        job.device.type,
-        verdict=Verdict.PASS,
-        reasons=[f"not possible here: {why}"],
-    )
+    """Return the result of a probe that this machine cannot run."""
+    return Result(probe.name, job.world_size, job.backend, job.device.type, reasons=[f"not possible here: {why}"])

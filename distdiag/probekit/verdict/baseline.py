@@ -1,4 +1,4 @@
-"""Save a result and compare a later one with it: a test and an effect size, keyed by what makes hosts comparable."""
+"""Save results as a baseline, and compare later results with it: significance test and effect size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distdiag.terms.units import message_size
 SCHEMA = "distdiag.probe-baseline/1"
 _ALPHA = 0.01  # over all sizes of a probe together (Holm)
 _LARGE_DELTA = 0.474  # Cliff's delta above this is called large (Romano 2006)
-_LEAST_VALUES = 4  # on either side; fewer are too few for any test
+_LEAST_VALUES = 4  # on both sides, for a test
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Entry:
 
 
 def key_of(result: Result) -> dict[str, Any]:
-    """What must be equal for two results to be comparable."""
+    """Return what must be equal for two results to be comparable."""
     return {
         "probe": result.probe,
         "host_class": result.details.get("host_class"),
@@ -75,7 +75,7 @@ def save(path: str, results: list[Result]) -> None:
 
 
 def load(path: str) -> list[Entry]:
-    """The entries of a baseline file.
+    """Return the entries of a baseline file.
 
     Raises:
         DistdiagError: missing, unreadable, or not a baseline of distdiag.
@@ -106,21 +106,18 @@ def load(path: str) -> list[Entry]:
 
 
 def compare(
-    result: Result,
-    entries: list[Entry],
-    tolerance: float,
-    again: Callable[[Result], list[Measure] | None] | None = None,
-) -> None:
-    """Compare `result` with its entry of the baseline; add `comparison` and judge.
+    result: Result, entries: list[Entry], tolerance: float, again: Callable[[Result], list[Measure] | None] | None = None
+) -> None:  # fmt: skip
+    """Compare `result` with its entry of the baseline; add `comparison` and the verdict.
 
     A value is slower if the difference is significant (Mann-Whitney on block medians, Holm over the sizes), larger
-    than `tolerance`, and large as an effect (Cliff's delta). Blocks of one run share its luck (placement, neighbours), so
-    their spread is too narrow for a verdict: what is slower is measured again, and only what is slower both times fails.
+    than `tolerance`, and a large effect (Cliff's delta). Blocks of one run share its placement and neighbours, so their
+    spread is too narrow for a verdict: slower values are measured again, and only those that are slower both times fail.
     Without a second measurement, or on a noisy host, the verdict is inconclusive.
 
     Args:
         tolerance: Share, 0.1 = 10 %.
-        again: Measures the probe once more; None where that is not possible, or if it fails.
+        again: Measures the probe again; None if that is not possible. It returns None on failure.
 
     Raises:
         DistdiagError: the baseline is of another probe, host class, backend, world size, type or torch.
@@ -129,7 +126,7 @@ def compare(
     of_probe = [e for e in entries if e.key.get("probe") == result.probe]
     if not of_probe:
         if not result.measures:
-            return  # not possible here, and not in the baseline either
+            return  # not possible here or on the baseline's host
         had = ", ".join(sorted({str(e.key.get("probe")) for e in entries})) or "nothing"
         raise DistdiagError(f"the baseline has no {result.probe} (it has {had})", "save one with --save")
     entry = next((e for e in of_probe if e.key == mine), None)
@@ -172,7 +169,7 @@ def compare(
 
 
 def _name(key: str) -> str:
-    """`4 MiB` for a size in bytes; other keys as they are."""
+    """Return `4 MiB` for a size in bytes; other keys unchanged."""
     return message_size(int(key)) if key.isdigit() else key
 
 

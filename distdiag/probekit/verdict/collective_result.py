@@ -1,4 +1,4 @@
-"""Turn stamps into rows (times, skew, bandwidth, modes, fit), and explain them in text."""
+"""Turn time stamps into rows (times, skew, bandwidth, modes, fit), and explain them in text."""
 
 from __future__ import annotations
 
@@ -13,23 +13,18 @@ from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Row, TimeUs, Verdict, WrongValues, host_class
 from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
-from distdiag.terms.statistics import (
-    Samples,
-    bootstrap_medians,
-    find_modes,
-    fit_latency_bandwidth,
-)
+from distdiag.terms.statistics import Samples, bootstrap_medians, find_modes, fit_latency_bandwidth
 from distdiag.terms.units import message_size, time_text
 
 if TYPE_CHECKING:
     from distdiag.probekit.measure.collective import Collective
     from distdiag.probekit.ranks.job import Job
 
-LATE_SHARE = 0.8  # of the iterations the same rank must be last to be called late
-LATE_US = 100.0  # and by this much; below it is the order in which ranks leave the operation before
+LATE_SHARE = 0.8  # a late rank is last in this share of the iterations
+LATE_US = 100.0  # and by this much; smaller skews come from the order in which ranks leave the previous operation
 _CLEAN_ENOUGH = 11
-_FEW = 8  # iterations; with fewer, the range is the interval, and no rank is called late
-_TELLING_BYTES = 4 * 2**20  # only a sweep that reaches this size allows advice on buckets
+_FEW = 8  # iterations; with fewer, the interval is the range, and no rank is late
+_TELLING_BYTES = 4 * 2**20  # least largest size of a sweep for advice on buckets
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
 
@@ -81,7 +76,7 @@ def new_result(job: Job, name: str) -> Result:
 def make_row(
     op: str, size: int, stamped: Stamped, wrong: list[WrongValues], job: Job
 ) -> tuple[Row, Samples, list[float]]:
-    """(row, bootstrap replicates of its p50, medians of its blocks), all of the slowest rank."""
+    """Return (row, bootstrap replicates of its p50, medians of its blocks), all of the slowest rank."""
     clean = stamped.clean
     count = len(clean)
     enough = bool(clean.all()) or int(clean.sum()) >= min(_CLEAN_ENOUGH, count)
@@ -100,7 +95,7 @@ def make_row(
     p50 = float(np.median(times))
     low, high = (float(v) for v in np.percentile(replicates, [2.5, 97.5]))
     if times.size < _FEW:
-        low, high = float(times.min()), float(times.max())  # no resampling makes an interval of so few
+        low, high = float(times.min()), float(times.max())  # too few for resampling
     moves_bytes = op in FACTORS and job.world_size > 1
     foreign = [n.foreign_cpus for n in stamped.noise if n.foreign_cpus is not None]
     blocks = stamped.block[keep]
@@ -137,7 +132,7 @@ def _item_bytes(job: Job) -> int:
 
 
 def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
-    """Foreign CPU over all blocks of a probe; noisy where at least a quarter of the sizes had too few clean blocks."""
+    """Return the foreign CPU over all blocks of a probe; noisy if a quarter of the sizes or more had too few clean blocks."""
     blocks = [n for s in samples for n in s.noise]
     foreign = [n.foreign_cpus for n in blocks if n.foreign_cpus is not None]
     noisy_rows = sum(r.noisy for r in rows)
@@ -151,7 +146,7 @@ def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
 
 
 def tail_signature(row: Row) -> str | None:
-    """Describe the slower mode of a bimodal size, with its cause if the distance is that of a known mechanism."""
+    """Describe the slower mode of a bimodal size, with its cause if the delay is that of a known mechanism."""
     if len(row.modes) != 2:
         return None
     fast, slow = row.modes[0]["time_us"], row.modes[1]["time_us"]
@@ -168,7 +163,7 @@ def tail_cause(extra_ms: float, hz: int | None) -> str | None:
     if 35 <= extra_ms <= 50:
         return "40 ms is TCP's delayed acknowledgement: enable TCP_NODELAY, or tcp quickack on the route"
     if 180 <= extra_ms <= 260:
-        return "200 ms is TCP's least retransmission timeout: packets are lost; look at `nstat -az TcpRetransSegs`"
+        return "200 ms is TCP's least retransmission timeout: packets are lost; see `nstat -az TcpRetransSegs`"
     return None
 
 
@@ -222,13 +217,13 @@ def explanation(op: str, result: Result) -> list[str]:
             f"; the fit is off by up to {f['worst_error']:.0%}"
         )
         largest = max(r.bytes for r in result.rows)
-        # not if all sizes are dominated by latency, nor if a late rank made the times
+        # not if latency dominates all sizes, or if a late rank caused the times
         telling = largest >= _TELLING_BYTES and largest >= 2 * f["half_bandwidth_bytes"]
         if op == "all_reduce" and telling and not any(r.late_rank is not None for r in result.rows):
             lines.append(bucket_advice(f["half_bandwidth_bytes"]))
     if few := [message_size(r.bytes) for r in result.rows if r.iterations < _FEW]:
         lines.append(
-            f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; more --budget, more of them"
+            f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; a larger --budget gives more"
         )
     if any(r.noisy for r in result.rows):
         lines.append("* too few quiet blocks: measured while others used this host's CPUs")
@@ -236,7 +231,7 @@ def explanation(op: str, result: Result) -> list[str]:
 
 
 def bucket_advice(half_bandwidth_bytes: float) -> str:
-    """What the fit means for DDP's `bucket_cap_mb` (default 25): share of the bandwidth that a bucket reaches."""
+    """Return advice for DDP's `bucket_cap_mb` (default 25) from the fit: the share of the bandwidth that a bucket reaches."""
     share = 1 / (1 + half_bandwidth_bytes / DDP_BUCKET_BYTES)
     ninety = 9 * half_bandwidth_bytes
     mb = max(1, -(-int(ninety) // 2**20))
@@ -247,7 +242,7 @@ def bucket_advice(half_bandwidth_bytes: float) -> str:
 
 
 def headline(result: Result) -> str:
-    """One line for `all`."""
+    """Return the line of `all` for this probe."""
     if not result.rows:
         return "nothing measured"
     first, last = result.rows[0], result.rows[-1]

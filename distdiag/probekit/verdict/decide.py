@@ -1,7 +1,7 @@
-"""Pass, fail or inconclusive, and why.
+"""Decide: pass, fail or inconclusive, and why.
 
-Fail needs proof: wrong values (no noise can cause them), or a whole 95 % interval on the wrong side, on a quiet host.
-Under noise the same finding is inconclusive. Without a floor or a baseline a probe passes unless something is wrong.
+A failure needs proof: wrong values (noise cannot cause them), or a whole 95 % interval on the wrong side, on a quiet host.
+On a noisy host it is inconclusive. Without a floor or a baseline, a probe passes unless something is wrong.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import defaultdict
 from distdiag.probekit.verdict.result import Result, Row, Verdict
 from distdiag.terms.units import message_size, time_text
 
-LATE_FAILS_US = 1_000.0  # a rank this late, persistently, costs a training step more than most collectives do
-_LOW_SHARE = 0.10  # of plain TCP between the same ranks: below, something is wrong, not merely slow
+LATE_FAILS_US = 1_000.0  # a rank that is always this late costs a step more than most collectives
+_LOW_SHARE = 0.10  # of plain TCP between the same ranks; less is a fault, not slowness
 _LARGE_BYTES = 4 * 2**20
-NOISE = "others used"  # how the reason begins that the host was busy
+NOISE = "others used"  # start of the reason for a busy host
 
 
 def judge_collective(result: Result, floor_gbps: float | None, skipped_bytes: list[int]) -> None:
@@ -49,7 +49,7 @@ def wrong_values(result: Result, rows: list[Row]) -> None:
 
 
 def host_noise(result: Result) -> bool:
-    """Judge the noise. True if others used so much CPU that the timings prove nothing about the machine."""
+    """Add the verdict on noise; True if others used so much CPU that the times prove nothing."""
     noise = result.host_noise
     if noise is None or not noise.noisy:
         return False
@@ -58,7 +58,7 @@ def host_noise(result: Result) -> bool:
     result.judge(
         Verdict.INCONCLUSIVE,
         f"{NOISE} {foreign} of {noise.cpus} CPUs while this was measured{blocks}: the times are those of a busy "
-        "host; measure again when it is quiet",
+        "host; measure again when it is idle",
     )
     return True
 
@@ -92,11 +92,8 @@ def against_ceilings(result: Result, rows: list[Row], fail: Verdict) -> None:
             f"{best.busbw_gbps:.1f} GB/s is above what one rank can copy in memory ({memcpy:.1f}): not plausible",
         )
     large = [r for r in rows if r.bytes >= _LARGE_BYTES]
-    reduces_slowly = result.dtype in ("float16", "bfloat16") and result.probe in (
-        "allreduce",
-        "reduce",
-        "reducescatter",
-    )
+    reducing = result.probe in ("allreduce", "reduce", "reducescatter")
+    reduces_slowly = reducing and result.dtype in ("float16", "bfloat16")
     if tcp and large and not reduces_slowly:
         highest = max(r.busbw_ci95_gbps[1] for r in large if r.busbw_ci95_gbps)
         if highest < _LOW_SHARE * tcp:
@@ -106,7 +103,7 @@ def against_ceilings(result: Result, rows: list[Row], fail: Verdict) -> None:
 
 
 def against_floor(result: Result, rows: list[Row], floor_gbps: float, noisy: bool) -> None:
-    """Fail only where the whole interval is below the floor."""
+    """Fail only if the whole interval is below the floor."""
     best = best_row(rows)
     if best is None or best.busbw_ci95_gbps is None:
         result.judge(Verdict.INCONCLUSIVE, "nothing was measured to compare with the floor")

@@ -1,4 +1,4 @@
-"""Results of a probe: plain records, equal in memory, in JSON (`distdiag.probe/1`) and in a baseline."""
+"""Results of a probe: plain records, the same in memory, in JSON (`distdiag.probe/1`) and in a baseline."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class WrongValues:
     rank: int
     elements: int  # how many were wrong
     first: int  # position of the first one
-    case: str  # which call: "exact size", "odd size", "in place"; and the root, if any
-    source_rank: int | None = None  # whose part it is, if the layout of the result shows it
+    case: str  # the call: "exact size", "odd size", "in place"; with the root, if any
+    source_rank: int | None = None  # rank of the wrong part, if the layout of the result shows it
 
 
 @dataclass(slots=True)
@@ -57,24 +57,24 @@ class Row:
     elements: int
     iterations: int
     time_us: TimeUs
-    wire_us: float  # p50 from the last rank's arrival to the last rank's exit: waiting for a late rank is not in it
+    wire_us: float  # p50 from the last arrival to the last exit: without waiting for a late rank
     algbw_gbps: float | None
     busbw_gbps: float | None
     busbw_ci95_gbps: tuple[float, float] | None
     skew_us: float  # p50 of last arrival - first arrival
-    late_rank: int | None  # the rank that is nearly always last, if one is
+    late_rank: int | None  # the rank that is nearly always last
     late_share: float  # share of the iterations in which the most frequent last rank was last
     correct: bool
     wrong: list[WrongValues] = field(default_factory=list)
     modes: list[dict[str, float]] = field(default_factory=list)  # [{"time_us", "share"}], empty where unimodal
     foreign_cpus: float | None = None  # mean over the blocks, of the noisiest host
-    noisy: bool = False  # too few clean blocks: the numbers are those of a shared host
-    dropped_iterations: int = 0  # left out: others used the CPUs, and enough clean ones remained
+    noisy: bool = False  # too few clean blocks
+    dropped_iterations: int = 0  # left out because others used the CPUs
 
 
 @dataclass(slots=True)
 class HostNoise:
-    """Work of others on the hosts while we measured."""
+    """CPU use of others on the hosts during the measurement."""
 
     foreign_cpus: float | None  # mean; None if the kernel does not report it
     cpus: int
@@ -85,7 +85,7 @@ class HostNoise:
 
 @dataclass(slots=True)
 class Measure:
-    """One figure of a result that a baseline keeps: independent repeats of it, lower is better."""
+    """One figure of a result for a baseline: independent repeats, lower is better."""
 
     key: str  # "1048576" (bytes), "workers=2 …", "ddp"
     unit: str
@@ -94,7 +94,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Result:
-    """What one probe found. `rows` holds the probe's own record type."""
+    """The result of one probe. `rows` has the probe's own record type."""
 
     probe: str
     world_size: int
@@ -122,7 +122,7 @@ class Result:
         self.reasons.append(reason)
 
     def as_json(self) -> dict[str, Any]:
-        """The public object: `schema` first, units in the names, null for not measured."""
+        """Return the public object: `schema` first, units in the names, null for not measured."""
         data = dataclasses.asdict(self)
         del data["measures"]
         if self.comparison is None:
@@ -131,7 +131,7 @@ class Result:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats at six significant digits; infinities and NaN, which JSON lacks, as null."""
+    """Return the value with floats at six significant digits; infinities and NaN become null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -142,7 +142,7 @@ def _rounded(value: Any) -> Any:
 
 
 def host_class() -> str:
-    """Return what makes two hosts comparable: architecture, processor, CPUs. Not the name: a cluster has many equal hosts."""
+    """Return what makes two hosts comparable: architecture, processor, number of CPUs."""
     model = platform.machine()
     try:
         with open("/proc/cpuinfo") as f:
