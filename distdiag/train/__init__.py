@@ -1,6 +1,6 @@
-"""The reference training job: CIFAR-10, trained on any number of ranks by a loop that reads top to bottom.
+"""The reference training job: CIFAR-10 on any number of ranks.
 
     torchrun --nproc-per-node 2 -m distdiag.train -- --monitor
 
-Importing this package costs no torch.
+Importing this package does not import torch.
 """

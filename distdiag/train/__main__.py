@@ -1,4 +1,4 @@
-"""`torchrun … -m distdiag.train`, or `python -m distdiag.train` for one process: options in, exit code out."""
+"""`torchrun … -m distdiag.train`, or `python -m distdiag.train` for one process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import NoReturn
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.train.config import parse_arguments
 
-STUCK_GRACE_S = 3.0  # a rank that waits in a collective cannot be interrupted from Python; then it is ended
-RANK_ZERO_GRACE_S = 20.0  # for rank 0 to print the error before another rank's exit makes the launcher end it
+STUCK_GRACE_S = 3.0  # a rank that waits in a collective cannot be interrupted from Python: after this time it is ended
+RANK_ZERO_GRACE_S = 20.0  # for rank 0 to print the error, before another rank's exit makes the launcher end all
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -23,14 +23,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         _interruptible()
         code = _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # in between
+    except KeyboardInterrupt:  # outside of _run
         code = int(ExitCode.INTERRUPTED)
     leave(code)
 
 
 def _run(argv: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", "0") or 0)
-    if rank != 0 and ("-h" in argv or "--help" in argv):  # every rank gets it; one answer is enough
+    if rank != 0 and ("-h" in argv or "--help" in argv):  # only rank 0 prints the help
         return ExitCode.OK
     try:
         config = parse_arguments(argv)
@@ -41,23 +41,25 @@ def _run(argv: Sequence[str]) -> int:
         return _refuse(e, rank)
     except KeyboardInterrupt:
         if rank == 0:
-            print("distdiag: interrupted; go on from a checkpoint with --resume DIR", file=sys.stderr)
+            print("distdiag: interrupted; continue from a checkpoint with --resume DIR", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else ExitCode.OK
     except BaseException as e:
         _ignore_interrupts()  # the launcher ends all ranks when one fails; print the traceback first
-        sys.excepthook(type(e), e, e.__traceback__)  # the recorder's, if it is on: it notes the exception, then prints
+        sys.excepthook(
+            type(e), e, e.__traceback__
+        )  # the recorder's hook, if it is attached, records the exception and prints it
         return ExitCode.FAILED
     return ExitCode.OK
 
 
 def leave(code: int) -> NoReturn:
-    """End the process as `sys.exit` would, but without taking the interpreter down first.
+    """Run the exit functions, flush, and end the process without interpreter shutdown.
 
-    gloo's threads may still hold tensors when the process group is destroyed; releasing them takes the GIL, and a thread
-    that asks for it while the interpreter is finalised is unwound by force: "terminate called without an active
-    exception", SIGABRT (https://github.com/pytorch/pytorch/pull/179291). So: exit functions, flush, out.
+    gloo's threads may still hold tensors after the process group is destroyed. Releasing them needs the GIL, and a thread
+    that requests it during interpreter shutdown is unwound by force: "terminate called without an active exception",
+    SIGABRT (https://github.com/pytorch/pytorch/pull/179291).
     """
     _ignore_interrupts()
     try:
@@ -67,13 +69,13 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # its reader has gone
+        except (OSError, ValueError):  # its reader has ended
             pass
     os._exit(code)
 
 
 def _refuse(error: DistdiagError, rank: int) -> int:
-    """Print the error on rank 0. The others wait to be ended, or the launcher might end rank 0 before it has printed."""
+    """Print the error on rank 0. The other ranks wait, so that the launcher does not end rank 0 before it has printed."""
     code = int(error.code)
     if rank == 0:
         print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
@@ -89,7 +91,7 @@ def _ignore_interrupts() -> None:
 
 
 def _interruptible() -> None:
-    """SIGTERM like Ctrl-C, and both also where the main thread cannot answer because it waits in a collective."""
+    """Handle SIGTERM like Ctrl-C, and both even if the main thread waits in a collective."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -98,7 +100,7 @@ def _interruptible() -> None:
     signal.signal(signal.SIGINT, interrupt)
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)  # written by the C handler at once, whatever Python does
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)  # the C signal handler writes to it at once
 
     def watch() -> None:
         while number := os.read(receiving, 1):

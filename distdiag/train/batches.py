@@ -1,8 +1,8 @@
-"""Input, in two ways: whole batches as tensor operations on shared pixels, or a Dataset and a DataLoader with workers.
+"""Two input pipelines: whole batches as tensor operations on shared pixels, or a Dataset and a DataLoader with workers.
 
-Both give uint8 images (n, 3, 32, 32) and int64 labels; `normalise` turns them into floats on the device, so that a
-quarter of the bytes crosses to a GPU. Both draw order and augmentation from (seed, epoch, rank or sample, position) alone:
-an epoch can be entered at any batch and continues exactly as if it had been run from its start.
+Both give uint8 images (n, 3, 32, 32) and int64 labels. `normalise` converts them to floats on the device, which saves three
+quarters of the transfer to a GPU. Order and augmentation depend only on (seed, epoch, rank or sample, position), so an epoch
+can be resumed at any batch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from distdiag.train.shared_memory import TensorImages
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-PADDING = 4  # pixels around the image, of which a random crop of 32x32 is taken
+PADDING = 4  # pixels around the image before a random crop of 32x32
 MEAN = (0.4914, 0.4822, 0.4465)  # of CIFAR-10's training set, per channel, pixels in [0, 1]
 STD = (0.2470, 0.2435, 0.2616)
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) that differs in every bit when any part differs."""
+    """Return a seed in [0, 2^63), a hash of the parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -35,8 +35,8 @@ class Shard(DistributedSampler):
     """The samples of one rank in one epoch, from any position on.
 
     Args:
-        samples: Number of samples in this rank's training set.
-        count: How many of its share of an epoch the rank takes; the rest, less than a step, is left out.
+        samples: Number of samples in the training set.
+        count: Number of samples that the rank uses in an epoch; the rest, less than a step, is left out.
     """
 
     def __init__(self, samples: int, rank: int, world_size: int, seed: int, count: int) -> None:
@@ -52,13 +52,13 @@ class Shard(DistributedSampler):
 
 
 def batches_per_epoch(samples: int, world_size: int, batch_size: int, accumulate: int) -> int:
-    """Batches of each rank in one epoch: full ones only, and only full optimizer steps; 0 if there is none."""
+    """Return the batches of each rank in one epoch: only full batches and full optimizer steps; 0 if there is none."""
     share = -(-samples // world_size)
     return share // batch_size // accumulate * accumulate
 
 
 class BatchedInput:
-    """Batches cut from shared pixels: no per-sample Python, no worker process (about 10 us of CPU per sample)."""
+    """Batches from shared pixels, without per-sample Python and worker processes (about 10 us of CPU per sample)."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class BatchedInput:
         self._shard = Shard(len(data), rank, world_size, seed, batches * batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[Batch]:
-        """The batches of an epoch, from batch `start` on."""
+        """Return the batches of an epoch, from batch `start` on."""
         self._shard.set_epoch(epoch)
         self._shard.start = 0
         order = torch.tensor(list(self._shard), dtype=torch.long)
@@ -94,7 +94,7 @@ class BatchedInput:
 
 
 def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random crop of the image padded by 4 black pixels, mirrored with probability 1/2; uint8 (n, 32, 32, 3)."""
+    """Return random crops of the images padded by 4 black pixels, mirrored with probability 1/2; uint8 (n, 32, 32, 3)."""
     n = len(images)
     padded = F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     shifts = 2 * PADDING + 1
@@ -107,7 +107,7 @@ def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 class AugmentedImages(Dataset):
-    """One sample at a time, as most projects have it."""
+    """A Dataset with one sample at a time, as in most projects."""
 
     def __init__(self, data: TensorImages, seed: int) -> None:
         self._data, self._seed = data, seed
@@ -123,7 +123,7 @@ class AugmentedImages(Dataset):
 
 
 class WorkersInput:
-    """A Dataset and a DataLoader; its workers are restarted in each epoch, which passes them the epoch's number."""
+    """A Dataset and a DataLoader, whose workers are restarted in each epoch to get its number."""
 
     def __init__(
         self,
@@ -147,11 +147,11 @@ class WorkersInput:
             num_workers=workers,
             drop_last=True,
             pin_memory=pin_memory,
-            generator=torch.Generator().manual_seed(seed),  # its own, so that it draws nothing from the dropout's
+            generator=torch.Generator().manual_seed(seed),  # separate from the generator of dropout
         )
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[Batch]:
-        """The batches of an epoch, from batch `start` on."""
+        """Return the batches of an epoch, from batch `start` on."""
         self._sampler.set_epoch(epoch)
         self._sampler.start = start * self._batch_size
         self._dataset.epoch = epoch
@@ -166,14 +166,14 @@ class WorkersInput:
 def test_batches(
     data: TensorImages, batch_size: int, rank: int, world_size: int, channels_last: bool
 ) -> Iterator[Batch]:
-    """This rank's share of the test set: every image on exactly one rank, none twice."""
+    """Yield this rank's share of the test set: every image on exactly one rank."""
     for indices in torch.arange(rank, len(data), world_size).split(batch_size):
         images = data.images[indices].permute(0, 3, 1, 2)
         yield images if channels_last else images.contiguous(), data.labels[indices]
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
-    """uint8 pixels to float32 with mean 0 and deviation 1 per channel, in the memory format they come in."""
+    """Return uint8 pixels as float32 with mean 0 and deviation 1 per channel, in the same memory format."""
     mean = torch.tensor(MEAN, device=images.device) * 255
     scale = 1 / (torch.tensor(STD, device=images.device) * 255)
     pixels = images.permute(0, 2, 3, 1)

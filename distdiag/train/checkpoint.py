@@ -1,7 +1,7 @@
-"""Checkpoints: written by rank 0 under a temporary name, renamed when whole; read by every rank.
+"""Checkpoints: written by rank 0 under a temporary name, renamed when complete, read by every rank.
 
-One holds all that the next step depends on, so that a resumed run equals the uninterrupted one: model, optimizer,
-scheduler, gradient scaler, the position in the data, and the random state of every rank.
+A checkpoint has everything that the next step depends on, so that a resumed run equals an uninterrupted one: model,
+optimizer, scheduler, gradient scaler, position in the data, and the random state of every rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from distdiag.train.config import TrainConfig
 from distdiag.train.ranks import Ranks
 
 FORMAT = 1
-# options that decide which batches come next, or what the saved tensors mean
+# options that determine the next batches, or the meaning of the saved tensors
 _MUST_AGREE = ("strategy", "model", "batch_size", "accumulate", "loader", "seed", "sync_bn", "schedule")
 
 
 class Checkpoints:
-    """The directory that a run writes its checkpoints to."""
+    """The checkpoint directory of a run."""
 
     def __init__(self, directory: Path, keep: int, ranks: Ranks) -> None:
         self.directory, self._keep, self._ranks = directory, keep, ranks
@@ -32,11 +32,11 @@ class Checkpoints:
         self.newest: Path | None = None
 
     def save(self, state: dict[str, Any], step: int) -> None:
-        """Collective: every rank calls it after the same step. A failing disk costs the checkpoint, never the job.
+        """Write a checkpoint; a failing disk does not end the job. Collective: all ranks call it after the same step.
 
         Args:
-            state: What to keep; the random states of all ranks are added here.
-            step: Optimizer steps done.
+            state: State to save; the random states of all ranks are added.
+            step: Number of optimizer steps done.
         """
         random_states = _gather_random_states(self._ranks)
         if self._ranks.rank == 0:
@@ -47,9 +47,9 @@ class Checkpoints:
                 for old in sorted(self.directory.glob("step-*.pt"))[: -self._keep]:
                     if old != path:
                         old.unlink(missing_ok=True)
-            except (OSError, RuntimeError) as e:  # torch.save turns some of the first into the second
+            except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError for some OSErrors
                 self._complain(e)
-        self._ranks.barrier()  # no rank continues to a step that a resumed run would repeat differently
+        self._ranks.barrier()  # so that no rank continues before the checkpoint is written
 
     def _complain(self, error: Exception) -> None:
         if self._complained:
@@ -57,7 +57,7 @@ class Checkpoints:
         self._complained = True
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         print(f"distdiag: warning: no checkpoint in {self.directory}: {reason}; training continues", file=sys.stderr)
-        print("hint: choose a directory with room by --checkpoint-dir, or --checkpoint-every -1", file=sys.stderr)
+        print("hint: choose another directory with --checkpoint-dir, or --checkpoint-every -1", file=sys.stderr)
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
@@ -67,14 +67,14 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         with temporary.open("wb") as f:
             torch.save(state, f)
             f.flush()
-            os.fsync(f.fileno())  # else a power cut could leave the name and not the content
+            os.fsync(f.fileno())  # else a power failure could leave the name without the content
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """State of the random generators that a step draws from (dropout), of this process."""
+    """Return the state of this process's random generators, which a step uses (dropout)."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -96,7 +96,7 @@ def _gather_random_states(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
 
 
 def find_checkpoint(resume: str) -> Path:
-    """The file that `--resume` means: itself, or the newest of a directory (or of `checkpoints` in it).
+    """Return the file of `--resume`: itself, or the newest in a directory (or in its `checkpoints`).
 
     Raises:
         DistdiagError: there is none.
@@ -115,10 +115,10 @@ def find_checkpoint(resume: str) -> Path:
 
 
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
-    """A checkpoint's content, its tensors on `device`; no code in it is run (`weights_only`).
+    """Return a checkpoint's content with tensors on `device`; runs no code from it (`weights_only`).
 
     Raises:
-        DistdiagError: it is unreadable, damaged, or no checkpoint of this job.
+        DistdiagError: it is unreadable, damaged, or not a checkpoint of this job.
     """
     others = [p.name for p in sorted(path.parent.glob("step-*.pt")) if p != path]
     hint = f"resume from an older one: {path.parent / others[-1]}" if others else "start anew without --resume"
@@ -126,7 +126,7 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
         state = torch.load(path, map_location=device, weights_only=True)
     except OSError as e:
         raise DistdiagError(f"checkpoint {path} cannot be read: {e.strerror or e}", hint) from None
-    except Exception:  # a damaged file raises what it likes: RuntimeError, EOFError, UnpicklingError, KeyError …
+    except Exception:  # a damaged file raises RuntimeError, EOFError, UnpicklingError, KeyError …
         raise DistdiagError(f"checkpoint {path} is damaged, or no checkpoint", hint) from None
     if not isinstance(state, dict) or "format" not in state or "optimizer" not in state:
         raise DistdiagError(f"{path} is no checkpoint of this training job", hint)

@@ -38,7 +38,7 @@ class TrainConfig:
     """Network: simple (3 convolutions, 2.5 M parameters), resnet18 (11 M), resnet34 (21 M)"""
 
     data: str = ""
-    """Folder of CIFAR-10 in its python or binary format; 'generated' takes the generated set at once.
+    """Folder of CIFAR-10 in its python or binary format; 'generated': the generated set.
     Default: DISTDIAG_DATA, else the user's cache, else a download, else (no network) the generated set"""
 
     loader: str = field(default="batched", metadata={"choices": ("batched", "workers")})
@@ -51,21 +51,21 @@ class TrainConfig:
     strategy: str = field(
         default="auto", metadata={"choices": ("auto", "single", "dp", "ddp", "fsdp", "model", "pipeline")}
     )
-    """How a step is divided. single: one process; dp: copies in one process; ddp: a copy on each rank; fsdp: parameters
+    """How a step is divided over the ranks. single: one process; dp: copies in one process; ddp: a copy on each rank; fsdp: parameters
     sharded over the ranks; model: layers over the ranks; pipeline: layers over the ranks, in micro-batches;
     auto: ddp under torchrun, else single"""
 
     bucket_mb: float = 25.0
-    """With ddp: MiB of gradients that are exchanged in one all_reduce"""
+    """With ddp: MiB of gradients in one all_reduce"""
 
     gradient_as_bucket_view: bool = False
-    """With ddp: keep the gradients in the buckets, which saves their memory once"""
+    """With ddp: keep the gradients in the buckets, which saves a copy of them"""
 
     static_graph: bool = False
     """With ddp: promise that every step uses the same parameters"""
 
     find_unused_parameters: bool = False
-    """With ddp: search for parameters without a gradient in every step, which costs time"""
+    """With ddp: search for parameters without a gradient in every step (costs time)"""
 
     compress: str = field(default="none", metadata={"choices": ("none", "fp16", "bf16", "powersgd")})
     """With ddp: how gradients are compressed for the exchange"""
@@ -135,7 +135,7 @@ class TrainConfig:
     """Directory of the checkpoints. Default: `checkpoints` in the run directory; without one, ./checkpoints"""
 
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept"""
+    """Number of checkpoints to keep"""
 
     resume: str = ""
     """Checkpoint to resume from: a file, or a directory (its newest checkpoint)"""
@@ -153,7 +153,7 @@ class TrainConfig:
     """Name of the run. Default: the model's"""
 
     inject: tuple[InjectedFault, ...] = field(default=(), metadata={"parse": parse_fault, "metavar": "FAULT"})
-    """Fault to make on purpose; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
+    """Fault to inject; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
     stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
 
     probe: str = field(default="", metadata={"metavar": "NAME,…"})
@@ -174,7 +174,7 @@ _LOWEST: dict[str, float] = {
 
 
 def _field_docs() -> dict[str, str]:
-    """Return the docstring under each field; empty if only byte code is installed."""
+    """Return the docstring below each field; empty if only byte code is installed."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig)))
     except (OSError, SyntaxError):
@@ -238,12 +238,12 @@ def _build_command() -> click.Command:
         context_settings=SETTINGS,
         params=params,
         help="Train CIFAR-10 on all ranks of a torchrun job (or in one process), recorded with --monitor.",
-        # torchrun reads a bare --monitor as an abbreviation of its own --monitor-interval
+        # `--`: torchrun would read --monitor as an abbreviation of its option --monitor-interval
         epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train -- --monitor --max-steps 200",
     )
 
 
-# options that only some strategies read
+# options that only some strategies use
 _ONLY_WITH = {
     "bucket_mb": ("ddp",), "gradient_as_bucket_view": ("ddp",), "static_graph": ("ddp",),
     "find_unused_parameters": ("ddp",), "compress": ("ddp",), "reshard": ("fsdp",), "offload": ("fsdp",),
@@ -279,7 +279,7 @@ def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None
     for name, strategies in _ONLY_WITH.items():
         if getattr(config, name) != defaults[name] and strategy not in strategies:
             option = "--" + name.replace("_", "-")
-            raise DistdiagError(f"{option} does nothing with --strategy {strategy}", f"--strategy {strategies[-1]}")
+            raise DistdiagError(f"{option} has no effect with --strategy {strategy}", f"--strategy {strategies[-1]}")
     if config.amp == "fp16" and strategy in ("fsdp", "model", "pipeline"):
         raise DistdiagError(f"--amp fp16 is not supported with --strategy {strategy}", "--amp bf16")
     if staged and any(f.kind in ("unused", "uneven") for f in config.inject):
@@ -311,7 +311,7 @@ def _check_micro_batches(config: TrainConfig, world_size: int) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Parse a command line into a configuration, checked as far as possible without torch and without disk access.
+    """Parse a command line into a configuration; check what needs neither torch nor disk access.
 
     Raises:
         DistdiagError: unknown option, value out of range, or a fault on a rank or step that does not exist.

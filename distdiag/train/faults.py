@@ -1,4 +1,4 @@
-"""Faults made on purpose (`--inject`), each written as in a real job: in its own function and line.
+"""Injected faults (`--inject`), each in a function of its own, as in a real job.
 
 | spec | what happens |
 |---|---|
@@ -105,7 +105,7 @@ def parse_fault(spec: str) -> InjectedFault:
 
 
 class Faults:
-    """The faults of this rank; without any, every method returns at once."""
+    """The faults of this rank. Without faults, every method returns at once."""
 
     def __init__(self, faults: tuple[InjectedFault, ...], rank: int, world_size: int) -> None:
         self._unused = any(f.kind == "unused" for f in faults)
@@ -117,7 +117,7 @@ class Faults:
         self.slows_loading = any(f.place == "data" for f in self._slow)
 
     def before_step(self, step: int) -> None:
-        """At the start of optimizer step `step` (from 1)."""
+        """Inject the fault of optimizer step `step` (from 1), at its start."""
         fault = self._at_step.get(step)
         if fault is None:
             return
@@ -131,22 +131,22 @@ class Faults:
             write_statistics(fault.duration_s)
 
     def on_batch(self, step: int, images: torch.Tensor) -> torch.Tensor:
-        """The batch that the model is given in optimizer step `step`."""
+        """Return the batch for optimizer step `step`, corrupted if that is the fault."""
         fault = self._at_step.get(step)
         return corrupt(images) if fault is not None and fault.kind == "nan" else images
 
     def on_loading(self) -> None:
-        """In the input pipeline, once per batch."""
+        """Delay the input pipeline, once per batch."""
         for fault in self._slow:
             if fault.place == "data":
                 time.sleep(fault.duration_s)
 
     def batches(self, count: int) -> int:
-        """Batches of this rank's epoch, where every rank should have `count`."""
+        """Return the number of batches in this rank's epoch; `count` without the fault."""
         return count - max(1, int(count * FEWER_BATCHES_SHARE)) if self._uneven else count
 
     def apply_to_model(self, model: nn.Module) -> nn.Module:
-        """The model that is trained instead of `model`, before it is wrapped."""
+        """Return the model to train instead of `model`, before it is wrapped."""
         if self._unused:
             model = _with_auxiliary_head(model)
         for fault in self._slow:

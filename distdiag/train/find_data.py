@@ -1,6 +1,6 @@
-"""Where the training data come from: a folder that was named, the user's cache, a download, or the generated set.
+"""Find the training data: in a given folder, in the user's cache, by download, or generate them.
 
-Only one process per node comes here (local rank 0); the others wait for it in a collective, and share its pixels.
+Only local rank 0 of each node does this; the other ranks wait for it in a collective, and share its pixels.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ENV_DATA = "DISTDIAG_DATA"
 GENERATED = "generated"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
-NETWORK_DEADLINE_S = 4.0  # after which no answer means no network; names are resolved within it, too
+NETWORK_DEADLINE_S = 4.0  # for an answer from the server, with name resolution
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a data set came from, without the data: that lives on in shared memory, once per node."""
+    """The source of a data set, without the data."""
 
     source: str
     notice: str | None
@@ -38,7 +38,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class FoundData:
-    """A data set, its origin, and a line to print if it is not the one asked for."""
+    """A data set, its source, and a line to print if it is not the requested one."""
 
     data: DataSet
     source: str
@@ -50,20 +50,20 @@ class FoundData:
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/distdiag`, else `~/.cache/distdiag`."""
+    """Return `$XDG_CACHE_HOME/distdiag`, else `~/.cache/distdiag`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "distdiag"
 
 
 def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: str = ARCHIVE_MD5) -> FoundData:
-    """The data to train on: `named`, DISTDIAG_DATA, the cache, a download; without a network the generated set.
+    """Return the training data: from `named`, DISTDIAG_DATA, the cache or a download; without a network the generated set.
 
     Args:
         named: Folder of `--data`, "generated", or empty.
-        show_progress: Draw a progress bar of a download on stderr.
+        show_progress: Show a progress bar of a download on stderr.
 
     Raises:
-        DistdiagError: the folder named by `--data` or DISTDIAG_DATA, or the cached one, is missing or damaged.
+        DistdiagError: the folder of `--data` or DISTDIAG_DATA, or the cached one, is missing or damaged.
     """
     if named == GENERATED:
         with _locked_cache() as cache:
@@ -95,7 +95,7 @@ def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: s
 def _locked_cache() -> Iterator[Path | None]:
     """Lock the cache directory for one process at a time; None if it cannot be written.
 
-    The lock is the kernel's, so it is free again as soon as its holder ends, however it ends.
+    It is a lock of the kernel, so it is released when its holder ends, in any way.
     """
     cache = cache_directory()
     try:
@@ -110,15 +110,15 @@ def _locked_cache() -> Iterator[Path | None]:
 
 
 def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | None:
-    """None if the server of `url` answers within `deadline_s` seconds, else the reason in a few words.
+    """Return None if the server of `url` answers within `deadline_s` seconds, else the reason.
 
-    The request runs in a thread: a resolver without a network may take minutes and ignores time-outs.
+    The request runs in a thread: without a network, name resolution may take minutes and ignores timeouts.
     """
     try:
         need("train", ("pooch",), "the download")
     except DistdiagError as e:
         return f"{e.message}; {e.hint}"
-    import requests  # pooch's own means: the same proxies and certificates as the download
+    import requests  # as pooch does: the same proxies and certificates as the download
 
     answer: list[str | None] = []
 
@@ -136,30 +136,26 @@ def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | N
 
 
 def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_progress: bool = True) -> Path:
-    """Fetch the archive, check it, unpack it, and give it its final name only then.
+    """Download the archive, check it, unpack it, and only then give it its final name.
 
     Raises:
-        OSError, ValueError, tarfile.TarError: it broke off, has another checksum, or the disk is full;
-            nothing of it is left.
+        OSError, ValueError, tarfile.TarError: it was interrupted, has a wrong checksum, or the disk is full; no file of it
+            remains.
     """
     import pooch
 
     pooch.get_logger().setLevel("ERROR")
-    for stale in cache.glob("download-*"):  # the lock is ours, so whoever wrote them is gone
+    for stale in cache.glob("download-*"):  # we hold the lock, so their writer is gone
         shutil.rmtree(stale, ignore_errors=True)
     if show_progress:
         print(f"distdiag: downloading CIFAR-10 (163 MiB) from {url}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
         archive = pooch.retrieve(
-            url,
-            known_hash=f"md5:{archive_md5}",
-            fname="archive.tar.gz",
-            path=made,
+            url, known_hash=f"md5:{archive_md5}", fname="archive.tar.gz", path=made,
             progressbar=show_progress and sys.stderr.isatty(),
-            downloader=None,
-        )
+        )  # fmt: skip
         with tarfile.open(archive) as tar:
-            # from Python 3.11.4 on; its checksum is known, this is a second lock on the door
+            # from Python 3.11.4 on; an additional check
             if hasattr(tarfile, "data_filter"):
                 tar.extraction_filter = tarfile.data_filter
             tar.extractall(made)
@@ -174,13 +170,13 @@ def _generated(cache: Path | None, reason: str | None) -> FoundData:
     if reason is not None:
         notice = (
             f"no CIFAR-10 here ({reason}): training on {synthetic.NAME}, "
-            f"{synthetic.TRAIN_IMAGES:,} images of 10 classes; `--data DIR` takes the real set"
+            f"{synthetic.TRAIN_IMAGES:,} images of 10 classes; `--data DIR` reads the real set"
         )
     folder = cache / synthetic.FOLDER if cache else None
     if folder is not None and folder.is_dir():
         try:
             return FoundData(_renamed(read_data_set(folder)), str(folder), notice)
-        except DistdiagError:  # ours, and damaged: made anew
+        except DistdiagError:  # damaged: generate it again
             shutil.rmtree(folder, ignore_errors=True)
     train = synthetic.generate(synthetic.TRAIN_IMAGES, seed=1)
     test = synthetic.generate(synthetic.TEST_IMAGES, seed=2)
@@ -192,7 +188,7 @@ def _generated(cache: Path | None, reason: str | None) -> FoundData:
                 os.rename(inner, folder)
             return FoundData(_renamed(read_data_set(folder)), str(folder), notice)
         except (OSError, DistdiagError):
-            pass  # a full disk: memory will do
+            pass  # a full disk: use memory
     return FoundData(DataSet(synthetic.NAME, train, test, f"{synthetic.FOLDER} in memory"), "memory", notice)
 
 

@@ -1,4 +1,4 @@
-"""The training job from start to end. Comments mark every line that communicates."""
+"""The training job from start to end. Every line that communicates has a comment."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from distdiag.train.strategies.base import Setup, Strategy
 
 
 def train(config: TrainConfig) -> None:
-    """Train on this rank, together with all others; return when all are done.
+    """Train on this rank together with all others; return when all are done.
 
     Raises:
-        DistdiagError: bad input, the same error on every rank.
+        DistdiagError: bad input; the same error on every rank.
     """
     recorder = start_recording(config)
     try:
@@ -57,7 +57,7 @@ def train(config: TrainConfig) -> None:
 
 @dataclass
 class _Job:
-    """What this rank trains, and the steps done so far."""
+    """The state of the training on this rank."""
 
     config: TrainConfig
     ranks: Ranks
@@ -114,18 +114,15 @@ def _prepare(config: TrainConfig, ranks: Ranks, recorder: Recording) -> _Job:
         per_epoch = _batches_per_epoch(config, strategy, len(pixels.train))
         total_steps = int(min(config.max_steps or math.inf, config.epochs * (per_epoch // config.accumulate)))
         optimizer = torch.optim.SGD(
-            strategy.network.parameters(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
+            strategy.network.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
-        )
+        )  # fmt: skip
         faults.apply_to_optimizer(optimizer)
         probe = InTrainingProbe(catalog.parse_collectives(config.probe), config.probe_every, recorder.run_dir)
         schedule = WarmupCosine(min(config.warmup_steps, total_steps // 5), total_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         source = _source(config, strategy, pixels.train, faults.batches(per_epoch), faults)
-        torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on every rank draws its own dropout
+        torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on, dropout differs between ranks
         step = resume(config, strategy, pixels, optimizer, scheduler) if config.resume else 0
 
     checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
@@ -229,7 +226,7 @@ def _batches_per_epoch(config: TrainConfig, strategy: Strategy, images: int) -> 
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Factor on the learning rate: linear up to 1 within `warmup` steps, then half a cosine down to 0 at `total`."""
+    """Factor of the learning rate: linear up to 1 within `warmup` steps, then half a cosine down to 0 at `total`."""
 
     warmup: int
     total: int
@@ -243,10 +240,10 @@ class WarmupCosine:
 def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origin | None]:
     """Return the data set in memory, one copy per node: local rank 0 finds, checks and publishes it, the others map it.
 
-    Collective. The second value is None on ranks that did not look for the data themselves.
+    Collective. The second value is None on the other ranks.
 
     Raises:
-        DistdiagError: missing or damaged data, the same error on every rank.
+        DistdiagError: missing or damaged data; the same error on every rank.
     """
 
     def publish() -> tuple[SharedPixels, Origin] | None:
@@ -265,7 +262,7 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origi
             if address is None:
                 raise OSError("no local rank 0 on this node")
             own = SharedPixels.open(address)
-        except OSError:  # no access to /proc: a private copy costs memory, nothing else
+        except OSError:  # no access to /proc: use a private copy
             own = SharedPixels.publish(find_data(config.data, show_progress=False).data)
     fingerprints = set(ranks.gather(own.address.fingerprint))
     if len(fingerprints) > 1:
@@ -290,7 +287,7 @@ def resume(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> int:
-    """Restore everything from a checkpoint, on every rank; return the steps done. Collective.
+    """Restore the training from a checkpoint, on every rank; return the steps done. Collective.
 
     Raises:
         DistdiagError: no checkpoint, a damaged one, or one of another run.
@@ -309,7 +306,7 @@ def resume(
             strategy.load(state, optimizer)
         except RuntimeError:
             raise DistdiagError(
-                "the checkpoint's model is not this one", "use the same --model and --inject as in that run"
+                "the checkpoint is of another model", "use the same --model and --inject as in that run"
             ) from None
 
     ranks.together(load)

@@ -47,14 +47,14 @@ class SimpleCNN(nn.Module):
         return self.classifier(self.dropout(F.relu(self.hidden(x))))
 
     def pieces(self) -> list[Piece]:
-        """The steps of `forward`, in order."""
+        """Return the steps of `forward`, in order."""
         own = [Piece(f"features.{i}" if list(m.parameters()) else "", m) for i, m in enumerate(self.features)]
         head = [Piece("", nn.Flatten()), Piece("hidden", self.hidden), Piece("", nn.ReLU()), Piece("", self.dropout)]
         return [*own, *head, Piece("classifier", self.classifier)]
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and the way around them."""
+    """Two 3x3 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ResNet(nn.Module):
         return self.classifier(self.stages(self.stem(images)).mean(dim=(2, 3)))
 
     def pieces(self) -> list[Piece]:
-        """The steps of `forward`, in order."""
+        """Return the steps of `forward`, in order."""
         blocks = [Piece(f"stages.{i}", block) for i, block in enumerate(self.stages)]
         return [Piece("stem", self.stem), *blocks, Piece("", SpatialMean()), Piece("classifier", self.classifier)]
 

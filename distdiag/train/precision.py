@@ -1,4 +1,4 @@
-"""Which number format a device multiplies fast, and what `--amp` therefore means on it."""
+"""Choose the number format of `--amp` for a device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from distdiag.errors import DistdiagError
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware: AVX512-BF16 or AMX. ARM's units were never measured: False.
+    """True if this CPU multiplies bf16 in hardware: AVX512-BF16 or AMX. False on ARM, which was not measured.
 
-    Without them bf16 is emulated: SimpleCNN on one core of an AVX512 CPU without AVX512-BF16 takes about twice as long
-    as in float32, on an AVX2 CPU ten times as long; with them, a half to a third. See benchmarks/results/train_speed.md.
+    Otherwise bf16 is emulated: SimpleCNN on one core takes about twice as long as in float32 on AVX512 without
+    AVX512-BF16, and ten times as long on AVX2. With the hardware it takes a half to a third of the time. See
+    benchmarks/results/train_speed.md.
     """
     try:
         has = torch.cpu.get_capabilities()
@@ -39,7 +40,7 @@ def resolve_amp(amp: str, device: torch.device) -> str:
 
 
 def why_amp(requested: str, resolved: str, device: torch.device) -> str:
-    """A few words for the start line."""
+    """Return the format and its reason, for the first line."""
     if requested != "auto":
         return resolved
     if device.type == "cuda":
@@ -48,7 +49,7 @@ def why_amp(requested: str, resolved: str, device: torch.device) -> str:
 
 
 def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context in which forward and loss are computed."""
+    """Return the context for forward and loss."""
     if amp == "off":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)

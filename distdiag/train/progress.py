@@ -1,4 +1,4 @@
-"""Lines that rank 0 prints while the job trains."""
+"""Print the lines of rank 0 while the job trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distdiag.train.shared_memory import SharedPixels
 
 
 class Progress:
-    """Print start, progress and end on rank 0. Sums stay on the device until a line is due."""
+    """Prints start, progress and end on rank 0. Sums stay on the device until a line is printed."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording, device: torch.device) -> None:
         self._config, self._ranks, self._recorder = config, ranks, recorder
@@ -29,50 +29,43 @@ class Progress:
         self._loss: float | None = None
         self._accuracy: float | None = None
 
-    def _say(self, text: str, always: bool = False) -> None:
+    def _print(self, text: str, always: bool = False) -> None:
         if self._ranks.rank == 0 and (always or not self._config.quiet):
             print(text, flush=True)
 
     def begin(
-        self,
-        origin: Origin | None,
-        pixels: SharedPixels,
-        model: str,
-        amp: str,
-        step: int,
-        total_steps: int,
-        data_ranks: int,
-    ) -> None:
+        self, origin: Origin | None, pixels: SharedPixels, model: str, amp: str, step: int, total_steps: int, data_ranks: int
+    ) -> None:  # fmt: skip
         """Print the first line.
 
         Args:
-            data_ranks: Ranks that share a global batch; fewer than all: every rank loads the whole batch.
+            data_ranks: Number of ranks that share a global batch; if fewer than all, every rank loads the whole batch.
         """
         config, ranks = self._config, self._ranks
         if origin and origin.notice:
-            self._say(origin.notice, always=True)
+            self._print(origin.notice, always=True)
         layout = ", channels_last" if config.channels_last else ""
         accumulate = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
         count = f"{ranks.world_size} rank{'s' if ranks.world_size != 1 else ''}"
         whole = data_ranks < ranks.world_size
         samples = f"{config.batch_size} samples on {count}" if whole else f"{count} x {config.batch_size} samples"
-        self._say(
+        self._print(
             f"{model} on {pixels.address.name} "
             f"({pixels.address.train_images:,} + {pixels.address.test_images:,} images): {samples}{accumulate}, "
             f"{config.strategy}, {ranks.device.type} ({ranks.backend}), amp {amp}{layout}, {total_steps - step:,} steps",
             always=True,
         )
         if step:
-            self._say(f"resumed after step {step} from {find_checkpoint(config.resume)}", always=True)
+            self._print(f"resumed after step {step} from {find_checkpoint(config.resume)}", always=True)
         self._total_steps = total_steps
         self._begun = self._since = time.monotonic()
 
     def lines(self, texts: list[str]) -> None:
         for text in texts:
-            self._say(text, always=True)
+            self._print(text, always=True)
 
     def add(self, loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add one batch to the sums. No transfer from the device, so no wait for it."""
+        """Add one batch to the sums on the device, without waiting for it."""
         with torch.no_grad():
             count = len(labels)
             self._window[0] += loss.detach() * count
@@ -92,14 +85,14 @@ class Progress:
         if own_loss is not None:  # only the rank with the last stage computes a loss
             self._recorder.log(loss=own_loss)
         self._recorder.log(mean_loss=mean_loss, train_accuracy=accuracy, learning_rate=lr, samples_per_s=rate)
-        self._say(
+        self._print(
             f"epoch {epoch + 1}  step {step}/{self._total_steps}  loss {mean_loss:.4f}  accuracy {accuracy:6.2%}  "
             f"lr {lr:.4f}  {rate:,.0f} samples/s"
         )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside this context out of the samples per second."""
+        """Exclude the time in this context from the samples per second."""
         began = time.monotonic()
         try:
             yield
@@ -109,7 +102,7 @@ class Progress:
     def validated(self, epoch: int, step: int, loss: float, accuracy: float) -> None:
         self._accuracy = accuracy
         self._recorder.log(test_loss=loss, test_accuracy=accuracy)
-        self._say(
+        self._print(
             f"epoch {epoch + 1}  step {step}/{self._total_steps}  test loss {loss:.4f}  test accuracy {accuracy:.2%}"
         )
 
@@ -118,5 +111,5 @@ class Progress:
         accuracy = "" if self._accuracy is None else f", test accuracy {self._accuracy:.2%}"
         loss = "" if self._loss is None else f", loss {self._loss:.4f}"
         written = f"; checkpoint {checkpoint}" if checkpoint else ""
-        self._say(f"done: {step:,} steps in {seconds:.1f} s{loss}{accuracy}{written}", always=True)
+        self._print(f"done: {step:,} steps in {seconds:.1f} s{loss}{accuracy}{written}", always=True)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""This process's rank, device and process groups, and how the ranks agree on an error."""
+"""This process's rank, device and process groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from distdiag.train.config import TrainConfig
 
 T = TypeVar("T")
 
-# Small Python objects travel over a gloo group of their own: one rank may take an hour to download the data, which must
-# be no timeout of a collective, and NCCL would carry them through the GPU.
+# A separate gloo group for small Python objects: one rank may take an hour to download the data, which must not cause a
+# timeout, and NCCL would send them through the GPU.
 CONTROL_TIMEOUT = timedelta(hours=12)
 
 
@@ -27,9 +27,9 @@ class Ranks:
     """This process's rank, device and process groups.
 
     Args:
-        node: The same text for all ranks of one machine.
-        device: Where this rank computes.
-        backend: Of the default group; "none" for a single process without a launcher.
+        node: Identity of the machine.
+        device: Device of this rank.
+        backend: Backend of the default group; "none" for a single process without a launcher.
         control: Group for Python objects and barriers outside the step; None without process groups.
         group: Group of the step's communication; None: the default group.
     """
@@ -52,12 +52,12 @@ class Ranks:
         return values
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; if it fails on one, all fail with that error.
+        """Run `action` on every rank; if it fails on one, all ranks raise that error.
 
-        Without this the rank with a damaged file would leave, and the others would wait for it.
+        Otherwise a rank with, say, a damaged file would end, and the others would wait for it.
 
         Raises:
-            DistdiagError: the first, by rank, that `action` raised.
+            DistdiagError: the error of the lowest rank on which `action` failed.
         """
         error: DistdiagError | None = None
         result: T | None = None
@@ -71,7 +71,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum `values` over all ranks, in place, and return them."""
         if self.control is not None:
             dist.all_reduce(values)
         return values
@@ -95,7 +95,7 @@ def join_ranks(config: TrainConfig) -> Ranks:
     """Initialise torch.distributed from the launcher's environment; a single process without a launcher skips it.
 
     Raises:
-        DistdiagError: no such device, an incomplete environment, a port that is taken, ranks that never came.
+        DistdiagError: no such device, an incomplete environment, a used port, or missing ranks.
     """
     environment = os.environ.get
     launched = "RANK" in os.environ
@@ -119,12 +119,12 @@ def join_ranks(config: TrainConfig) -> Ranks:
 
 
 def choose_device(wanted: str, local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
-    """Device of a rank and the backend that serves it: NCCL with a GPU per rank, else gloo.
+    """Return the device of a rank and its backend: NCCL with a GPU per rank, else gloo.
 
-    NCCL refuses two ranks on one GPU; gloo carries CUDA tensors in all that this job does with the default group.
+    NCCL refuses two ranks on one GPU; gloo supports CUDA tensors in all operations that this job uses.
 
     Raises:
-        DistdiagError: a GPU was asked for and there is none.
+        DistdiagError: a GPU was requested and there is none.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not gpus:
@@ -140,8 +140,8 @@ def _explained(error: Exception) -> DistdiagError:
     port = os.environ.get("MASTER_PORT", "?")
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return DistdiagError(
-            f"port {port} is taken by another process",
-            "torchrun --standalone takes a free one; or set another MASTER_PORT",
+            f"port {port} is used by another process",
+            "torchrun --standalone chooses a free one; or set another MASTER_PORT",
         )
     if "environment variable" in text:
         return DistdiagError(
@@ -149,5 +149,5 @@ def _explained(error: Exception) -> DistdiagError:
         )
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{port}"
     return DistdiagError(
-        f"the ranks could not meet at {where}: {text[:200]}", "`distdiag doctor` checks names, ports and interfaces"
+        f"the ranks could not connect at {where}: {text[:200]}", "`distdiag doctor` checks names, ports and interfaces"
     )

@@ -1,6 +1,6 @@
-"""The recorder's handle, or, without `--monitor`, something that takes the same calls and does nothing.
+"""The recorder's handle; without `--monitor`, a replacement that does nothing.
 
-Without `--monitor` nothing of the recorder is imported.
+Without `--monitor` the recorder is not imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Recording(Protocol):
 
 
 class NotRecorded:
-    """A job without `--monitor`."""
+    """Replaces the recorder in a job without `--monitor`."""
 
     run_dir: Path | None = None
 
@@ -49,7 +49,7 @@ class NotRecorded:
 
 
 def start_recording(config: TrainConfig) -> Recording:
-    """Attach the recorder with `--monitor`. Call it before `init_process_group`, so that the groups are recorded."""
+    """Attach the recorder if `--monitor` is set. Call it before `init_process_group`, so that groups are recorded."""
     if not config.monitor:
         return NotRecorded()
     import distdiag

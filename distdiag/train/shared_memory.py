@@ -1,7 +1,7 @@
-"""One copy of the pixels per node: local rank 0 holds them in anonymous memory, the other ranks map the same pages.
+"""Keep one copy of the pixels per node: local rank 0 creates anonymous memory, the other ranks map it.
 
-A memfd has no name that could be left behind, and no size limit of /dev/shm (64 MB in a container by default). The other
-ranks open it through /proc/PID/fd, which the kernel allows to processes of the same user.
+A memfd has no name that could be left behind, and is not limited by /dev/shm (64 MB in a container by default). The other
+ranks open it through /proc/PID/fd, which the kernel allows for processes of the same user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distdiag.train.cifar import DataSet
 
 @dataclass(frozen=True)
 class PixelAddress:
-    """What another process needs in order to map the pixels, and what they are."""
+    """What another process needs to map the pixels, and their description."""
 
     path: str  # /proc/PID/fd/N
     name: str
@@ -39,7 +39,7 @@ class TensorImages:
 
 
 class SharedPixels:
-    """A data set in memory that several processes see."""
+    """A data set in memory that several processes share."""
 
     def __init__(self, descriptor: int, address: PixelAddress) -> None:
         self.address = address
@@ -71,9 +71,9 @@ class SharedPixels:
 
     @classmethod
     def open(cls, address: PixelAddress) -> SharedPixels:
-        """Map what another process of this machine published.
+        """Map the pixels that another process of this machine has published.
 
         Raises:
-            OSError: it is gone, or /proc is closed to us.
+            OSError: the process is gone, or /proc is not accessible.
         """
         return cls(os.open(address.path, os.O_RDWR), address)

@@ -1,6 +1,6 @@
-"""Batch norm with statistics over all ranks, on CPU, where torch's SyncBatchNorm refuses ("only work with GPU modules").
+"""Batch norm with statistics over all ranks, on CPU, where torch's SyncBatchNorm does not work.
 
-One all_reduce in forward (sums, in float64), one in backward: as many as torch's layer needs on GPUs.
+It needs one all_reduce in forward (sums, in float64) and one in backward, as torch's layer does on GPUs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,14 @@ class _Normalise(torch.autograd.Function):
 
     Backward, with n samples per channel in all ranks together, x^ = (x - mean) / std:
     dx = weight / std * (dy - sum(dy) / n - x^ * sum(dy * x^) / n), the sums over all ranks.
-    The gradients of weight and bias stay the rank's own: DDP averages them like every other.
+    The gradients of weight and bias are local: DDP averages them like all others.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        mean: torch.Tensor,
-        var: torch.Tensor,
-        count: float,
-        eps: float,
-        group: dist.ProcessGroup | None,
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, var: torch.Tensor,
+        count: float, eps: float, group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, var)
         ctx.count, ctx.eps, ctx.group = count, eps, group
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
@@ -58,7 +51,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """Drop-in for `nn.BatchNorm2d`: same parameters, buffers and state_dict; needs an initialised process group to train."""
+    """Replacement of `nn.BatchNorm2d` with the same parameters, buffers and state_dict; training needs a process group."""
 
     process_group: dist.ProcessGroup | None = None
 
@@ -81,7 +74,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         return _Normalise.apply(input, self.weight, self.bias, mean, var, float(total), self.eps, self.process_group)  # type: ignore[return-value]
 
     def _update_running(self, mean: torch.Tensor, var: torch.Tensor, total: float) -> None:
-        """As nn.BatchNorm2d: the running variance is the unbiased one."""
+        """Update the running statistics as nn.BatchNorm2d does, with the unbiased variance."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -90,7 +83,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert_sync_batch_norm(module: nn.Module, device: torch.device) -> nn.Module:
-    """The model with every `nn.BatchNorm2d` made one over all ranks: torch's layer on CUDA, ours (in place) on CPU."""
+    """Return the model with batch norm over all ranks: torch's layer on CUDA, ours (in place) on CPU."""
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
     for layer in module.modules():

@@ -1,7 +1,7 @@
 """The generated data set, for training without CIFAR-10 and without a network.
 
-Ten kinds of pattern (stripes, checks, discs, …) in random colours, positions and sizes, with noise: a few hundred steps of
-SimpleCNN learn them; a linear model does not, as no single pixel has a meaning. It is never called CIFAR-10.
+Ten kinds of pattern (stripes, checks, discs, …) in random colours, positions and sizes, with noise. SimpleCNN learns them in a
+few hundred steps; a linear model cannot, because no single pixel has a meaning. The set is never called CIFAR-10.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy as np
 from distdiag.train.cifar import CLASSES, ImageSet
 
 NAME = "generated patterns (not CIFAR-10)"
-FOLDER = "generated-patterns-v1"  # another version, another folder
+FOLDER = "generated-patterns-v1"  # contains the version
 TRAIN_IMAGES = 10_000
 TEST_IMAGES = 2_000
 
 
 def generate(count: int, seed: int) -> ImageSet:
-    """`count` labelled images, the ten classes in equal shares and random order; the same for the same seed."""
+    """Return `count` labelled images, ten classes in equal shares and random order; deterministic for a seed."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % CLASSES).astype(np.uint8)
     images = np.empty((count, 32, 32, 3), np.uint8)
@@ -42,7 +42,7 @@ def _draw(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     def stripes(position: np.ndarray, period: np.ndarray) -> np.ndarray:
         return np.sin(2 * np.pi * position / period) > 0
 
-    # every kind is its own mirror image, so that a random flip keeps the label
+    # every kind is mirror-symmetric, so that a random flip keeps the label
     kinds = [
         stripes(y + shift_y, fine),
         stripes(y + shift_y, coarse),

@@ -147,7 +147,7 @@ def test_sigterm_ends_a_single_process_cleanly(data: Path) -> None:
         wait_for(lambda: "step 1/" in job.stdout(), 60, "step 1", job)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 130, job.tail()
-        assert job.stderr() == "distdiag: interrupted; go on from a checkpoint with --resume DIR\n"
+        assert job.stderr() == "distdiag: interrupted; continue from a checkpoint with --resume DIR\n"
 
 
 def test_an_unwritable_checkpoint_directory_is_said_once_and_the_training_goes_on(data: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_port_that_is_taken_is_named(data: Path) -> None:
         with start([*ALONE, *SMALL, "--data", data], env=env) as job:
             assert job.wait() == 2, job.tail()
             assert said(job.stderr()) == [
-                f"distdiag: error: port {port} is taken by another process",
-                "hint: torchrun --standalone takes a free one; or set another MASTER_PORT",
+                f"distdiag: error: port {port} is used by another process",
+                "hint: torchrun --standalone chooses a free one; or set another MASTER_PORT",
             ]
             assert "Traceback" not in job.stderr()

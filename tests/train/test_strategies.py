@@ -59,10 +59,10 @@ WRONG = {
     "--strategy pipeline --schedule interleaved --micro-batches 3 --batch-size 9": (
         2, "--schedule interleaved needs a multiple of 2 micro-batches, not 3",
     ),
-    "--strategy model --micro-batches 8": (2, "--micro-batches does nothing with --strategy model"),
-    "--strategy fsdp --bucket-mb 5": (2, "--bucket-mb does nothing with --strategy fsdp"),
-    "--strategy fsdp --compile": (2, "--compile does nothing with --strategy fsdp"),
-    "--strategy pipeline --sync-bn": (2, "--sync-bn does nothing with --strategy pipeline"),
+    "--strategy model --micro-batches 8": (2, "--micro-batches has no effect with --strategy model"),
+    "--strategy fsdp --bucket-mb 5": (2, "--bucket-mb has no effect with --strategy fsdp"),
+    "--strategy fsdp --compile": (2, "--compile has no effect with --strategy fsdp"),
+    "--strategy pipeline --sync-bn": (2, "--sync-bn has no effect with --strategy pipeline"),
     "--strategy fsdp --amp fp16": (2, "--amp fp16 is not supported with --strategy fsdp"),
     "--strategy pipeline --inject unused": (2, "--inject unused and uneven need whole models, not --strategy pipeline"),
 }  # fmt: skip

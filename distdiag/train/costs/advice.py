@@ -1,4 +1,4 @@
-"""Which strategy to take, as a short decision tree: every question with its answer and the figures behind it."""
+"""Recommend a strategy by a short decision tree: every question with its answer and figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Advice:
-    """The case to take and the way to it.
+    """The recommended case and the decisions.
 
     Args:
         strategy: None: nothing asked for fits.
@@ -71,7 +71,7 @@ def recommend(sheet: Sheet, ranks: list[int]) -> Advice:
 
 
 def _need(sheet: Sheet, row: PaperRow) -> str:
-    """Return what the row needs of the device, in words."""
+    """Return what the row needs on the device, as text."""
     parts = f"{size_text(row.state_bytes)} of parameters, gradients and optimizer state"
     if row.buffers_bytes:
         parts += f", {size_text(row.buffers_bytes)} of {'buckets' if row.strategy == 'ddp' else 'gathered blocks'}"
@@ -111,7 +111,7 @@ def _copies(sheet: Sheet, advice: Advice, single: PaperRow, several: list[int]) 
 
 
 def _divided(sheet: Sheet, advice: Advice, several: list[int]) -> None:
-    """Take FSDP on the fewest of the ranks on which it fits well, if it fits better than what was taken before."""
+    """Take FSDP on the fewest ranks on which it fits well, if it fits better than the case taken before."""
     rows = [sheet.row("fsdp", n) for n in several]
     found = _best(rows)
     advice.least_ranks = _least(sheet, (*_WELL, "tight"))
@@ -134,7 +134,7 @@ def _divided(sheet: Sheet, advice: Advice, several: list[int]) -> None:
 
 
 def _least(sheet: Sheet, answers: tuple[str, ...]) -> int | None:
-    """Return the fewest ranks on which FSDP fits so; None if it never does. More ranks never need more memory."""
+    """Return the fewest ranks for which `fits` is one of `answers`; None if there are none. More ranks need no more memory."""
     high = 2
     while sheet.row("fsdp", high).fits not in answers:
         high *= 2

@@ -1,4 +1,4 @@
-"""Time that FSDP's collectives block the host: communication that computing does not hide, on a backend that blocks."""
+"""Measure the time that FSDP's collectives block the host: exposed communication, on a backend that blocks."""
 
 from __future__ import annotations
 

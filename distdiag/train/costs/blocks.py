@@ -1,4 +1,4 @@
-"""Measure one strategy for a while: build it, take steps, and return the times of the slowest rank."""
+"""Measure one strategy: build it, take steps, and return the times of the slowest rank."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def make_model(name: str | None) -> nn.Module:
 
 
 def measure(job: Job, case: Case, batch: Batch, seconds: float, fresh: bool) -> Block | None:
-    """Measure one case within `seconds`; the block on rank 0, None elsewhere.
+    """Measure one case within `seconds`; return the block on rank 0, None elsewhere.
 
     Args:
         fresh: This process has measured nothing before, so that its peak of memory is the case's.
@@ -248,7 +248,7 @@ class _Measurement:
     def _step(
         self, strategy: Strategy, images: torch.Tensor, labels: torch.Tensor, exchange: bool, first: bool
     ) -> float:
-        """Take one step; return its milliseconds, the device's work included."""
+        """Take one step; return its milliseconds, with the device's work."""
         self.job.synchronize()
         begin = time.perf_counter()
         saved = SavedBytes()

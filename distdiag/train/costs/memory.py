@@ -18,7 +18,7 @@ FLOAT32_SGD = PerParameter(4, 4, 4)  # of the measured comparison: SGD with mome
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What stays in memory from step to step, on one rank.
+    """Bytes that stay in memory from step to step, on one rank.
 
     Args:
         gradients: Between backward and the optimizer step.
@@ -36,7 +36,7 @@ class StateBytes:
 def expected_state(
     strategy: str, ranks: int, parameters: int, largest_stage: int | None = None, per: PerParameter = FLOAT32_SGD
 ) -> StateBytes | None:
-    """Return the state by formula: so many bytes for each parameter that the rank keeps.
+    """Return the state by formula: bytes for each parameter that the rank keeps.
 
     fsdp divides parameters, gradients and optimizer state by the number of ranks. With stages a rank has those of its
     layers. All others keep everything. The buckets of DDP, the copies of DataParallel, gathered layers of FSDP and
@@ -57,7 +57,7 @@ def expected_state(
 
 
 def measured_state(parameters: Iterable[nn.Parameter], gradients: int, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Return the bytes of this rank's tensors; of a sharded tensor its own shard."""
+    """Return the bytes of this rank's tensors; for a sharded tensor, of its shard."""
     own = list(parameters)
     slots = [v for p in own for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
     return StateBytes(sum(map(local_bytes, own)), gradients, sum(map(local_bytes, slots)))
@@ -69,12 +69,12 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the tensor's bytes on this rank: of a sharded tensor its own shard."""
+    """Return the tensor's bytes on this rank; for a sharded tensor, of its shard."""
     return getattr(tensor, "_local_tensor", tensor).nbytes
 
 
 class HostPeak:
-    """The largest resident memory of this process since `reset`, above what it had when this was made.
+    """The largest resident memory of this process since `reset`, above its value at creation.
 
     Only meaningful in a process that has not trained before: freed memory may stay with the process.
     """

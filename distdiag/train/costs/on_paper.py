@@ -69,7 +69,7 @@ def add_activations(rows: list[StepRow], options: Options, batch: int) -> None:
 
 
 def _strategies(names: list[str]) -> list[str]:
-    """Return the strategies that have a formula of memory per device; a single process stands for its threads.
+    """Return the strategies with a formula of memory per device; a single process covers its threads.
 
     Raises:
         DistdiagError: none is left.
@@ -90,7 +90,7 @@ def _sizes(options: Options) -> Sizes:
 
 
 def _smallest_gpu() -> tuple[int, str]:
-    """Return the memory of this host's smallest GPU, as NVML reports it, and the words for it.
+    """Return the memory of this host's smallest GPU, as NVML reports it, and its description.
 
     Raises:
         DistdiagError: there is none.

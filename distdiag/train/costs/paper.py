@@ -69,7 +69,7 @@ class Link:
 
 @dataclass(slots=True)
 class Sheet:
-    """Everything that is known, from which any row follows.
+    """The inputs from which all rows are computed.
 
     Args:
         batch: Global batch.
@@ -89,7 +89,7 @@ class Sheet:
         return self._rows[key]
 
     def rows(self, strategies: list[str], ranks: list[int]) -> tuple[list[PaperRow], dict[tuple[str, int], str]]:
-        """Return the rows of all cases, and the reason of each that the model cannot be divided for."""
+        """Return the rows of all cases, and the reasons for cases that are not possible."""
         rows: list[PaperRow] = []
         reasons: dict[tuple[str, int], str] = {}
         for strategy in strategies:
@@ -120,7 +120,7 @@ class Sheet:
         return row
 
     def reserve_bytes(self, activations: int | None) -> float:
-        """Return what should stay free beyond the known sizes."""
+        """Return the bytes that should stay free in addition to the known sizes."""
         return self.memory_bytes * (_RESERVE_SHARE_WITHOUT_ACTIVATIONS if activations is None else _RESERVE_SHARE)
 
     def _samples(self, strategy: str, ranks: int) -> int:
@@ -149,7 +149,7 @@ class Sheet:
         return round(self.sizes.gathered * per.weights + self.sizes.block * per.gradients)
 
     def _exchange(self, strategy: str, ranks: int) -> int | None:
-        """Return the bytes over this rank's link: as a ring does it, the least for any algorithm without multicast.
+        """Return the bytes that cross this rank's link, in a ring: the least for any algorithm without multicast.
 
         DDP: all_reduce of the gradients. FSDP: all_gather of the parameters before forward and before backward,
         reduce_scatter of the gradients.

@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the reasons depend on."""
+    """The properties of the machine that decide what is possible."""
 
     device: str
     backend: str

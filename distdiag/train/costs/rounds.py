@@ -1,4 +1,4 @@
-"""Compare strategies on several numbers of ranks: each case in fresh processes, all cases in turn, in several rounds.
+"""Compare strategies on several numbers of ranks: each case in new processes, the cases in turn, in several rounds.
 
 A machine that slows down for a minute then slows all cases, not one of them. Fresh processes make the peak of memory
 the case's own, and their differences (where memory lies, which core a rank runs on) are part of the interval.
@@ -99,7 +99,7 @@ class _Turns:
     def run(self) -> None:
         for number in range(ROUNDS):
             if number and time.monotonic() + self._round_s(_BLOCK_S[0]) > self.deadline_s:
-                return  # a round of some cases only could not be compared
+                return  # an incomplete round could not be compared
             for i, case in enumerate(list(self.cases) if number % 2 == 0 else list(reversed(self.cases))):
                 left = len(self.cases) * (ROUNDS - number) - i
                 share = (self.deadline_s - time.monotonic()) / max(1, left) - self._start_s

@@ -17,9 +17,9 @@ from distdiag.train.costs.blocks import Block
 from distdiag.train.costs.possible import SINGLE, Case
 
 EPOCH_IMAGES = 50_000  # CIFAR-10's training set
-_LEAST_ROUNDS = 3  # below, an interval of rounds is too wide to be of use: then of single steps
+_LEAST_ROUNDS = 3  # with fewer, the interval is that of single steps
 _DRIFT = 1.5  # slowest round of the single process / its fastest: the machine changed more than strategies differ
-_MOST_NAMES = 3  # in a sentence
+_MOST_NAMES = 3  # of strategies in a sentence
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def noise_of(blocks: Sequence[Block]) -> HostNoise | None:
 
 
 def judge(result: Result) -> None:
-    """Set verdict, reasons and measures. A verdict other than pass only for noise."""
+    """Set verdict, reasons and measures; the verdict is pass, or inconclusive on a noisy host."""
     rows: list[StepRow] = result.rows
     for row in rows:
         key = row.strategy if row.ranks in (1, result.world_size) else f"{row.strategy}@{row.ranks}"
@@ -171,7 +171,7 @@ def judge(result: Result) -> None:
 
 
 def fastest_text(rows: Sequence[StepRow]) -> str:
-    """Return which is fastest, and which cannot be told apart from it."""
+    """Return which strategy is fastest, and which ones do not clearly differ from it."""
     fastest = min(rows, key=lambda r: r.step_ms)
     text = f"fastest: {_name(fastest)}, {fastest.step_ms:.1f} ms a step"
     near = [_name(r) for r in rows if r is not fastest and r.ci95_ms[0] <= fastest.ci95_ms[1]]

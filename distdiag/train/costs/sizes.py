@@ -1,4 +1,4 @@
-"""What the formulas of memory need to know about a model: stated by the user, or counted in the model itself."""
+"""Sizes of a model for the memory formulas: given by the user, or counted in the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sizes(ABC):
 
     @abstractmethod
     def why_not(self, strategy: str, ranks: int) -> str | None:
-        """Return why the model cannot be divided so; None if it can."""
+        """Return why the model cannot be divided in this way; None if it can."""
 
     @abstractmethod
     def largest_stage(self, ranks: int) -> int:

@@ -10,7 +10,7 @@ from distdiag.probekit.verdict.result import Result
 from distdiag.terms.units import size_text
 from distdiag.train.costs.rows import StepRow
 
-# Okabe and Ito's colours, which every kind of colour vision can tell apart
+# Okabe and Ito's colours, for all kinds of colour vision
 COLOURS = {
     "single": "#9A9A9A", "single-threads": "#555555", "dataparallel": "#CC79A7", "ddp": "#0072B2", "fsdp": "#E69F00",
     "model": "#D55E00", "pipeline": "#009E73",

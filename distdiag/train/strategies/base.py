@@ -37,11 +37,11 @@ class Setup:
 
 
 class Strategy:
-    """Train the whole model in this process; the other strategies override what they do differently.
+    """Trains the whole model in this process; other strategies override methods.
 
     Attributes:
         network: The whole model without a wrapper. With stages: this rank's stage.
-        model: What forward is called on.
+        model: The module whose forward is called.
         skeleton: The whole model without memory (meta device), for strategies whose ranks hold a part of it.
         data_rank, data_ranks: This rank loads part `data_rank` of `data_ranks` of every global batch.
     """
@@ -62,7 +62,7 @@ class Strategy:
     # -- what is trained --------------------------------------------------------------------------------------
 
     def build(self, network: nn.Module) -> nn.Module:
-        """The module whose parameters this rank trains, on its device."""
+        """Return the module whose parameters this rank trains, on its device."""
         if self.setup.config.channels_last:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return self.setup.faults.apply_to_model(network).to(self.ranks.device)
@@ -79,11 +79,11 @@ class Strategy:
         return self.ranks.world_size if self.shares_batches else 1
 
     def about(self) -> list[str]:
-        """Lines that rank 0 prints before the training starts."""
+        """Return lines that rank 0 prints before the training starts."""
         return []
 
     def summary(self) -> list[str]:
-        """Lines that rank 0 prints after the last step. Collective."""
+        """Return lines that rank 0 prints after the last step. Collective."""
         return []
 
     # -- one step ---------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Strategy:
         return loss, outputs
 
     def gradient_exchange(self, completes_step: bool) -> AbstractContextManager[Any]:
-        """Context of forward and backward: without `completes_step` the gradients stay on this rank."""
+        """Return the context of forward and backward: without `completes_step`, gradients are not exchanged."""
         return nullcontext()
 
     def optimize(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,16 +122,16 @@ class Strategy:
     # -- its state --------------------------------------------------------------------------------------------
 
     def whole_network(self) -> nn.Module:
-        """The whole model with the current weights and rank 0's buffers, on every rank. Collective."""
+        """Return the whole model with the current weights and rank 0's buffers, on every rank. Collective."""
         self._broadcast_buffers(self.network)
         return self.network
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Weights and optimizer state for a checkpoint; complete on rank 0. Collective."""
+        """Return weights and optimizer state for a checkpoint; complete on rank 0. Collective."""
         return {"model": self.network.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        """Restore what `state` returned.
+        """Restore the state that `state` returned.
 
         Raises:
             RuntimeError: the weights are of another model.

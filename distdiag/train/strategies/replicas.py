@@ -62,7 +62,7 @@ class DistributedDataParallelism(Strategy):
         """Register one of torch's communication hooks.
 
         Raises:
-            DistdiagError: this backend cannot carry it.
+            DistdiagError: this backend does not support it.
         """
         if how == "bf16" and self.ranks.backend != "nccl":
             raise DistdiagError(f"--compress bf16: {self.ranks.backend} cannot sum bfloat16", "--compress fp16")

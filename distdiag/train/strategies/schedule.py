@@ -1,4 +1,4 @@
-"""Pipeline schedules on paper: who computes what when, and how much of the time a rank has nothing to compute."""
+"""Pipeline schedules: the actions of each rank by time slot, and the share of idle time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Action = tuple[str, int, int]  # (F or B, stage, micro-batch)
 
 
 def order(kind: str, ranks: int, micro_batches: int) -> list[list[Action]]:
-    """What each rank computes, in order, with one stage per rank.
+    """Return what each rank computes, in order, with one stage per rank.
 
     Args:
         kind: "gpipe": all forwards, then all backwards. "1f1b": a backward as soon as one can run.
@@ -27,7 +27,7 @@ def order(kind: str, ranks: int, micro_batches: int) -> list[list[Action]]:
 
 
 def bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Share of a step in which a rank has nothing to compute, if all stages take equally long.
+    """Return the share of a step in which a rank is idle, if all stages take equally long.
 
     (p-1) / (v*m + p-1) with p ranks, m micro-batches and v stages per rank (Narayanan et al. 2021, section 2.2).
     """
@@ -35,7 +35,7 @@ def bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
 
 
 def slots(lanes: Sequence[Sequence[Action]], stages: int) -> list[dict[int, Action]]:
-    """Each lane's actions by the time slot in which they run, if every action takes one slot."""
+    """Return each lane's actions by time slot, if every action takes one slot."""
     done: dict[Action, int] = {}
     placed: list[dict[int, Action]] = [{} for _ in lanes]
     position, free = [0] * len(lanes), [0] * len(lanes)
@@ -66,7 +66,7 @@ def _needs(action: Action, stages: int) -> list[Action]:
 
 
 def drawing(lanes: Sequence[Mapping[int, Action]]) -> list[str]:
-    """One line for each rank, one column for each slot: `F0` forward of micro-batch 0, `B0` its backward, `.` idle."""
+    """Return one line per rank, one column per slot: `F0` forward of micro-batch 0, `B0` its backward, `.` idle."""
     length = max(slot for lane in lanes for slot in lane) + 1
     width = max(len(f"{a[0]}{a[2]}") for lane in lanes for a in lane.values())
     return [

@@ -1,4 +1,4 @@
-"""FSDP2: every rank keeps a part of each parameter, gradient and optimizer state, and gathers a layer when it is used."""
+"""FSDP2: every rank keeps a part of each parameter, gradient and optimizer state, and gathers layers when needed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class FullySharded(Strategy):
     """`fully_shard` around each block of the model and around the rest.
 
-    Parameters and their communication stay float32; with amp, autocast computes in bfloat16. So batch norm keeps its
-    float32 weights and statistics, which FSDP's own mixed precision would cast.
+    Parameters and communication stay float32; with amp, autocast computes in bfloat16. So batch norm keeps float32 weights
+    and statistics, which FSDP's mixed precision would cast.
     """
 
     network: FSDPModule  # type: ignore[assignment]
@@ -63,12 +63,8 @@ class FullySharded(Strategy):
 
     def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
         set_state_dict(
-            self.network,  # type: ignore[arg-type]
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_FULL,
-        )
+            self.network, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_FULL  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:

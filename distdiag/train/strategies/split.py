@@ -26,10 +26,10 @@ class Piece:
 
 
 def pieces_of(network: nn.Module) -> list[Piece]:
-    """Return the steps of a model's forward: of its own `pieces()`, or the children of an `nn.Sequential`.
+    """Return the steps of a model's forward: from its method `pieces()`, or the children of an `nn.Sequential`.
 
     Raises:
-        DistdiagError: the model does not tell.
+        DistdiagError: the model has neither.
     """
     own: Callable[[], list[Piece]] | None = getattr(network, "pieces", None)  # type: ignore[assignment]
     if callable(own):
@@ -56,7 +56,7 @@ class Stage(nn.Module):
         return x
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers on the CPU, by their names in the whole model."""
+        """Return parameters and buffers on the CPU, by their names in the whole model."""
         return {
             f"{name}.{key}": value.cpu()
             for name, piece in zip(self.names, self.pieces, strict=True)
@@ -64,7 +64,7 @@ class Stage(nn.Module):
         }
 
     def load_whole_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Take this stage's part of a whole model's state."""
+        """Load this stage's part of a whole model's state."""
         for name, piece in zip(self.names, self.pieces, strict=True):
             prefix = f"{name}."
             piece.load_state_dict(
@@ -79,7 +79,7 @@ class Cut:
     Args:
         stages: One list of pieces for each stage.
         shares: Part of the model's forward FLOPs in each stage; they add up to 1.
-        shapes: Of one sample (without the batch dimension): the input of each stage, and the output of the last.
+        shapes: Shape of one sample (without the batch dimension) before each stage and after the last.
     """
 
     stages: list[list[Piece]]
@@ -118,7 +118,7 @@ def cut(pieces: Sequence[Piece], stages: int, sample_shape: tuple[int, ...]) -> 
 
 
 def _measure(pieces: Sequence[Piece], sample_shape: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """(forward FLOPs of each piece, shape of one sample before each piece and after the last)."""
+    """Return (forward FLOPs of each piece, shape of one sample before each piece and after the last)."""
     flops: list[int] = []
     shapes = [sample_shape]
     first = next((p for piece in pieces for p in piece.module.parameters()), None)

@@ -1,4 +1,4 @@
-"""Every rank has some layers of the model (model parallel), and works on several micro-batches at once (pipeline)."""
+"""Model parallel and pipeline: every rank has some layers of the model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from distdiag.train.strategies.base import Setup, Strategy
 from distdiag.train.strategies.split import Stage, cut, pieces_of
 
 IMAGE = (3, 32, 32)
-MAX_DRAWN_SLOTS = 60  # wider than a terminal, and no easier to read
+MAX_DRAWN_SLOTS = 60  # longer schedules are not drawn
 
 
 class Stages(Strategy):
-    """Consecutive layers on each rank; activations go forward and gradients back as messages between neighbours.
+    """Consecutive layers on each rank; neighbours exchange activations (forward) and gradients (backward) as messages.
 
     `--strategy model` sends the whole batch at once: one rank computes at a time. `pipeline` sends micro-batches.
     Every rank loads the same batch; the first uses its images, the last its labels. Batch norm sees micro-batches.
@@ -48,7 +48,7 @@ class Stages(Strategy):
         super().__init__(setup)
 
     def build(self, network: nn.Module) -> nn.Module:
-        """This rank's stages: stage i is on rank i modulo the number of ranks."""
+        """Return this rank's stages: stage i is on rank i modulo the number of ranks."""
         own = range(self.ranks.rank, len(self._cut.stages), self.ranks.world_size)
         self.stages = nn.ModuleDict({str(i): Stage(self._cut.stages[i]) for i in own})
         for i, pieces in enumerate(self._cut.stages):
@@ -63,7 +63,7 @@ class Stages(Strategy):
 
     def wrap(self) -> None:
         self._timed = [self._stage(int(i), stage) for i, stage in self.stages.items()]  # type: ignore[arg-type]
-        # torch's scale_grads would divide the gradients of earlier batches again: the loss is divided instead
+        # the loss is divided, because torch's scale_grads would divide the gradients of earlier batches again
         common: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if self.kind == "interleaved":
             self._schedule: Any = ScheduleInterleaved1F1B([*self._timed], self.micro_batches, **common)
@@ -150,12 +150,12 @@ class Stages(Strategy):
         return schedule.bubble(self.ranks.world_size, self.micro_batches, self.per_rank)
 
     def busy_s(self) -> float:
-        """Return the seconds since the start in which this rank's stages computed; on a GPU: the host's time only."""
+        """Return the seconds since the start in which this rank's stages computed; on a GPU only the host's time."""
         return sum(stage.busy_s for stage in self._timed)
 
     def summary(self) -> list[str]:
         text = f"bubble {self.expected_bubble():.0%} by formula, for stages that take equally long"
-        if self.ranks.device.type == "cpu":  # on a GPU the host's times are not those of the stage
+        if self.ranks.device.type == "cpu":  # on a GPU the host's time is not the stage's
             times = self.ranks.gather((self.busy_s(), self._step_s))
             idle = [1 - b / s if s else 0.0 for b, s in times]
             text += f"; measured: {', '.join(f'rank {r} {share:.0%}' for r, share in enumerate(idle))}"
@@ -163,7 +163,7 @@ class Stages(Strategy):
 
 
 def _action(action: Any) -> schedule.Action:
-    """torch's action as ours."""
+    """Return torch's action as ours."""
     kind = schedule.FORWARD if action.computation_type.name == "FORWARD" else schedule.BACKWARD
     return kind, action.stage_index, action.microbatch_index
 
