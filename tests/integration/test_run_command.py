@@ -104,7 +104,7 @@ def closed(run_dir: Path) -> dict[str, str]:
 
     def ended() -> dict[str, str] | None:
         found = dict(rows(run_dir, "SELECT key, value FROM meta"))
-        return found if "monitor_ended" in found else None
+        return found if found.get("monitor_ended") == "1" else None  # 0 while it runs
 
     return wait_for(ended, 30, "the monitor to close the run")
 
@@ -215,7 +215,8 @@ def test_the_attempts_of_an_elastic_restart_are_runs_of_their_own(tmp_path: Path
 
 def test_a_model_in_shards_is_recorded_and_healthy(tmp_path: Path) -> None:
     run = tmp_path / "R"
-    with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, SHARDED)], cwd=tmp_path) as job:
+    command = ["-m", "distdiag.run", "--run-dir", run, write(tmp_path, SHARDED)]
+    with launch(command, cwd=tmp_path, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         assert closed(run)["state"] == "ended"
     assert steps(run) == [(0, 40, 40), (1, 40, 40)]
