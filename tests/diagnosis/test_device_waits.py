@@ -159,6 +159,13 @@ def test_both_places_are_shown() -> None:
     assert "the hosts of ranks 0, 1 wait for the device at train.py:99 in log" in found.message
 
 
+def test_a_host_that_waits_at_the_line_of_its_call_is_not_mentioned_again() -> None:
+    ranks = [rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, issued("broadcast", 7, 90.0, 14, root=1))]
+    at_call = [replace(r, place=r.blocked and r.blocked.site) for r in ranks]
+    (found,) = proved(job(*at_call))
+    assert "wait for the device" not in found.message
+
+
 def test_a_first_collective_that_creates_its_communicator() -> None:
     """The host is inside the call, and the flight recorder has nothing yet."""
     first = issued("all_reduce", 1, 90.0, 10, "a", left_s=None)

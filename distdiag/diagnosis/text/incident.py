@@ -108,7 +108,9 @@ def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
         if state is None or state.blocked is None or not state.blocked.on_device:
             continue
         if host is not None:
-            by_place.setdefault(place_text(host), []).append(r)
+            call = state.blocked.site
+            if call is None or (host.file, host.line) != (call.file, call.line):  # the message has that line already
+                by_place.setdefault(place_text(host), []).append(r)
         elif state.blocked.left_s is None:
             connecting.append(r)
     texts = [
