@@ -306,10 +306,10 @@ class TimelinePage:
         ]
         lead.append((f"{rank:>5}  ", style.strip(), ""))
         width, tall = plot
-        words = [*lead, *lane(segments, data.begin_s, data.end_s, width, ui.drawn)]
-        without = lane([(a, b, name, "") for a, b, name, _ in segments], data.begin_s, data.end_s, width, ui.drawn)
-        blank: list[Part] = [(" " * sum(cells(t) for t, _, _ in lead), style.strip(), "")]
-        made = [words, *[[*blank, *without]] * (min(tall, 2) - 1)]
+        made = [[*lead, *lane(segments, data.begin_s, data.end_s, width, ui.drawn)]]
+        if tall > 1:
+            wordless = lane([(a, b, name, "") for a, b, name, _ in segments], data.begin_s, data.end_s, width, ui.drawn)
+            made.append([(" " * sum(cells(t) for t, _, _ in lead), style.strip(), ""), *wordless])
         lines: list[Line] = [tuple((t, s, f"cell:{rank}") for t, s, _ in parts if t) for parts in made]
         return [*lines, *[BLANK] * (tall - len(lines))]
 
