@@ -158,7 +158,7 @@ def test_an_unwritable_checkpoint_directory_is_said_once_and_the_training_goes_o
         assert job.wait() == 0, job.tail()
         warning, hint = said(job.stderr())
         assert warning.startswith(f"distdiag: warning: no checkpoint in {tmp_path}/file: ")
-        assert hint.startswith("hint: choose a directory with room")
+        assert hint.startswith("hint: choose another directory with")
         start_line, end_line = job.stdout().splitlines()
         assert "160 + 50 images" in start_line
         assert end_line.startswith("done: 3 steps")
