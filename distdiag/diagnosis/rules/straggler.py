@@ -132,15 +132,14 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if isinstance(found, Abstained):
         return found
     rank, phase, excess_ms = found
-    if phase == "data" and (limit := _loaders_limit(s, slow, rest, excess_ms)) is not None:
-        if isinstance(limit, Abstained):
-            return limit
-        excess_ms = limit
+    limit_ms = _loaders_limit(s, slow, rest) if phase == "data" else None
+    if isinstance(limit_ms, Abstained):
+        return limit_ms
     if _lacks_cpu(s, slow.ranks, phase, rest):
         return _veto(f"the loader workers of {rank_list(slow.ranks)} wait for a CPU, as those of all ranks may")
     if phase != "data" and _has_stages(s):
         return stage_finding(s, window, slow, rank, phase, excess_ms)
-    return slow_finding(s, window, slow, rank, phase, excess_ms)
+    return slow_finding(s, window, slow, rank, phase, excess_ms, limit_ms)
 
 
 def _slow(s: Snapshot, window: Window) -> Slow | Abstained:
@@ -272,7 +271,7 @@ def busy_host(s: Snapshot) -> bool:
     return s.host_cpu_pct is None or s.host_cpu_pct > limits.busy_host_pct
 
 
-def _loaders_limit(s: Snapshot, slow: Slow, rest: list[int], excess_ms: float) -> float | Abstained | None:
+def _loaders_limit(s: Snapshot, slow: Slow, rest: list[int]) -> float | Abstained | None:
     """Return milliseconds that the job would gain, at most, with the others' loaders on the slow rank; None if not known.
 
     A rank that waits for another finds its queue full, however slow its own loader is. Its workers fetch for this share of
@@ -290,7 +289,7 @@ def _loaders_limit(s: Snapshot, slow: Slow, rest: list[int], excess_ms: float) -
         return _veto(
             f"the loaders of the other ranks are busy, too, {percent(busiest)} of the time: none could go much faster"
         )
-    return min(excess_ms, gain_ms)
+    return gain_ms
 
 
 def _lacks_cpu(s: Snapshot, slow: list[int], phase: str, rest: list[int]) -> bool:

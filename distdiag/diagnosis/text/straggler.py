@@ -45,8 +45,15 @@ _ADVICE = {
 }
 
 
-def slow_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str, excess_ms: float) -> Finding:
-    """Return the finding of ranks that work longest in most steps."""
+def slow_finding(
+    s: Snapshot, window: Window, slow: Slow, rank: int, phase: str, excess_ms: float, limit_ms: float | None
+) -> Finding:
+    """Return the finding of ranks that work longest in most steps.
+
+    Args:
+        limit_ms: Milliseconds of a step that the job would gain, at most, if something else limits the others, too. None: not
+            known to.
+    """
     r, n = s.ranks[rank], len(window.columns)
     stack = _stack_of(r, phase)
     place: Site | None = stack[0] if stack else None
@@ -69,13 +76,17 @@ def slow_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str,
         message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
         f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms of a step of "
-        f"{slow.step_ms:.0f} ms{_gain_text(window, slow)}",
+        f"{slow.step_ms:.0f} ms{_gain_text(window, slow, limit_ms)}",
         advice=_advice(s, slow.ranks, phase),
     )
 
 
-def _gain_text(window: Window, slow: Slow) -> str:
+def _gain_text(window: Window, slow: Slow, limit_ms: float | None) -> str:
     """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
+    if (
+        limit_ms is not None
+    ):  # their queues are full: how fast their loaders are shows in their workers, not in their steps
+        return f"; with a loader like the others' a step would take at most {percent(limit_ms / slow.step_ms)} less"
     found = gain(window, slow.ranks)
     if found is None or found.low <= 0:
         return ""
