@@ -210,6 +210,7 @@ class ModelSlot(Structure):
         ("frozen_names", c_uint32),  # JSON list of [name, elements]
         ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every look so far
         ("buckets", c_uint32),  # JSON object: bytes, buckets, bucket_bytes, …; 0: not known yet
+        ("evaluating", c_uint32),  # the module that it wraps is in eval mode
     ]
 
 

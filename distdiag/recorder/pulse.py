@@ -38,7 +38,7 @@ class Pulse:
     def __init__(self, r: state.Recorder) -> None:
         self.r, self.h = r, r.h
         self.collectives: Any = None
-        self.loaders: Any = None
+        self.phases: Any = None
         self.checks: Any = None
         self.watch: Any = None  # of the monitor
         self.request = ""  # path of the file in which a reader asks for a profile
@@ -94,8 +94,8 @@ class Pulse:
             t = now_ns()  # after the frames were read, so that the operation they wait in is counted
             self.collectives.refresh_groups()
             words[_COUNTED] = t
-        if self.loaders is not None:
-            self.loaders.poll_workers()
+        if self.phases is not None:
+            self.phases.poll()
         if beats % 4 == 0:
             self._device()
             self._signals()

@@ -76,7 +76,7 @@ class Session:
             col = wrap_collectives.install(r)
             process_groups.install(col)
             self.phases = hooks.install(r, col)
-            self.pulse.collectives, self.pulse.loaders = col, self.phases.loaders
+            self.pulse.collectives, self.pulse.phases = col, self.phases
             if accounts.MISFIT:
                 r.failed(RuntimeError(accounts.MISFIT))
             facts["hooks"] = "compiled" if accounts.COMPILED else "Python"

@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.locks import lock_cycles
-from distdiag.diagnosis.model.snapshot import Call, Group, Site, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Call, Group, Model, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
@@ -51,6 +51,27 @@ def test_a_rank_that_validates_alone_is_given_as_much_time_as_a_checkpoint() -> 
     assert found("crop", 30.0)
     assert not found("run_validation", 30.0) and not found("evaluateModel", 30.0)
     assert found("run_validation", 61.0)
+
+
+def test_a_rank_whose_model_is_in_eval_mode_validates() -> None:
+    """Whatever its functions are called: `on_epoch_end` of a callback."""
+
+    def found(evaluating: bool, waited_s: float) -> bool:
+        models = (Model(group="default_pg", evaluating=evaluating),)
+        s = waits_for_rank_one(100.0 - waited_s, 100.0, activity="user_code", host_blocked=True, models=models)
+        return bool(findings(s, stall))
+
+    assert found(False, 12.0)
+    assert not found(True, 50.0) and found(True, 61.0)
+
+
+def test_a_rank_that_computes_now_and_then_does_not_sleep() -> None:
+    def found(cpu_pct: float | None, waited_s: float) -> bool:
+        late = {"activity": "user_code", "host_blocked": True, "cpu_pct": cpu_pct}
+        return bool(findings(waits_for_rank_one(100.0 - waited_s, 100.0, **late), stall))
+
+    assert found(None, 12.0) and found(1.5, 12.0)
+    assert not found(15.0, 12.0) and found(15.0, 21.0)
 
 
 def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:

@@ -146,6 +146,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     unused_site: Site | None = None  # the forward that DDP refused because of them
     search_ms: float | None = None  # per step, spent looking for unused parameters
     buckets: Buckets | None = None  # None: no backward pass was measured yet
+    evaluating: bool = False  # the module that it wraps is in eval mode
 
 
 class Sample(msgspec.Struct, frozen=True):

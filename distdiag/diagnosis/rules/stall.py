@@ -46,6 +46,8 @@ class Limits:
     """Collectives that count as the start of the job."""
     many_calls: int = 32
     """Collectives after which a job without steps (no optimizer, or one of its own) counts as running."""
+    asleep_pct: float = 4.0
+    """CPU in per cent of a core, below which a rank sleeps: its recorder uses up to 2. One that computes now and then is busy."""
     usual_factor: float = 3.0
     """Multiple of the longest wait that this rank has caused so far without hanging."""
     error_factor: float = 3.0
@@ -182,13 +184,14 @@ def _start_s(calls: int) -> float:
 
 
 def _doing(r: RankState) -> str:
-    return "sleep" if r.activity == "user_code" and r.host_blocked else r.activity
+    asleep = r.activity == "user_code" and r.host_blocked and (r.cpu_pct or 0.0) < limits.asleep_pct
+    return "sleep" if asleep else r.activity
 
 
 def _validates(r: RankState) -> bool:
-    """True if the rank evaluates a model, by its phase or by the names of the functions that it is in."""
+    """True if the rank evaluates a model: by its phase, its model's eval mode, or the names of the functions that it is in."""
     words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
-    return r.phase == "validate" or bool(words & _VALIDATION)
+    return r.phase == "validate" or any(m.evaluating for m in r.models) or bool(words & _VALIDATION)
 
 
 def _loads_itself(r: RankState) -> bool:

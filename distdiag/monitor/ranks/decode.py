@@ -197,6 +197,7 @@ class Slots:
                     unused_site=self.site(m.unused_site),
                     search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
                     buckets=self.buckets(m.buckets),
+                    evaluating=bool(m.evaluating),
                 )
             )
         return tuple(out)

@@ -21,7 +21,7 @@ from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
 from distdiag.recorder.hooks.tensor_checks import Checks
 from distdiag.recorder.hooks.tensor_samples import Gradients
-from distdiag.recorder.state import failed, now_ns
+from distdiag.recorder.state import failed, guarded, now_ns
 from distdiag.recorder.unseen import unseen
 
 # Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
@@ -43,6 +43,19 @@ class Phases:
         self._watcher: Callable[[int], None] | None = None
         self.optimizer_begins = usual(self.ledger, "optimizer_begins", self._optimizer_begins)
         self.optimizer_ends = usual(self.ledger, "optimizer_ends", self._optimizer_ends)
+
+    def poll(self) -> None:
+        """From the pulse: record what changes without a call of ours."""
+        self.loaders.poll_workers()
+        self._poll_models()
+
+    @guarded
+    def _poll_models(self) -> None:
+        """Record whether models are in eval mode: a rank that validates alone does so with the module that DDP wraps."""
+        for m in list(self.ledger.models.values()):
+            ddp = m.ref()
+            if ddp is not None:
+                m.slot.evaluating = int(ddp._modules["module"].__dict__.get("training") is False)
 
     # -- phase word ---------------------------------------------------------------------------------
 
