@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from distdiag.page.layout import SampleKind
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import state
 from distdiag.recorder.fast import accounts
+from distdiag.recorder.hooks.replica_checksums import checksum_due
 from tests.jobs import ONE_RANK, REPOSITORY, free_port, start
 
 pytestmark = [
@@ -130,6 +132,9 @@ def test_hooks_in_c_write_what_those_in_python_write(tmp_path: Path) -> None:
     assert len(compiled["steps"]) > 100 and len(compiled["sites"]) > 8
     for what, value in python.items():
         assert compiled[what] == value, what
+    checked = [step for kind, step, *_ in compiled["samples"] if kind == SampleKind.PARAMETERS]
+    due = [step for step in range(compiled["steps"][-1][0] + 1) if checksum_due(step)]
+    assert checked == due and due[-1] == 96
 
 
 def test_a_compiled_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

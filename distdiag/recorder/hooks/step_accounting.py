@@ -118,7 +118,7 @@ class Phases:
                 led.lead_misses = 0
                 self.close_step(t)
                 step = words[_STEP]
-                if step < 64 or step & 63 == 0:  # some of them; a call costs much here
+                if step < 64 or step & 31 == 0:  # `checksum_due` is true for some of them; a call costs much here
                     with unseen():
                         self.checks.replicas.after_optimizer(optimizer, step)
         except Exception as e:
