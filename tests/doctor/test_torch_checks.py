@@ -139,5 +139,5 @@ def test_this_machine_is_examined() -> None:
     by_name = {c["name"]: c for c in examined["checks"]}
     assert by_name["torch"]["verdict"] == "pass", by_name["torch"]
     assert by_name["rendezvous"]["verdict"] in ("pass", "warn"), by_name["rendezvous"]
-    assert "met in" in by_name["rendezvous"]["found"]
+    assert "connected in" in by_name["rendezvous"]["found"]
     assert answer.returncode == (1 if examined["verdict"] == "fail" else 0)
