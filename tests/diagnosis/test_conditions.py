@@ -84,6 +84,7 @@ def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
         "if ranking.best > 3:",
         'if __name__ == "__main__":',
         "if args.remainder:",
+        "if threading.current_thread() is threading.main_thread():",
         "if process(batch):",
         'if os.environ["MODE"] == "offline":',
     ],

@@ -53,6 +53,16 @@ def test_a_rank_that_validates_alone_is_given_as_much_time_as_a_checkpoint() -> 
     assert found("run_validation", 61.0)
 
 
+def test_a_rank_that_owes_a_message() -> None:
+    def message(op: str) -> str:
+        blocked = Call(op=op, group="default_pg", peer=1, nth=3, entered_s=60.0, bytes=128)
+        ranks = rank(0, blocked=blocked, p2p_issued={f"{op}:1:0:default_pg": 3}), rank(1, activity="socket")
+        return only(findings(job(*ranks, t_s=100.0), stall)).message
+
+    assert message("recv").startswith("rank 1 has not sent what rank 0 waits for in recv from rank 1")
+    assert message("send").startswith("rank 1 has not received what rank 0 waits for in send to rank 1")
+
+
 def test_a_rank_whose_model_is_in_eval_mode_validates() -> None:
     """Whatever its functions are called: `on_epoch_end` of a callback."""
 

@@ -159,7 +159,7 @@ def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:
     words = [{w.lower() for w in _WORDS.findall(name)} for name in names]
     process = any("process" in w and w & _OF_PROCESS for w in words)  # process_index, is_world_process_zero
     variable = any(isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(test))
-    return process or variable or bool(names & set(ranks)) or any(w & _RANK_WORDS for w in words)
+    return process or variable or bool(names & set(ranks)) or any(w & _RANK_WORDS and "thread" not in w for w in words)
 
 
 @lru_cache(16)

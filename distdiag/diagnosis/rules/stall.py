@@ -305,4 +305,13 @@ def _message(
         )
     usual = f" (its longest so far: {rough_duration(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
     waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
-    return f"rank {r.rank} has not entered {op_text(call)}{size}{implicit}; {does}; {waited}"
+    return f"{_missing_text(r.rank, call, victims[0])}{size}{implicit}; {does}; {waited}"
+
+
+def _missing_text(rank: int, call: Call, victim: int) -> str:
+    """Return what a victim that is in `call` waits for: the call of this rank, or the other end of a message."""
+    if not call.p2p:
+        return f"rank {rank} has not entered {op_text(call)}"
+    if call.peer != rank:
+        return f"rank {rank} keeps rank {victim} waiting in {op_text(call)}"
+    return f"rank {rank} has not {'sent' if 'recv' in call.op else 'received'} what rank {victim} waits for in {op_text(call)}"
