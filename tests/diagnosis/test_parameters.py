@@ -91,6 +91,32 @@ def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() ->
     assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
 
 
+@pytest.mark.parametrize(
+    ("shares", "found"),
+    [
+        ((1.0, 1.0, 0.07, 0.07), True),  # a bucket that was made before more parameters were unfrozen
+        ((1.0, 1.0, 0.0, 0.0), False),  # averaged now and then, after a warm-up
+        ((1.0, 1.0, 0.07, 0.5), False),
+        ((0.07, 0.07, 0.07, 0.07), False),  # most parameters are the rank's own, by design
+    ],
+)
+def test_parameters_that_are_trained_later_and_not_averaged(shares: tuple[float, ...], found: bool) -> None:
+    def samples(q: int) -> tuple[Sample, ...]:
+        values = (1.0, 1.1, 1.2 + 0.1 * q, 1.3 + 0.2 * q)
+        by_step = zip((32, 64, 96, 128), values, shares, strict=True)
+        return tuple(
+            x for k, v, share in by_step for x in (Sample("parameters", k, v, key=5), Sample("reduced", k, share))
+        )
+
+    ranks = [rank(q, step=130, models=(), samples=samples(q)) for q in range(2)]
+    drift = [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
+    assert bool(drift) is found
+    if found:
+        f = only(drift)
+        assert (f.cause, f.certainty, f.step) == ("gradients_not_synced", "suspected", 96)
+        assert "not those of the parameters that have been trained since" in f.message
+
+
 def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], float], **more: Any) -> Finding:
     """The drift of three ranks whose learning rates were sampled with their checksums."""
     model = msgspec.structs.replace(MODEL, **more)

@@ -166,6 +166,12 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     least, most = limits.reduced
     if _never_averaged(s, shares):
         return "never_averaged"
+    earlier = [x.value for q in s.ranks for k, x in reduced[q].items() if k < drifting[0]]
+    all_before = len(earlier) >= limits.samples * len(s.ranks) and all(least <= share <= most for share in earlier)
+    # The same gradients are averaged at every step since, but more parameters are trained.
+    some_now = shares and limits.metrics < min(shares) and max(shares) < min(least, min(shares) + limits.metrics)
+    if all_before and some_now:
+        return "partly_averaged"
     if not shares or min(shares) < least or max(shares) > most:
         return None
     return "different_init"
@@ -208,6 +214,7 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
 _WHAT = {
     "gradients_not_synced": "their gradients are not averaged",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
+    "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "rates": "gradients are averaged, but learning rates differ",
@@ -218,6 +225,8 @@ _ADVICE = {
     "wraps",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
     "another model, on its part only",
+    "partly_averaged": "average the gradients of all parameters that are trained: make the list or bucket of gradients again after "
+    "parameters were added or unfrozen",
     "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
@@ -238,19 +247,18 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
         cause, words = "gradients_not_synced", "rates"
     elif averaged and drift.began_equal:
         cause, words = "gradients_not_synced", "update"
-    if cause == "never_averaged":
+    if cause in ("never_averaged", "partly_averaged"):
         cause = "gradients_not_synced"
     what = _WHAT[words] + (f" ({_rates_text(rates)})" if rates else "")
     in_ddp = " in DDP" if words == "different_init" and models else ""
     odd = _fewer(rates or drift.values)
     spread = max(drift.values.values()) - min(drift.values.values())
-    by_hand = (drift.cause == "different_init") and not models
+    by_hand = drift.cause in ("different_init", "partly_averaged") and not models
+    certain = drift.cause == "buffers" or (drift.steps[-1] >= limits.certain_step and drift.cause != "partly_averaged")
     return Finding(
         kind=kind.name,
         cause=cause,
-        certainty=Certainty.PROVED
-        if drift.cause == "buffers" or drift.steps[-1] >= limits.certain_step
-        else Certainty.SUSPECTED,
+        certainty=Certainty.PROVED if certain else Certainty.SUSPECTED,
         severity=Severity.ERROR,
         culprits=odd,
         victims=tuple(sorted(set(drift.values) - set(odd))),
