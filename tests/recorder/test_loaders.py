@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,21 @@ def test_workers_of_a_loader_that_is_fast_enough_rest(
     del iterator
     recorded.poll_workers()  # the loader is gone: nothing to ask
     assert slot.polls == 20 and recorded.h.errors == 0
+
+
+def test_batches_that_a_thread_has_pinned_are_ready(recorded: Loaders) -> None:
+    """Pinning needs a GPU; so the iterator is made by hand: two batches are ordered, one is with the thread, one with the workers."""
+
+    class Pinned:
+        _worker_result_queue: queue.Queue[int] = queue.Queue()
+        _data_queue: queue.Queue[int] = queue.Queue()
+        _tasks_outstanding = 2
+
+    iterator = Pinned()
+    iterator._data_queue.put(1)
+    recorded.starts(DataLoader(Stored(0.0), 2, num_workers=2), iterator, None)
+    recorded.gives(iterator, torch.zeros(2), 1)
+    with iterator._data_queue.mutex:  # as if the thread had it: the pulse does not wait for it
+        recorded.poll_workers()
+    slot = next(iter(recorded._slots.values()))
+    assert (slot.polls, slot.fetching_permille, recorded.h.errors) == (1, 500, 0)

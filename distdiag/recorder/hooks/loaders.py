@@ -189,7 +189,7 @@ class Loaders:
         try:
             ready = iterator._worker_result_queue.qsize()
             if iterator._data_queue is not iterator._worker_result_queue:  # a thread pins memory
-                ready += iterator._data_queue.qsize()
+                ready += len(iterator._data_queue.queue)  # without its lock, which a fork could copy while it is held
             fetching = iterator._tasks_outstanding - ready
         except (AttributeError, NotImplementedError, OSError, ValueError):  # another torch, macOS, it is being closed
             return
