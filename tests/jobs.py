@@ -89,6 +89,27 @@ def rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
         con.close()
 
 
+def closed(run_dir: Path, deadline_s: float = 60.0) -> dict[str, str]:
+    """Wait until the monitor has closed the run and ended; return the run's `meta`.
+
+    A test that only waits for the last rows kills the monitor while it folds its log into the database.
+    """
+
+    def ended() -> dict[str, str] | None:
+        meta = dict(rows(run_dir, "SELECT key, value FROM meta"))
+        return meta if meta.get("monitor_ended") == "1" and not runs(int(meta["monitor_pid"])) else None
+
+    return wait_for(ended, deadline_s, "the monitor to close the run")
+
+
+def runs(pid: int) -> bool:
+    """True if a process runs; False for a zombie, which has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
 def clean_env(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of a fresh shell with an empty home: one thread per process, no word of an outer launcher.
 

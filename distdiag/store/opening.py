@@ -141,12 +141,36 @@ def connect(database: Path) -> tuple[Connection, str | None]:
     try:
         return attempt("mode=ro"), None
     except sqlite3.OperationalError as e:
+        if "readonly" in str(e) and _roll_back(database, quoted):
+            return attempt("mode=ro"), None
         # a WAL database needs its -shm file, which cannot be created on a read-only disk
         wal = database.with_name(database.name + "-wal")
         if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
             raise
         note = "read without its newest rows: the directory is read-only" if size_of(wal) else None
         return attempt("mode=ro&immutable=1"), note
+
+
+def _roll_back(database: Path, quoted: str) -> bool:
+    """Undo what a monitor that was killed while it closed the run has left half done; False if it cannot be.
+
+    A scheduler that ends a job kills what is left of it. SQLite undoes an unfinished transaction for whoever may write, not
+    for a read-only connection, and only if no process has the database locked for writing.
+    """
+    journal = database.with_name(database.name + "-journal")
+    try:
+        if not size_of(journal) or database.stat().st_uid != os.geteuid() or journal.stat().st_uid != os.geteuid():
+            return False
+        con = sqlite3.connect(f"file:{quoted}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    except (OSError, sqlite3.Error):
+        return False
+    try:
+        con.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        return False
+    finally:
+        con.close()
+    return not size_of(journal)
 
 
 def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadable:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import REPOSITORY, launch, rows, shared, wait_for
+from tests.jobs import REPOSITORY, closed, launch, rows, shared, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -62,7 +62,7 @@ def distdiag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def ended(run_dir: Path) -> None:
     """Wait for the monitor to have written its last rows, which may be after the launcher has gone."""
-    wait_for(lambda: "ended_s" in meta(run_dir), 30, "the monitor to close the run")
+    closed(run_dir)
 
 
 def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> None:

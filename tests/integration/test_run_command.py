@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import distdiag, launch, rows, start, wait_for
+from tests.jobs import closed, distdiag, launch, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -97,16 +97,6 @@ def write(tmp_path: Path, text: str) -> Path:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(text))
     return script
-
-
-def closed(run_dir: Path) -> dict[str, str]:
-    """What the monitor wrote about the run, once it has written its last rows."""
-
-    def ended() -> dict[str, str] | None:
-        found = dict(rows(run_dir, "SELECT key, value FROM meta"))
-        return found if found.get("monitor_ended") == "1" else None  # 0 while it runs
-
-    return wait_for(ended, 30, "the monitor to close the run")
 
 
 def verdict(run_dir: Path) -> tuple[int, dict[str, Any]]:

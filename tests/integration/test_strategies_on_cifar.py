@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import launch, rows, shared, wait_for
+from tests.jobs import closed, launch, rows, shared
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(600)]
 
@@ -51,7 +51,7 @@ def test_a_strategy_trains_without_a_finding_and_resumes_to_the_same_result(stra
         [*options, *recorded, "--checkpoint-dir", tmp_path / "a"], nproc=nproc, timeout=280, fork_ranks=True
     ) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(tmp_path / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
+        closed(tmp_path / "R")
         losses = [float(x) for x in re.findall(r"step \d+/12  loss ([\d.]+)", job.stdout())]
     assert len(losses) == 3 and all(0 < loss < 10 for loss in losses)
     found = [json.loads(text) for (text,) in rows(tmp_path / "R", "SELECT json FROM finding")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows
 
 SCRIPT = """
 import os, signal, sys, time
@@ -30,5 +30,5 @@ def test_the_steps_just_before_the_end_are_written(end: str, tmp_path: Path) -> 
     env = {"DISTDIAG_RUN_DIR": str(run)}
     with launch([script], nproc=1, cwd=tmp_path, timeout=60, env=env, fork_ranks=True) as job:
         job.wait()
-        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
+        closed(run)
     assert [n for (n,) in rows(run, "SELECT step FROM step ORDER BY step")] == list(range(1, 42))

@@ -10,7 +10,7 @@ import pytest
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.store.reader import Run, open_run
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     path = script.with_name("run")
     with launch(["-m", "distdiag.run", "--run-dir", path, script], timeout=240, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(path, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
+        closed(path)
     with open_run(path) as opened:
         yield opened
 

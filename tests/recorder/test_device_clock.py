@@ -16,7 +16,7 @@ from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.hooks.device_clock import PENDING, DeviceClock
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder
-from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
+from tests.jobs import ONE_RANK, REPOSITORY, closed, free_port, rows, start
 
 
 class Event:
@@ -137,7 +137,7 @@ def test_from_the_first_forward_on_a_device_its_times_stand_for_the_hosts(pure: 
     env = {**ONE_RANK, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": str(run)}
     with start([sys.executable, str(script)], cwd=tmp_path, timeout=60, env=env | {"DISTDIAG_PURE": pure}) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 30, "the run to be closed")
+        closed(run)
     steps = rows(run, "SELECT step, forward_ms, backward_ms, optimizer_ms FROM step ORDER BY step")
     assert [s[0] for s in steps] == list(range(1, 101))
     assert {s[1:] for s in steps[80:95] + steps[97:]} == {(1.0, 1.0, 1.0)}

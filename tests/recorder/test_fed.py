@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -35,7 +35,7 @@ def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]
     command = ["-m", "distdiag.run", "--run-dir", "R", "script.py"]
     with launch(command, nproc=1, cwd=folder, timeout=60, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(folder / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
+        closed(folder / "R")
     return rows(folder / "R", "SELECT length, batches, fingerprint FROM loader")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -66,7 +66,7 @@ def test_the_cause_of_a_missing_gradient(case: str, says: str, tmp_path: Path) -
         ["-m", "distdiag.run", "--run-dir", "R", "net.py", case], nproc=1, cwd=tmp_path, fork_ranks=True
     ) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(tmp_path / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
+        closed(tmp_path / "R")
     found = [json.loads(x) for (x,) in rows(tmp_path / "R", "select json from finding")]
     by_cause = {f["cause"]: f for f in found if f["kind"] == "unused_parameters"}
     assert set(by_cause) == {"never_used", "frozen"}

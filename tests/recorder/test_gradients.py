@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -35,7 +35,7 @@ def test_sparse_bfloat16_and_plain_gradients_are_read_without_a_failure(tmp_path
         ["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60, fork_ranks=True
     ) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the monitor to close the run")
+        closed(run)
     found = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding")]
     assert [f["kind"] for f in found if f["kind"] == "recorder"] == []
     assert rows(run, "SELECT max(step) FROM step") == [(60,)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -48,7 +48,7 @@ def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
     script.write_text(f"NAN, DROPPED, SCALES = {nan}, {dropped}, {scales}\n{SCRIPT}")
     with launch(["-m", "distdiag.run", "--run-dir", "R", script], 1, cwd=tmp_path, timeout=60, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the monitor to close the run")
+        closed(run)
         kept = wait_for(lambda: rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'"), 10, "a finding")
     found = [json.loads(j) for (j,) in kept]
     assert [f["cause"] for f in found] == ["loss"] and found[0]["step"] in steps
@@ -100,7 +100,7 @@ def test_the_rank_is_named_whose_batch_holds_nan(bad: str, scale: str, culprits:
         ["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60, fork_ranks=True
     ) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(run, "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the monitor to close the run")
+        closed(run)
     [finding] = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'")]
     assert (finding["cause"], finding["culprits"]) == ("loss", culprits)
     assert ("the batch already had NaN" in finding["message"]) is bool(culprits)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import closed, launch, rows
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -38,7 +38,7 @@ def test_parameters_that_are_unfrozen_are_reported_unless_wrapped_again(tmp_path
     (tmp_path / "net.py").write_text(JOB)
     with launch(["-m", "distdiag.run", "--run-dir", "R", "net.py"], nproc=2, cwd=tmp_path, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
-        wait_for(lambda: rows(tmp_path / "R", "SELECT 1 FROM meta WHERE key = 'ended_s'"), 60, "the run to be closed")
+        closed(tmp_path / "R")
     found = [json.loads(x) for (x,) in rows(tmp_path / "R", "select json from finding")]
     (drift,) = [f for f in found if f["kind"] == "replica_drift"]
     assert drift["names"] == ["0.weight"] and drift["where"][0]["line"] == 8

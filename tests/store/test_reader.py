@@ -166,6 +166,28 @@ def test_readers_see_a_live_writer_and_its_death(tmp_path: Path) -> None:
             process.stdout.close()
 
 
+def test_a_run_whose_monitor_was_killed_while_it_closed(tmp_path: Path) -> None:
+    """A scheduler kills what is left of a job: the database has a journal, which a read-only connection cannot undo."""
+    path = _run(tmp_path / "r", frames=400)
+    code = (
+        "import os, sqlite3, sys\ncon = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "con.execute('PRAGMA cache_size = 1')\ncon.execute('BEGIN')\ncon.execute('DELETE FROM frame')\n"
+        "con.execute('CREATE TABLE filler AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 9999) SELECT i FROM n')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path / "run.db")], check=False, timeout=60)
+    assert (path / "run.db-journal").stat().st_size > 0
+    with (
+        pytest.raises(sqlite3.OperationalError, match="readonly"),
+        sqlite3.connect(f"file:{path}/run.db?mode=ro", uri=True) as con,
+    ):
+        con.execute("SELECT count(*) FROM frame")
+    con.close()
+    with open_run(path) as run:
+        frame = run.latest_frame()
+        assert frame is not None and frame.ranks[0].step == 399
+
+
 def test_a_finished_run_reads_on_a_read_only_disk(tmp_path: Path) -> None:
     path = _run(tmp_path / "r")
     con = sqlite3.connect(path / "run.db")
