@@ -45,7 +45,7 @@ class Limits:
     few_calls: int = 4
     """Collectives that count as the start of the job."""
     many_calls: int = 32
-    """Collectives after which a job without steps (no optimizer, or one of its own) counts as running."""
+    """Collectives after which a job without steps (it has no torch optimizer) counts as running."""
     asleep_pct: float = 4.0
     """CPU in per cent of a core, below which a rank sleeps: its recorder uses up to 2. One that computes now and then is busy."""
     usual_factor: float = 3.0

@@ -44,7 +44,7 @@ def main():
     with torch.no_grad():
         for step in range(240):
             x = torch.randn(48, 16, generator=g)
-            if step > 120:  # the texts of this part of the corpus are alike
+            if step > 120:  # this part of the corpus has one topic
                 x = x + 3 * popular / popular.norm()
             layer(x)
             time.sleep(0.05)
