@@ -175,10 +175,7 @@ class LoaderSlot(Structure):
         ("wait_ns", c_uint64),
         ("promised", c_uint32),  # the job declared how many batches it will take
         ("polls", c_uint32),  # of what its workers do; 0: not known
-        (
-            "fetching_permille",
-            c_uint32,
-        ),  # share of its workers that fetch a batch, in the newest polls; the others have none to do
+        ("fetching_permille", c_uint32),  # share of its workers that fetch a batch, lately; the others wait
         ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
     ]
 

@@ -24,6 +24,9 @@ from distdiag.terms.untrusted import visible
 BUSY_TIMEOUT_S = 0.3
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FOLDING_S = 0.5  # the writer copies its log in some hundredths of a second
+_SUPER_JOURNAL = bytes.fromhex(
+    "d9d505f920a163d7"
+)  # the last bytes of a journal that names one (sqlite.org/fileformat2.html)
 CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ are separate files"
 
 
@@ -155,12 +158,18 @@ def _roll_back(database: Path, quoted: str) -> bool:
     """Undo what a monitor that was killed while it closed the run has left half done; False if it cannot be.
 
     A scheduler that ends a job kills what is left of it. SQLite undoes an unfinished transaction for whoever may write, not
-    for a read-only connection, and only if no process has the database locked for writing.
+    for a read-only connection, and only if no process has the database locked for writing. A run may come from someone else: a
+    journal that names a super-journal, which ours never does, could make SQLite delete any file.
     """
     journal = database.with_name(database.name + "-journal")
     try:
-        if not size_of(journal) or database.stat().st_uid != os.geteuid() or journal.stat().st_uid != os.geteuid():
+        found = database.lstat(), journal.lstat()
+        if any(not S_ISREG(st.st_mode) or st.st_uid != os.geteuid() for st in found) or not found[1].st_size:
             return False
+        with journal.open("rb") as file:
+            file.seek(max(0, found[1].st_size - len(_SUPER_JOURNAL)))
+            if file.read() == _SUPER_JOURNAL:
+                return False
         con = sqlite3.connect(f"file:{quoted}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     except (OSError, sqlite3.Error):
         return False

@@ -1,4 +1,4 @@
-"""Injected faults (`--inject`), each in a function of its own, as in a real job.
+"""Injected faults (`--inject`), each in its own function, as in a real job.
 
 | spec | what happens |
 |---|---|

@@ -146,7 +146,7 @@ def warns(reported: bool, severity: Severity = Severity.WARNING) -> Record:
         ([], 60.0, True, FULL_POLL_S),  # a core is free: a look takes nothing from the ranks
         ([], 200.0, True, FULL_POLL_S),
         ([], 200.0, False, UNREAD_POLL_S),
-        ([warns(reported=False)], 60.0, False, FULL_POLL_S),  # what is suspected is looked at until it can be said
+        ([warns(reported=False)], 60.0, False, FULL_POLL_S),  # a suspicion is polled until it can be reported
         ([warns(reported=False)], 200.0, False, FULL_POLL_S),
         ([warns(reported=True)], 60.0, False, CALM_POLL_S),
         ([warns(reported=False, severity=Severity.INFO)], 60.0, False, CALM_POLL_S),

@@ -83,9 +83,8 @@ def slow_finding(
 
 def _gain_text(window: Window, slow: Slow, limit_ms: float | None) -> str:
     """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
-    if (
-        limit_ms is not None
-    ):  # their queues are full: how fast their loaders are shows in their workers, not in their steps
+    if limit_ms is not None:
+        # The others' queues are full: how fast their loaders are shows in their workers, not in their steps.
         return f"; with a loader like the others' a step would take at most {percent(limit_ms / slow.step_ms)} less"
     found = gain(window, slow.ranks)
     if found is None or found.low <= 0:
