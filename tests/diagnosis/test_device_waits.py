@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.rules import stall
 from distdiag.diagnosis.waits.graph import build
 from distdiag.monitor.ranks import device_queue
@@ -184,6 +184,22 @@ def test_a_collective_that_all_have_issued_and_that_does_not_complete() -> None:
     assert (found.cause, found.certainty, found.culprits, found.victims) == ("unknown", "suspected", (), (0, 1))
     assert findings(both(90.0), stall) == []
     assert findings(replace(both(75.0), usual_step_s=9.0), stall) == []
+
+
+def test_a_message_that_both_ends_have_issued_and_that_does_not_complete() -> None:
+    """The sender's host is free: a send returns on a device once it is queued."""
+
+    def both(since_s: float, life: str = Life.RUNNING, waits: bool = False) -> Snapshot:
+        sent = issued("send", None, since_s, 31, peer=0, nth=3)
+        sender = replace(rank(1, sent, waits=waits), life=life, step=5)
+        return job(replace(rank(0, issued("recv", None, 60.0, 30, peer=1, nth=3)), step=5), sender)
+
+    (found,) = findings(both(75.0), stall)
+    assert (found.cause, found.certainty, found.culprits, found.victims) == ("unknown", "suspected", (), (0, 1))
+    assert found.message.startswith("rank 0 has issued recv from rank 1 at train.py:30 in main and rank 1 has issued send to")
+    assert findings(both(90.0), stall) == []
+    assert findings(both(75.0, Life.FINISHED), stall) == []
+    assert len(findings(both(75.0, waits=True), stall)) == 1
 
 
 def test_a_rank_whose_own_device_is_busy_is_a_stall_of_its_device() -> None:

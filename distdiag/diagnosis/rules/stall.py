@@ -19,7 +19,7 @@ from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRe
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
-from distdiag.diagnosis.waits.delays import kept_waiting, outpaced
+from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, outpaced
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -132,37 +132,39 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
-    """Yield collectives that every member has issued on its device and that do not complete: no rank is known to be late."""
+    """Yield operations that all their ranks have issued on their devices and that do not complete: no rank is known to be late."""
     s = facts.snapshot
-    for wait in facts.graph.waits:
-        group = s.groups.get(wait.group)
-        if wait.p2p or wait.missing or wait.conflict or group is None or set(wait.ranks) != set(group.ranks):
+    for calls, since_s in incomplete(s, facts.graph):
+        ranks = sorted(calls)
+        started = any(s.ranks[r].step or s.ranks[r].steps for r in ranks)
+        start_s = 0.0 if started else _start_s(min(len(s.ranks[r].calls) for r in ranks))
+        limit_s = max(limits.patience_s["device"], start_s, limits.usual_factor * (s.usual_step_s or 0.0))
+        waited_s = s.t_s - since_s
+        if waited_s < limit_s:
             continue
-        calls = [wait.calls[r] for r in wait.ranks]
-        entered = [c.entered_s for c in calls if c.on_device and c.entered_s is not None]
-        if len(entered) < len(calls) or len(calls) < 2:
-            continue
-        waited_s = s.t_s - max(entered)
-        started = any(s.ranks[r].step or s.ranks[r].steps for r in wait.ranks)
-        start_s = 0.0 if started else _start_s(min(len(s.ranks[r].calls) for r in wait.ranks))
-        limit_s = max(limits.patience_s["device"], start_s)
-        limit_s = max(limit_s, limits.usual_factor * (s.usual_step_s or 0.0))
-        if waited_s >= limit_s:
-            yield Finding(
-                kind=kind.name,
-                cause="unknown",
-                certainty=Certainty.SUSPECTED,
-                severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
-                victims=tuple(sorted(wait.ranks)),
-                collective=CollectiveRef(calls[0].op, wait.group, wait.seq, calls[0].bytes),
-                waiting=tuple(where(s.ranks[r], "waiting", wait.calls[r].site) for r in sorted(wait.ranks)),
-                step=max(s.ranks[r].step for r in wait.ranks),
-                first_seen_s=max(entered),
-                message=f"{rank_list(wait.ranks)} have all issued {op_text(calls[0])}{at(calls[0].site)}, and it has not completed "
-                f"for {rough_duration(waited_s)}: a device is busy with earlier work, or the network does not deliver",
-                cost="the job makes no progress",
-                advice="see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors",
-            )
+        first = calls[ranks[0]]
+        issued = f"{rank_list(ranks)} have all issued {op_text(first)}{at(first.site)}, and it has"
+        if first.p2p:
+            issued = f"{_end_text(ranks[0], first)} and {_end_text(ranks[1], calls[ranks[1]])}, and the message has"
+        yield Finding(
+            kind=kind.name,
+            cause="unknown",
+            certainty=Certainty.SUSPECTED,
+            severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
+            victims=tuple(ranks),
+            collective=CollectiveRef(first.op, first.group, first.seq, first.bytes),
+            waiting=tuple(where(s.ranks[r], "waiting", calls[r].site) for r in ranks),
+            step=max(s.ranks[r].step for r in ranks),
+            first_seen_s=since_s,
+            message=f"{issued} not completed for {rough_duration(waited_s)}: a device is busy with earlier work, or the network "
+            "does not deliver",
+            cost="the job makes no progress",
+            advice="see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors",
+        )
+
+
+def _end_text(rank: int, call: Call) -> str:
+    return f"rank {rank} has issued {op_text(call)}{at(call.site)}"
 
 
 def patience_s(r: RankState) -> float:

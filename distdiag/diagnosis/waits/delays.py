@@ -1,4 +1,4 @@
-"""How long a living rank has kept the others waiting.
+"""How long a living rank has kept the others waiting, and what does not complete although nobody is late.
 
 Ranks may wait for a rank that trains on: in stages, only some ranks train while the others wait in a barrier. And who waits for
 whom changes: ranks in that barrier have not waited all the time for the rank that is late now. So the delay of a rank counts from
@@ -7,8 +7,11 @@ its newest step or collective, unless another rank waits for it within a step: r
 
 from __future__ import annotations
 
-from distdiag.diagnosis.model.snapshot import RankState, Snapshot
-from distdiag.diagnosis.waits.graph import WaitGraph
+from collections.abc import Iterator
+
+from distdiag.diagnosis.model.snapshot import DEAD, Call, RankState, Snapshot
+from distdiag.diagnosis.waits import messages
+from distdiag.diagnosis.waits.graph import Wait, WaitGraph
 
 _IN_STEP = ("forward", "backward", "optimizer")
 
@@ -47,6 +50,37 @@ def outpaced(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float
     if any(not set(victims) <= set(s.groups[name].ranks) for name in with_others):
         return None
     return victims, s.t_s - max(since), ahead
+
+
+def incomplete(s: Snapshot, graph: WaitGraph) -> Iterator[tuple[dict[int, Call], float]]:
+    """Yield (calls by rank, run time since when all are issued) of each device operation that nobody is late for and that is open."""
+    seen: set[tuple] = set()
+    for wait in graph.waits:
+        if wait.missing or wait.conflict or wait.any_of or not wait.ranks:
+            continue
+        calls = _ends(s, wait) if wait.p2p else _members(s, wait)
+        name = (wait.group, wait.seq, *sorted((r, c.op, c.tag) for r, c in calls.items() if wait.p2p))
+        if name in seen:  # both ends of a message wait in it
+            continue
+        seen.add(name)
+        entered = [c.entered_s for c in calls.values() if c.on_device and c.entered_s is not None]
+        if len(calls) > 1 and len(entered) == len(calls):
+            yield calls, max(entered)
+
+
+def _members(s: Snapshot, wait: Wait) -> dict[int, Call]:
+    group = s.groups.get(wait.group)
+    return dict(wait.calls) if group is not None and set(wait.ranks) == set(group.ranks) else {}
+
+
+def _ends(s: Snapshot, wait: Wait) -> dict[int, Call]:
+    """Return both ends of a message; nothing if the other one is not known, or its process has ended."""
+    _, nth, direction, rank, peer, _ = wait.key
+    call, other = wait.calls.get(rank), s.ranks.get(peer)
+    if call is None or other is None or other.life in DEAD:
+        return {}
+    end = messages.other_end(other, rank, direction, call, nth)
+    return {} if end is None else {rank: call, peer: end}
 
 
 def _moved_s(r: RankState) -> float | None:

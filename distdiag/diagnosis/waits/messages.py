@@ -56,7 +56,7 @@ def _name(c: Call) -> tuple[str | int | None, ...]:
     return c.group, c.seq, *((direction_of(c), c.peer, c.tag, c.nth) if c.p2p else ())
 
 
-def _other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) -> Call | None:
+def other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) -> Call | None:
     """The peer's call that matches the `nth` message of `rank`, where it is still known."""
     for c in reversed(peer.calls):
         same = (c.peer, c.tag, c.group, c.nth) == (rank, call.tag, call.group, nth)
@@ -74,7 +74,7 @@ def met(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
     if peer.life == Life.STOPPED:
         return False
     direction = direction_of(call)
-    if peer.queued and held_up(peer, _other_end(peer, st.rank, direction, call, nth)):
+    if peer.queued and held_up(peer, other_end(peer, st.rank, direction, call, nth)):
         return False
     there = count(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
     receiver = peer if direction == "send" else st
