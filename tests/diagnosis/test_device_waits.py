@@ -196,7 +196,9 @@ def test_a_message_that_both_ends_have_issued_and_that_does_not_complete() -> No
 
     (found,) = findings(both(75.0), stall)
     assert (found.cause, found.certainty, found.culprits, found.victims) == ("unknown", "suspected", (), (0, 1))
-    assert found.message.startswith("rank 0 has issued recv from rank 1 at train.py:30 in main and rank 1 has issued send to")
+    assert found.message.startswith(
+        "rank 0 has issued recv from rank 1 at train.py:30 in main and rank 1 has issued send to"
+    )
     assert findings(both(90.0), stall) == []
     assert findings(both(75.0, Life.FINISHED), stall) == []
     assert len(findings(both(75.0, waits=True), stall)) == 1
