@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list
 from distdiag.report import words
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.terms import units
-from distdiag.traces.text import ms_text, place
+from distdiag.traces.text import ms_text, path_text, place
 
 MAX_RANKS = 64
 MAX_BARS = 32
@@ -32,9 +32,9 @@ def render(facts: RunFacts) -> str:
         finalize=lambda v: v if isinstance(v, Markup) else units.MISSING if v is None else words.visible(v),
     )
     environment.globals.update(
-        ms=words.milliseconds, number=words.number, percent=units.percent, size=units.size_text, rate=units.rate_text,
+        ms=words.milliseconds, from_us=words.from_us, number=words.number, percent=units.percent, size=units.size_text, rate=units.rate_text,
         duration=units.duration, gradient_times=words.gradient_times, gradient_words=words.gradient_words, moment=words.moment,
-         rank_list=rank_list, trace_ms=ms_text, place=place, Certainty=Certainty, Severity=Severity,
+         rank_list=rank_list, trace_ms=ms_text, place=place, path_text=path_text, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)
     timed = tuple(r for r in shown if r.step_ms is not None)

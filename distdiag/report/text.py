@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
-from distdiag.report.words import gradient_times, gradient_words, milliseconds, moment, number, visible
+from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
 
@@ -177,12 +177,12 @@ def _gradients(f: RunFacts) -> list[str]:
 def _collectives(f: RunFacts) -> list[str]:
     if not f.collectives:
         return []
-    ms = _any(milliseconds)
+    us = _any(from_us)
     late = [None if c.late_rank is None else f"rank {c.late_rank} in {percent(c.late_share)}" for c in f.collectives]
     return _table(
         "Collectives (times on the rank that arrived last; skew: first to last arrival)",
-        [("<operation", _word), ("<group", _word), ("size", _any(size_text)), ("count", _any(number)), ("p50 µs", ms),
-         ("p99 µs", ms), ("busbw GB/s", _any(number, 2)), ("skew µs", ms), ("<last to arrive", _word)],
+        [("<operation", _word), ("<group", _word), ("size", _any(size_text)), ("count", _any(number)), ("p50 ms", us),
+         ("p99 ms", us), ("busbw GB/s", _any(number, 2)), ("skew ms", us), ("<last to arrive", _word)],
         [(c.op, c.pgroup, c.bytes, c.count, c.p50_us, c.p99_us, c.busbw_gbps, c.skew_p50_us, who)
          for c, who in list(zip(f.collectives, late, strict=True))[:MAX_COLLECTIVES]],
     )  # fmt: skip

@@ -25,6 +25,11 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.3f}"
 
 
+def from_us(value_us: float | None) -> str:
+    """Return a time given in µs as `milliseconds` writes it."""
+    return MISSING if value_us is None else milliseconds(value_us / 1e3)
+
+
 def number(value: float | None, digits: int = 0) -> str:
     return MISSING if value is None else f"{value:,.{digits}f}"
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.traces.intervals import Spans, both, length, union, without
-from distdiag.traces.model import CollectiveTimes, Difference, LineTime, Operator, RankTimes
+from distdiag.traces.model import CollectiveTimes, Difference, LineTime, ModuleTimes, Operator, RankTimes
 from distdiag.traces.read import Comm, Op, Trace, is_comm_call
 
 Key = tuple[str, int, str]  # group, sequence number, operation
@@ -121,7 +121,7 @@ def rank_times(
     """
     low, high = window
     comm = union(((c.start, c.end) for c in trace.comms), low, high)
-    compute = _compute(trace, low, high)
+    compute = compute_of(trace, window)
     busy = union([*compute, *comm], low, high)
     waits = []
     for of_rank in collectives.values():
@@ -145,7 +145,9 @@ def rank_times(
     )
 
 
-def _compute(trace: Trace, low: float, high: float) -> Spans:
+def compute_of(trace: Trace, window: Window) -> Spans:
+    """Return when one rank computes, disjoint and sorted, on the clock of its trace."""
+    low, high = window
     if trace.compute is not None:
         return union(trace.compute, low, high)
     if trace.device:
@@ -160,7 +162,7 @@ def operators_of(trace: Trace, window: Window, steps: int) -> list[Operator]:
 
 def condense(trace: Trace, window: Window, steps: int) -> None:
     """Keep of the operators and kernels only what the analysis of these steps needs: a few thousand intervals."""
-    trace.compute, trace.operators = _compute(trace, *window), operators_of(trace, window, steps)
+    trace.compute, trace.operators = compute_of(trace, window), operators_of(trace, window, steps)
     trace.ops, trace.device = [], []
 
 
@@ -224,6 +226,32 @@ def collective_times(
             )
         )
     return sorted(out, key=lambda c: -(c.skew_ms + c.transfer_ms))
+
+
+def module_times(
+    comms: Mapping[int, Sequence[Comm]], computes: Mapping[int, Spans], windows: Mapping[int, Window], steps: int
+) -> list[ModuleTimes]:
+    """Return the communication of each module, the mean of all ranks, those with most exposed time first."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for rank, of_rank in comms.items():
+        low, high = windows[rank]
+        spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for c in of_rank:
+            if c.module is not None and low <= c.start < high:
+                spans[c.module].append((c.start, c.end))
+        for module, of_module in spans.items():
+            times, busy = found[module], union(of_module, low, high)
+            times[0] += len(of_module)
+            times[1] += length(busy)
+            times[2] += length(without(busy, computes[rank]))
+    share = max(1, len(comms) * steps)
+    out = [
+        ModuleTimes(
+            module=m, per_step=round(n / share, 2), comm_ms=comm / share / 1e3, exposed_ms=exposed / share / 1e3
+        )
+        for m, (n, comm, exposed) in found.items()
+    ]
+    return sorted(out, key=lambda m: (-m.exposed_ms, -m.comm_ms, m.module))
 
 
 def _sum(sizes: Sequence[int | None], steps: int) -> float | None:

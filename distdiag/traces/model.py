@@ -65,6 +65,31 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):
     late_share: float
 
 
+class ModuleTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Communication of one FSDP module, ms per step, the mean of all ranks."""
+
+    module: str
+    per_step: float  # collectives
+    comm_ms: float
+    exposed_ms: float
+
+
+class PathTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank adds to the critical path, ms per step."""
+
+    rank: int
+    compute_ms: float
+    idle_ms: float
+
+
+class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
+    """The chain of work and transfers that sets the length of the steps; its parts add up to `step_ms`."""
+
+    step_ms: float
+    transfer_ms: float
+    ranks: list[PathTime]  # the largest part first
+
+
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the comparison of two ranks."""
 
@@ -102,6 +127,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[Missing]
     verdict: str | None  # the rank that the others wait for, if it is mostly the same one
     collectives: list[CollectiveTimes]
+    modules: list[ModuleTimes] = []
+    critical_path: CriticalPath | None = None  # None: ranks share no collective whose times are known
     comparison: Comparison | None
     trace: str | None  # merged, for ui.perfetto.dev
     notes: list[str]

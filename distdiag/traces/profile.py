@@ -11,6 +11,7 @@ import msgspec
 from distdiag.terms.ranks import fold_ranks
 from distdiag.traces import analyse
 from distdiag.traces.analyse import Entry, Key, Window
+from distdiag.traces.critical_path import critical_path
 from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes
 from distdiag.traces.read import Comm, Trace
 from distdiag.traces.text import ms_text, place
@@ -76,6 +77,7 @@ def profile_of(
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
         ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
     by_kind = analyse.collective_times(collectives, offsets, steps)
+    computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
     profile = Profile(
         run=run,
         number=number,
@@ -85,6 +87,8 @@ def profile_of(
         missing=missing,
         verdict=_verdict(ranks, by_kind),
         collectives=by_kind,
+        modules=analyse.module_times({q: r.trace.comms for q, r in usable.items()}, computes, windows, steps),
+        critical_path=critical_path(collectives, computes, windows, offsets, steps),
         comparison=_comparison(usable, windows, steps, ranks, chosen),
         trace=None,
         notes=notes,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import zlib
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,9 @@ MAX_US = 1e16  # of a time stamp: older versions of Kineto write microseconds si
 MAX_NS = 1 << 62
 _COMM_CALLS = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms", "nccl:", "gloo:")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \(([\w.,\- ]{1,200})\))?")  # FSDP2, `fully_shard`
+_NESTED = 16  # marks around one another that are searched
+ROOT = "(root)"  # FSDP names no module for the outermost one
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "stream:")
 
 
@@ -73,6 +79,18 @@ class Comm:
     group: str | None = None
     seq: int | None = None
     bytes: int | None = None
+    thread: int | str | None = None
+    module: str | None = None
+
+
+@dataclass(slots=True)
+class Mark:
+    """What FSDP does for one of its modules, on one thread or stream."""
+
+    module: str
+    start: float
+    end: float
+    thread: int | str | None
 
 
 @dataclass(slots=True)
@@ -158,6 +176,7 @@ def parse(data: bytes) -> Trace:
 
 def _sort(trace: Trace, events: Iterable[_Event]) -> None:
     device_comms: list[Comm] = []
+    marks: list[Mark] = []
     for e in events:
         if e.ph != "X" or e.ts is None or not -MAX_US < e.ts < MAX_US:
             continue
@@ -177,12 +196,26 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 trace.comms.append(_comm(e, end))
             elif e.name.startswith("ProfilerStep#") and e.name[13:].isdigit() and len(e.name) < 30:
                 trace.marks.append((int(e.name[13:]), e.ts, end))
+        if e.cat in ("user_annotation", "gpu_user_annotation") and (m := _FSDP.fullmatch(e.name)) is not None:
+            marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
     if (
         trace.device or device_comms
     ):  # then the annotations of the host show when a collective was issued, not when it ran
         trace.comms = device_comms
     trace.comms.sort(key=lambda c: c.start)
     trace.marks.sort()
+    _name_modules(trace.comms, marks)
+
+
+def _name_modules(comms: Iterable[Comm], marks: Sequence[Mark]) -> None:
+    """Give each collective the module of the innermost mark that it begins in, on the same thread or stream."""
+    by_thread: dict[int | str | None, list[Mark]] = defaultdict(list)
+    for m in sorted(marks, key=lambda m: m.start):
+        by_thread[m.thread].append(m)
+    for c in comms:
+        near = by_thread.get(c.thread, [])
+        at = bisect_right(near, c.start, key=lambda m: m.start)
+        c.module = next((m.module for m in reversed(near[max(0, at - _NESTED) : at]) if c.start <= m.end), None)
 
 
 def _comm(e: _Event, end: float) -> Comm:
@@ -192,4 +225,4 @@ def _comm(e: _Event, end: float) -> Comm:
     seq = a.seq if type(a.seq) is int and 0 <= a.seq < MAX_NS else None
     _, item = SCALAR_TYPES.get(a.dtype, ("", 0)) if isinstance(a.dtype, str) else ("", 0)
     size = a.elements * item if item and type(a.elements) is int and 0 <= a.elements < MAX_NS else None
-    return Comm(op, e.ts, end, short_text(a.group) or None, seq, size)
+    return Comm(op, e.ts, end, short_text(a.group) or None, seq, size, e.tid)

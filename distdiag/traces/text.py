@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from distdiag.terms.units import MISSING, percent, size_text
 from distdiag.terms.untrusted import visible
-from distdiag.traces.model import CollectiveTimes, Comparison, Profile, RankTimes
+from distdiag.traces.model import CollectiveTimes, Comparison, CriticalPath, ModuleTimes, Profile, RankTimes
 
 TOP = 5
+PARTS, LEAST_SHARE = 5, 0.02  # of the critical path that are named
 NAME = 60  # characters of an operator's name
 
 
@@ -39,8 +40,12 @@ def lines(p: Profile) -> list[str]:
         out += ["", *table(_HEAD, [_times(r) for r in p.ranks])]
     if p.comparison is not None:
         out += ["", *_compared(p.comparison)]
+    if p.critical_path is not None and p.critical_path.step_ms > 0:
+        out += ["", path_text(p.critical_path)]
     if p.collectives:
         out += ["", *table(_COLLECTIVE_HEAD, [_collective(c) for c in p.collectives[:TOP]], left=2)]
+    if p.modules:
+        out += ["", *table(_MODULE_HEAD, [_module(m) for m in p.modules[:TOP]])]
     for r in p.ranks if p.comparison is None else ():
         out += ["", f"rank {r.rank}, most self time"]
         rows = [(visible(o.name)[:NAME], ms_text(o.self_ms), f"{o.calls:g}") for o in r.operators[:TOP]]
@@ -88,6 +93,23 @@ def _collective(c: CollectiveTimes) -> tuple[str, ...]:
         ms_text(c.transfer_ms),
         late,
     )
+
+
+_MODULE_HEAD = ("module (FSDP)", "collectives per step", "comm ms", "exposed ms")
+
+
+def _module(m: ModuleTimes) -> tuple[str, ...]:
+    return visible(m.module)[-NAME:], f"{m.per_step:g}", ms_text(m.comm_ms), ms_text(m.exposed_ms)
+
+
+def path_text(p: CriticalPath) -> str:
+    """Return the critical path in one line: what sets the length of a step, largest first."""
+    parts = [(r.compute_ms, f"compute of rank {r.rank}") for r in p.ranks]
+    parts += [(r.idle_ms, f"rank {r.rank} idle") for r in p.ranks]
+    parts.append((p.transfer_ms, "transfers"))
+    parts = sorted((x for x in parts if x[0] >= LEAST_SHARE * p.step_ms), key=lambda x: -x[0])
+    shown = ", ".join(f"{name} {ms_text(ms)} ({percent(ms / p.step_ms)})" for ms, name in parts[:PARTS])
+    return f"critical path, {ms_text(p.step_ms)} ms per step: {shown}"
 
 
 def _compared(c: Comparison) -> list[str]:

@@ -92,6 +92,62 @@ def test_the_time_of_each_rank_and_its_wait_for_the_late_one() -> None:
     assert (reduce.skew_ms, reduce.transfer_ms) == (pytest.approx(0.3), pytest.approx(0.195))
 
 
+def test_the_critical_path_goes_through_the_rank_that_came_last() -> None:
+    profile, *_ = profile_of("run", 1, two_ranks(), [], None)
+    path = profile.critical_path
+    assert path is not None and path.step_ms == pytest.approx(1.0)
+    # each step: rank 1 until it comes at 505, the transfer until rank 0 has work again at 600; the last 400 are those of rank 0
+    assert path.transfer_ms == pytest.approx(0.095)
+    assert {r.rank: (r.compute_ms, r.idle_ms) for r in path.ranks} == {
+        0: (pytest.approx(0.15), pytest.approx(0.05)), 1: (pytest.approx(0.35), pytest.approx(0.355))
+    }  # fmt: skip
+    assert "critical path, 1.00 ms per step: rank 1 idle 0.35 (36 %), compute of rank 1 0.35 (35 %)" in "\n".join(
+        text.lines(profile)
+    )
+
+
+def test_communication_that_compute_hides_is_not_on_the_critical_path() -> None:
+    ranks = {}
+    for rank in (0, 1):
+        named = {"Process Group Name": "0", "Collective name": "allreduce", "In msg nelems": 8, "dtype": "Float"}
+        kernels = [
+            op("gemm", 0, 400, tid=7, cat="kernel"),
+            op("ncclDevKernel_AllReduce", 100, 300, tid=20, cat="kernel", Seq=1, **named),
+            op("ncclDevKernel_AllReduce", 300, 500, tid=20, cat="kernel", Seq=2, **named),  # queued
+            op("ncclDevKernel_AllReduce", 520, 700, tid=20, cat="kernel", Seq=3, **named),
+            op("gemm", 505, 530, tid=7, cat="kernel"),
+            op("adam", 700, 1000, tid=7, cat="kernel"),
+        ]
+        ranks[rank] = Recorded(parse(trace_file(*kernels)), [(0, BASE_NS), (1, BASE_NS + 1_000_000)])
+    path = profile_of("run", 1, ranks, [], None)[0].critical_path
+    assert path is not None
+    # back from 1000: adam, the third transfer until 520, compute since 505, the second and (queued) the first transfer until 100
+    assert path.transfer_ms == pytest.approx(0.180 + 0.200 + 0.2)
+    assert sum(r.compute_ms for r in path.ranks) == pytest.approx(0.300 + 0.015 + 0.1)
+
+
+def test_the_communication_of_fsdp_is_shown_by_module() -> None:
+    gather = {"Process Group Name": "0", "Collective name": "_allgather_base", "In msg nelems": 8, "dtype": "Float"}
+    mark = "gpu_user_annotation"
+    trace = parse(
+        trace_file(
+            op("FSDP::all_gather (layers.0)", 0, 205, tid=20, cat=mark),
+            op("ncclDevKernel_AllGather", 5, 200, tid=20, cat="kernel", Seq=1, **gather),
+            op("FSDP::pre_backward (layers.1)", 290, 520, tid=20, cat=mark),
+            op("FSDP::all_gather (layers.1)", 300, 510, tid=20, cat=mark),
+            op("ncclDevKernel_AllGather", 305, 500, tid=20, cat="kernel", Seq=2, **gather),
+            op("FSDP::all_gather", 600, 705, tid=20, cat=mark),
+            op("ncclDevKernel_AllGather", 605, 700, tid=20, cat="kernel", Seq=3, **gather),
+            op("ncclDevKernel_AllReduce", 800, 900, tid=20, cat="kernel", Seq=4, **gather),
+            op("gemm", 0, 180, tid=7, cat="kernel"),
+        )
+    )
+    profile, *_ = profile_of("run", 1, {0: Recorded(trace, [(0, BASE_NS), (1, BASE_NS + 1_000_000)])}, [], None)
+    found = [(m.module, m.per_step, round(m.comm_ms, 3), round(m.exposed_ms, 3)) for m in profile.modules]
+    assert found == [("layers.1", 1, 0.195, 0.195), ("(root)", 1, 0.095, 0.095), ("layers.0", 1, 0.195, 0.02)]
+    assert "layers.1" in "\n".join(text.lines(profile))
+
+
 def test_the_comparison_shows_what_the_culprit_does_more() -> None:
     profile, *_ = profile_of("run", 1, two_ranks(), [], (1, 0, "most self time"))
     assert profile.comparison is not None

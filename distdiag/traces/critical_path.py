@@ -1,0 +1,125 @@
+"""The critical path of the recorded steps across ranks: which rank's work, and which transfers, set how long a step takes.
+
+From the end of the last step we go back in time, through the compute and the idle time of one rank, to the moment when it waited
+for communication and had nothing to compute. There the path is the collective that was in flight: *transfer* back to the moment
+when its last rank came, and from there on the work of that rank. A collective that begins where another one ends was queued
+behind it. Communication that compute hides delays nothing and is not on the path.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distdiag.traces.intervals import Spans, both, length, union, without
+from distdiag.traces.model import CriticalPath, PathTime
+from distdiag.traces.read import Comm
+
+QUEUED_US = 50.0  # between two collectives of one stream
+IN_FLIGHT = 64  # collectives at a time that are searched
+
+
+@dataclass(slots=True)
+class _Passed:
+    """One collective as one rank saw it; times in µs on the common clock."""
+
+    start: float
+    end: float
+    came: float  # its last rank
+    last_rank: int
+
+
+@dataclass(slots=True)
+class _Rank:
+    begin: float
+    compute: Spans
+    passed: list[_Passed] = field(default_factory=list)  # ascending by their end
+    exposed: Spans = field(default_factory=list)
+
+
+def critical_path(
+    collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
+    computes: Mapping[int, Spans],
+    windows: Mapping[int, tuple[float, float]],
+    offsets_us: Mapping[int, float],
+    steps: int,
+) -> CriticalPath | None:
+    """Return the critical path in ms per step; None without collectives that ranks share.
+
+    Args:
+        collectives: As `analyse.joined` returns them.
+        computes, windows: By rank: its compute and its steps, on the clock of its own trace.
+        offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
+    """
+    if not collectives:
+        return None
+    ranks = _ranks(collectives, computes, windows, offsets_us)
+    own = {q: [0.0, 0.0] for q in ranks}  # compute, idle
+    rank = max(windows, key=lambda q: windows[q][1] + offsets_us[q])
+    at = end = windows[rank][1] + offsets_us[rank]
+    transfer_us, came = 0.0, False
+    while True:
+        r = ranks[rank]
+        before = _queued_behind(r, at) if came else None
+        since, cause = before or _waited_for(r, at)
+        since = min(since, at)
+        busy = length(both(r.compute, [(since, at)])) if since < at else 0.0
+        own[rank][0] += busy
+        own[rank][1] += at - since - busy
+        at = since
+        if cause is None:
+            break
+        until = max(cause.came, ranks[cause.last_rank].begin)
+        transfer_us += max(0.0, at - until)
+        at, rank, came = min(at, until), cause.last_rank, True
+    per = 1e3 * steps
+    parts = [PathTime(rank=q, compute_ms=c / per, idle_ms=i / per) for q, (c, i) in own.items() if c + i > 0]
+    return CriticalPath(
+        step_ms=(end - at) / per,
+        transfer_ms=transfer_us / per,
+        ranks=sorted(parts, key=lambda r: -(r.compute_ms + r.idle_ms)),
+    )
+
+
+def _ranks(
+    collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
+    computes: Mapping[int, Spans],
+    windows: Mapping[int, tuple[float, float]],
+    offsets_us: Mapping[int, float],
+) -> dict[int, _Rank]:
+    """Return what each rank computed and waited for, on the common clock."""
+    ranks = {
+        q: _Rank(low + offsets_us[q], [(a + offsets_us[q], b + offsets_us[q]) for a, b in computes[q]])
+        for q, (low, _) in windows.items()
+    }
+    for of_rank in collectives.values():
+        starts = {q: c.start + offsets_us[q] for q, c in of_rank.items()}
+        last = max(starts, key=lambda q: starts[q])
+        for q, c in of_rank.items():
+            ranks[q].passed.append(_Passed(starts[q], c.end + offsets_us[q], starts[last], last))
+    for q, r in ranks.items():
+        r.passed.sort(key=lambda p: p.end)
+        high = windows[q][1] + offsets_us[q]
+        r.exposed = without(union(((p.start, p.end) for p in r.passed), r.begin, high), r.compute)
+    return ranks
+
+
+def _queued_behind(r: _Rank, at: float) -> tuple[float, _Passed] | None:
+    """Return the collective that ended where one begins, at `at`; None if there is none."""
+    i = bisect_right(r.passed, at, key=lambda p: p.end) - 1
+    p = r.passed[i] if i >= 0 else None
+    if p is None or at - p.end > QUEUED_US or p.came >= p.end or p.end <= r.begin:
+        return None
+    return p.end, p
+
+
+def _waited_for(r: _Rank, at: float) -> tuple[float, _Passed | None]:
+    """Return when the rank last waited for a collective before `at`, and which; or the begin of its steps, and None."""
+    for k in range(bisect_left(r.exposed, at, key=lambda span: span[0]) - 1, -1, -1):
+        until = min(at, r.exposed[k][1])
+        first = bisect_left(r.passed, until, key=lambda p: p.end)
+        near = (p for p in r.passed[first : first + IN_FLIGHT] if p.start < until)
+        if (found := next((p for p in near if p.came < until), None)) is not None:
+            return until, found
+    return r.begin, None
