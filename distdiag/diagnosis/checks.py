@@ -1,4 +1,4 @@
-"""What could be judged so far, and why not: the abstentions of the rules, kept by kind and cause."""
+"""Records whether each finding kind could be judged so far, and why not: the rules' abstentions, by kind and cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.findings import Abstained, Check, Finding
 
 @dataclass
 class Checks:
-    """One entry per kind, and one per cause that a rule abstains from."""
+    """One entry per kind, and one per cause that a rule abstained from."""
 
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
 

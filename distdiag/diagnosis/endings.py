@@ -1,4 +1,4 @@
-"""Ranks that ended abnormally: which end is the cause, and which only follow from it (echoes).
+"""Ranks that ended abnormally: which end is the cause, and which are echoes (consequences) of it.
 
 When one rank dies, the others' collectives fail with "connection closed", a timeout, or the launcher's SIGTERM. The
 cause is the first end in time that is none of these. If every end is an echo, the cause is a rank that ended normally
@@ -39,7 +39,7 @@ MODEL = re.compile(
 )
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
 ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end caused
-WATCHDOG_S = 5.0  # how long an operation must have been open on the device before the abort: no timeout is shorter
+WATCHDOG_S = 5.0  # seconds that an operation was open on the device before the abort, at least: no timeout is shorter
 _OUTSIDE = {signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT}
 
 
@@ -89,8 +89,8 @@ def ends(s: Snapshot) -> dict[int, str]:
 def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:
     """True if this SIGKILL came after `failed` crashed or its watchdog aborted it: launcher cleanup, not the cause.
 
-    If a launcher has reaped the rank at once, its SIGTERM shows as no signal. The rank's last heartbeat tells a failure caused by
-    a lost peer from a later one, since its end is noticed late.
+    If the launcher reaped the rank at once, its SIGTERM shows as no signal. The last heartbeat distinguishes a failure caused by a
+    lost peer from a later one, since an end is noticed late.
     """
     if killed.life != Life.KILLED or killed.signal not in (None, signals.SIGKILL):
         return False
@@ -121,10 +121,10 @@ class Cascade:
     """The abnormal ends of a job as one incident."""
 
     end: End
-    ranks: tuple[int, ...] = ()  # that caused it; none for a tie
-    others: tuple[int, ...] = ()  # that ended, or failed, because of them
-    sites: tuple[tuple[int, ...], ...] = ()  # of ABORTED: the ranks at each site
-    rhythm: Rhythm | None = None  # of ABORTED: what decided
+    ranks: tuple[int, ...] = ()  # culprits; none for a tie
+    others: tuple[int, ...] = ()  # ranks that ended, or failed, because of them
+    sites: tuple[tuple[int, ...], ...] = ()  # only if ABORTED: the ranks at each site
+    rhythm: Rhythm | None = None  # only if ABORTED: the evidence
 
 
 NO_CASCADE = Cascade(End.NONE)
@@ -144,7 +144,7 @@ def cascade(snapshot: Snapshot, kinds: dict[int, str], late: Late | None = None)
 
 
 def _unexplained(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
-    """Every rank is gone, and no incident explains it: the job has failed all the same. Nothing if it was ended from outside."""
+    """Return an end of unknown cause if every rank is gone; nothing if the job was ended from outside."""
     refused = [snapshot.ranks[q] for q, k in kinds.items() if k in ("unused", "model", "mismatch")]
     if refused:
         return _lost(snapshot, refused)
@@ -181,7 +181,7 @@ def _killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
 
 
 def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:
-    """The first end, with those of the same kind within two seconds; the first rank in time is the first of `ranks`."""
+    """Return the first end, with those of the same kind within two seconds; `ranks` is in order of time."""
     causes = sorted(causes, key=lambda r: (r.ended_s if r.ended_s is not None else snapshot.t_s, r.rank))
     first = causes[0]
     start_s = first.ended_s if first.ended_s is not None else snapshot.t_s
@@ -205,14 +205,14 @@ def exception_name(state: RankState) -> str:
 
 
 def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
-    """DDP or the backend refused what the ranks did."""
+    """Return what DDP or the backend refused."""
     if "model" in kinds.values() and len(shapes := model_shapes(snapshot)) > 1:
         ranks = {q for side in shapes for q in side}
         odd = tuple(sorted(_minority(shapes)))
         return Cascade(End.MODEL, odd, tuple(sorted(ranks - set(odd))))
     if "unused" in kinds.values():
         return NO_CASCADE
-    # what ranks were about to call decides a mismatch: that is read from the wait-for graph; here only a bare abort
+    # a mismatch is read from the wait-for graph, by what ranks were about to call; here only an abort without that
     aborted = [snapshot.ranks[q] for q, k in kinds.items() if k == "mismatch" and snapshot.ranks[q].life == Life.KILLED]
     return (_aborted(snapshot, aborted, kinds) or _lost(snapshot, aborted)) if aborted else NO_CASCADE
 
@@ -232,7 +232,7 @@ def _minority(sides: list[list[int]]) -> list[int]:
 
 
 def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Cascade | None:
-    """gloo aborts a rank that receives more bytes than its own call has room for: the calls have different sizes.
+    """Return the sides of an abort: gloo aborts a rank that receives more bytes than its own call has room for.
 
     Each rank's last site is known: the culprit is the rank at a site where no other rank has been.
     """
@@ -240,7 +240,7 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
     by_site: dict[str, list[int]] = {}
-    # the launcher may end the others before their exception: what they waited in is known all the same
+    # the launcher may end the others before they raise; what they waited in is known anyway
     dead = [
         states[q]
         for q, k in kinds.items()
@@ -252,7 +252,7 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     if len(by_site) < 2:
         return _aborted_in_one_call(states, dead)
     odd = _minority(list(by_site.values()))
-    if not odd:  # a tie: the one at a site where the other never was, if it knows the other's
+    if not odd:  # a tie: the rank at a site that the other never visited, if it has visited the other's
         strange = [
             q
             for site, members in by_site.items()
@@ -270,9 +270,9 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
 
 
 def _aborted_in_one_call(states: Mapping[int, RankState], dead: list[RankState]) -> Cascade | None:
-    """gloo aborted a rank in a call that all made together: sizes that may differ by rank (all_to_all) do not fit.
+    """Return an abort in a call that all made together: sizes that may differ by rank (all_to_all) do not fit.
 
-    The culprit is the rank that brings another size than at all earlier calls of that line, if the others bring the same.
+    The culprit is the rank whose size is new at that line, if the others' sizes are not.
     """
     calls = {r.rank: call for r in dead if (call := last_wait(r)) is not None and call.seq is not None}
     if len(dead) < 2 or len(calls) < len(dead) or len({(c.group, c.seq, c.op, c.site) for c in calls.values()}) != 1:
@@ -283,13 +283,13 @@ def _aborted_in_one_call(states: Mapping[int, RankState], dead: list[RankState])
 
 
 def _changed_size(r: RankState, call: Call) -> bool:
-    """True if all earlier calls of this line had one size, and this call has another."""
+    """True if all earlier calls at this line had one size, and this call has another."""
     earlier = {c.shape for c in r.calls if c.site == call.site and c.op == call.op and c.seq != call.seq}
     return len(earlier) == 1 and call.shape not in earlier
 
 
 def _rhythm(snapshot: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:
-    """Return which of two sites has the wrong ranks, by their earlier visits; the collective is that of an open call."""
+    """Return which of two sites has the wrong ranks, by the collectives between earlier visits."""
     here = {q: site for site, members in by_site.items() for q in members}
     for q in here:
         call = snapshot.ranks[q].calls[-1] if snapshot.ranks[q].calls else None
@@ -305,7 +305,7 @@ def _rhythm(snapshot: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:
 
 
 def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:
-    """Return the ranks whose collective ran into its timeout, the first first."""
+    """Return the ranks whose collective ran into its timeout, in order of time."""
     ranks = (snapshot.ranks[q] for q, k in kinds.items() if k == "timeout")
     return sorted(ranks, key=lambda r: r.ended_s or snapshot.t_s)
 

@@ -1,7 +1,7 @@
-"""The diagnosis over time: rules judge one snapshot; here their results become findings with a record.
+"""The diagnosis over time: rules judge one snapshot; the engine turns their results into findings that are reported and cleared.
 
-A finding is reported once enough evaluations in a row have found it, and cleared once enough have not. One incident is one
-finding: what another finding explains is not reported. All policy is that of the kinds (`kinds`).
+A finding is reported after enough consecutive evaluations have found it, and cleared after enough have not. One incident is one
+finding: what another finding explains is not reported. `kinds` has all policy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from distdiag.diagnosis.rules import RULES, Rule
 from distdiag.diagnosis.waits import uncounted
 from distdiag.diagnosis.waits.graph import WaitGraph
 
-SLOW_PERIOD_S = 1.0  # between evaluations of the kinds that are not evaluated at every poll
+SLOW_PERIOD_S = 1.0  # seconds between evaluations of the kinds that are not evaluated at every poll
 
 
 @dataclass(slots=True)
 class Record:
-    """One finding and its life.
+    """One finding and its history.
 
     Attributes:
-        seen: Evaluations in a row that have found it; of a kind judged by steps, only those after which the job continued.
-        progress: Of the job when it was last counted: steps and collectives.
-        absent: Evaluations in a row that have not.
+        seen: Consecutive evaluations that found it. For a kind judged by steps, only evaluations after which the job continued.
+        progress: The job's steps and collectives when `seen` last increased.
+        absent: Consecutive evaluations that did not find it.
     """
 
     finding: Finding
@@ -59,7 +59,7 @@ class Diagnosis:
     state: State = State.WAITING
     state_text: str = ""
     graph: WaitGraph | None = None
-    failures: dict[str, int] = field(default_factory=dict)  # of our own rules: text -> how often
+    failures: dict[str, int] = field(default_factory=dict)  # exceptions in our own rules: text -> count
     checks: Checks = field(default_factory=Checks)  # what could be judged, and why not
     rules: tuple[Rule, ...] = RULES
     _history: History = field(init=False)
@@ -129,7 +129,7 @@ class Diagnosis:
         }
 
     def _take(self, s: Snapshot, key: str, f: Finding) -> Finding | None:
-        """Add one evaluation that found `f` to its record; return it if readers should see it (again)."""
+        """Add one evaluation that found `f` to its record; return it if readers should see it, or see it again."""
         progress = max((r.step + sum(r.enqueued.values()) for r in s.ranks.values()), default=0)
         record = self.records.get(key)
         if record is None:
@@ -156,7 +156,7 @@ class Diagnosis:
         return fresh if changed else None
 
     def _release(self, s: Snapshot, now: dict[str, Finding], evaluated: set[str], final: bool) -> list[Finding]:
-        """Clear records that enough evaluations in a row have not found."""
+        """Clear records that enough consecutive evaluations have not found."""
         changed = []
         stopped = any(map(kinds.stops_job, now.values()))
         succeeded = all(r.life == Life.FINISHED and not r.exit_code for r in s.ranks.values())
@@ -181,12 +181,12 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[Finding]:
-        """Return everything that was reported, open and cleared."""
+        """Return all reported findings, open and cleared."""
         return [r.finding for r in self.records.values() if r.reported]
 
     @property
     def contradicted(self) -> list[Finding]:
-        """Return proofs that the job has contradicted by continuing."""
+        """Return proved findings that the job has contradicted by continuing."""
         return [
             f
             for f in self.findings
@@ -203,7 +203,7 @@ class Diagnosis:
 
 
 def _differs(a: Finding, b: Finding) -> bool:
-    """True if readers should see the new text: not for a changing number in it."""
+    """True if readers should see the new text: more than a number in it has changed."""
     return (a.severity, a.certainty, a.culprits, a.victims, a.names, a.where, a.collective, a.evidence) != (
         b.severity, b.certainty, b.culprits, b.victims, b.names, b.where, b.collective, b.evidence,
     )  # fmt: skip

@@ -23,7 +23,7 @@ def _no_source(file: str) -> str | None:
 
 @dataclass
 class Facts:
-    """Input of every rule. What depends on earlier polls has the value for a single snapshot by default."""
+    """Input of every rule. Fields that depend on earlier polls default to what a single snapshot shows."""
 
     snapshot: Snapshot
     source: Callable[[str], str | None] = _no_source  # text of a source file by path; None: cannot be read
@@ -31,9 +31,9 @@ class Facts:
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause is known, too
     waits_settled: bool = True  # no rank made progress since the last poll: what the waits prove may be reported
-    # no rank waits now, and none has made progress since some waited for a living one: ranks are being killed
+    # no rank waits now, and none has made progress since some waited for a living rank: ranks are being killed
     waits_on: bool = False
-    kept: tuple[Finding, ...] = ()  # findings about ranks that wait for good, kept as reported at this poll
+    kept: tuple[Finding, ...] = ()  # findings about ranks that wait for good, repeated unchanged at this poll
     locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the last poll
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls
     found: list[Finding] = field(default_factory=list)  # findings of this poll so far
@@ -59,7 +59,7 @@ class Facts:
 
     @cached_property
     def cascade(self) -> Cascade:
-        """What the abnormal ends have in common; `End.NONE` while that is not settled or already explained."""
+        """What the abnormal ends have in common; `End.NONE` while that is undecided or already explained."""
         if not self.ends_settled or not self.ends:
             return NO_CASCADE
         found = endings.cascade(self.snapshot, self.ends, self.late)
@@ -72,7 +72,7 @@ class Facts:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """What the wait-for graph proves at this poll: one verdict for each incident."""
+        """One verdict for each incident that the wait-for graph proves at this poll."""
         if self.kept or self.locks:
             return ()
         conflict_died = any(wait.conflict and wait.died for wait in self.graph.waits)
@@ -87,7 +87,7 @@ class Facts:
 
     @cached_property
     def window(self) -> step_times.Window | Abstained:
-        """The same last steps of every rank; why there are none otherwise."""
+        """The same last steps of every rank, or why there are none."""
         return step_times.window(self.snapshot)
 
     @cached_property

@@ -1,8 +1,8 @@
-"""What a job would gain if a rank were like the others, with an interval.
+"""Estimates what a job would gain if a rank were as fast as the others, with an interval.
 
-A step lasts as long as its slowest rank works. So each recorded step is computed again with the work of a typical other rank
-in place of the slow one's. That work is taken from the neighbouring step: within one step it would never be the longest, and the
-gain would come out too large.
+A step lasts as long as its slowest rank works. So each recorded step is computed again with a typical other rank's work in place
+of the slow rank's. That work is taken from the neighbouring step: within the same step it would never be the longest, and the
+gain would be too large.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gain:
 
 
 def gain(window: Window, slow: Sequence[int]) -> Gain | None:
-    """Return what of the step time would be saved if each of `slow` worked as long as a typical other rank.
+    """Return the share of step time that would be saved if each of `slow` worked as long as a typical other rank.
 
     None if all ranks are slow, or the steps are too few for an interval.
     """
@@ -47,7 +47,7 @@ def gain(window: Window, slow: Sequence[int]) -> Gain | None:
 
 
 def _interval(saved: Sequence[float], steps_ms: Sequence[float]) -> Gain | None:
-    """Return sum(saved) / sum(steps_ms) with its interval, by leaving out one block after the other (jackknife)."""
+    """Return sum(saved) / sum(steps_ms) with its interval, leaving out one block at a time (jackknife)."""
     n, saved_ms, total_ms = len(saved), sum(saved), sum(steps_ms)
     if total_ms <= 0:
         return None

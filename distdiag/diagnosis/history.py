@@ -1,4 +1,4 @@
-"""What is known from earlier polls: whether waits and ends are settled, and how long ranks kept the others waiting.
+"""Facts from earlier polls: whether waits and ends are settled, and how long ranks kept the others waiting.
 
 A proof must be the same at two polls between which nothing moved. The cause of an abnormal end is named only after a
 moment: the end that caused it may be seen later.
@@ -18,10 +18,10 @@ from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
-SAME_S = 0.2  # between the two polls of a proof, at least: the pulse has read the counters meanwhile
+SAME_S = 0.2  # minimum between the two polls of a proof: the pulse reads the counters in between
 SETTLE_S = 0.4  # after the first end, before its cause is named: another end may come before it in time
 ECHO_S = 2.0  # the same, while all ends that are seen are echoes
-LATE_S = 5.0  # before the first end: who was waited for then is who was late
+LATE_S = 5.0  # before the first end: the rank that others waited for then was late
 
 
 def all_ended(s: Snapshot) -> bool:
@@ -30,7 +30,7 @@ def all_ended(s: Snapshot) -> bool:
 
 
 def _progress(s: Snapshot) -> tuple:
-    """Return what changes if any rank moves: steps, collectives, sites."""
+    """Return a value that changes if any rank makes progress: steps, collectives, sites."""
     return tuple(
         (q, r.step, r.phase, r.place, tuple(sorted(r.enqueued.items())), tuple(sorted(r.completed.items())))
         for q, r in sorted(s.ranks.items())
@@ -39,7 +39,7 @@ def _progress(s: Snapshot) -> tuple:
 
 @dataclass
 class History:
-    """Facts of a poll, with what the polls before tell.
+    """Computes the facts of each poll, from the snapshot and earlier polls.
 
     Attributes:
         recovered: Longest time in seconds that each rank kept others waiting and let them continue.
@@ -48,7 +48,7 @@ class History:
     recovered: dict[int, float] = field(default_factory=dict)
     without: frozenset[str] = frozenset()  # witnesses that are not asked
     _mark: tuple = ()
-    _mark_s: float = 0.0  # since when it is the same
+    _mark_s: float = 0.0  # since when it is unchanged
     _lock_mark: tuple = ()
     _stuck_mark: tuple = ()  # the progress of all ranks when ranks were stuck last
     _waiting_mark: tuple = ()  # the same, when ranks waited for a living rank last
@@ -82,7 +82,7 @@ class History:
             self._first_end_s = None
             return False
         if any(map(kinds.blocks, facts.reported)):
-            return False  # whatever ends now, ends because of it
+            return False  # later ends are consequences of it
         if self._first_end_s is None:
             self._first_end_s = s.t_s
         waited_s = s.t_s - self._first_end_s
@@ -95,7 +95,7 @@ class History:
         if facts.graph.stuck:
             self._stuck_mark = _progress(s)
         if blocked and facts.ends:
-            facts.waits_settled, facts.kept = False, blocked  # as proved; that its ranks end now tells nothing new
+            facts.waits_settled, facts.kept = False, blocked  # already proved; the ends of its ranks add nothing
             return
         mark = tuple(
             (q, b.group, b.seq, b.nth, b.peer, b.entered_s, s.ranks[q].life)
@@ -124,7 +124,7 @@ class History:
         return bool(self._stuck_mark) and self._stuck_mark == _progress(s)
 
     def _follow_waits(self, s: Snapshot, graph: WaitGraph) -> None:
-        """Whom the others wait for, remembered past its end; and how long a rank usually keeps them waiting."""
+        """Remember whom the others wait for, past its end, and how long each rank typically keeps them waiting."""
         waiting = tuple(sorted(graph.victims_of(graph.sinks))) if graph.sinks else ()
         if waiting:
             self._waiting_mark = _progress(s)

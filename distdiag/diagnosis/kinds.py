@@ -40,9 +40,9 @@ class Kind:
     """One kind of finding. An evaluation is one poll, or one second; see `every_poll`."""
 
     name: str
-    severities: tuple[Severity, ...]  # that its findings may have
+    severities: tuple[Severity, ...]  # severities that its findings may have
     causes: tuple[str, ...] = ()
-    every_poll: bool = False  # evaluated at every poll (a quarter of a second); else once a second
+    every_poll: bool = False  # evaluated at every poll (4 per second); else once a second
     while_blocked: bool = True  # evaluated although ranks stall or the job has stopped
     suspends: bool = False  # while one is open, kinds without `while_blocked` are not evaluated
     hold: int = 1  # evaluations in a row that must find it before it is reported
@@ -50,7 +50,7 @@ class Kind:
     release: int = 5  # evaluations in a row that no longer find it before it is cleared
     sticky: bool = False  # never cleared
     fatal: bool = False  # it stops the job for good (unless the collective it is about has completed)
-    blocks: bool = False  # ranks wait for good; it is kept as reported while its ranks end
+    blocks: bool = False  # ranks wait for good; it is repeated unchanged while its ranks end
     superseded: bool = False  # cleared, with severity info, once a finding that stops the job appears
     cleared_by_success: bool = False  # cleared if every rank finishes normally
     stacks: bool = False  # stacks and flight records are kept as its evidence

@@ -1,6 +1,6 @@
 """File locks across collectives: a rank waits for a lock whose holder waits, in a collective, for that rank.
 
-The kernel's own table tells who holds a lock; no continuation of either rank can free the other.
+The kernel's lock table shows who holds a lock. Neither rank can free the other, whatever it does next.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from distdiag.diagnosis.waits.graph import WaitGraph
 
 @dataclass(frozen=True, slots=True)
 class LockCycle:
-    """One such cycle.
+    """One cycle through a file lock.
 
     Attributes:
-        rank: Waits for the lock.
-        holders: Hold it, and wait for the rank.
-        members: All that are stuck because of it.
+        rank: The rank that waits for the lock.
+        holders: Ranks that hold it, and wait for `rank`.
+        members: All ranks that are stuck because of it.
     """
 
     rank: int

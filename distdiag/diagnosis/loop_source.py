@@ -1,4 +1,4 @@
-"""Whether a training loop can end before its loader does, read from its source."""
+"""Finds out from the source whether a training loop can end before its loader does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ast
 def may_end_early(text: str, line: int) -> bool:
     """True if the `for` statement at `line` may stop before its iterator does, or is not found.
 
-    A `break` or `return` of the loop, `zip` / `islice` / `enumerate(zip…)` over it, or an iterator advanced by `next()`.
+    True for a `break` or `return` in the loop, `zip` / `islice` / `enumerate(zip…)` over the loader, or an iterator advanced by `next()`.
     """
     try:
         tree = ast.parse(text)

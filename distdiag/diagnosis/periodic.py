@@ -1,4 +1,7 @@
-"""Steps that one rank makes long at regular intervals: every 15th, say, as it writes or logs something then."""
+"""Finds a rank whose steps are long at regular intervals: every 15th step, for example, when it writes or logs something.
+
+A step is due at a multiple of the period.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis.step_times import Window
 
-LEAST_MS = 20.0  # that the others wait for it in such a step; below it is the jitter of the host
-LEAST_FACTOR = 0.5  # of the usual step, the same
-LEAST_TIMES = 3  # in the window, so that there are two intervals to compare
-MOST_SHARE = 1 / 3  # of the window's steps: more often it is no exception
-PRESENT = 0.75  # of the times at which it is due
-LEAST_COST = 0.03  # of the whole time
+LEAST_MS = 20.0  # that the others wait in such a step; less is jitter of the host
+LEAST_FACTOR = 0.5  # the same, as a factor of the typical step
+LEAST_TIMES = 3  # long steps in the window: two intervals to compare
+MOST_SHARE = 1 / 3  # of the window's steps: if there are more, they are no exception
+PRESENT = 0.75  # share of due steps that are long
+LEAST_COST = 0.03  # share of total time
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,8 @@ class Periodic:
     """A rank that is slow in every `period`-th step.
 
     Attributes:
-        indices: Of the slow steps in the window.
-        gain_ms: What the others wait for it in one of them, the median.
+        indices: Positions of the slow steps in the window.
+        gain_ms: Median milliseconds that the others wait for it in a slow step.
         cost: Share of the time of all steps that is lost to it.
     """
 
@@ -34,7 +37,7 @@ class Periodic:
 
 
 def periodic(window: Window) -> Periodic | None:
-    """Return the rank that alone makes steps long at regular intervals; None if there is none."""
+    """Return the only rank whose steps are long at regular intervals; None if there is none."""
     steps, ranks = window.steps, window.ranks
     first = steps[ranks[0]]
     usual_ms = statistics.median(x.step_ms for x in first)

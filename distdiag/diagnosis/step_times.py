@@ -5,7 +5,7 @@ by `self = step - wait`, each with the median (the lower one) of the others: wit
 
 On NCCL no host waits inside a collective, so its wait is not measured. There it is inferred: all ranks leave the last
 synchronisation of a step together, so a rank waits from its own arrival until the last rank's. That holds while hosts wait
-for their devices at least once a step; where they run ahead for longer, nothing is known.
+for their devices at least once a step; if they run ahead for longer, nothing is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 class Limits:
     """How much of the steps is compared."""
 
-    window: int = 50  # steps: the most that are compared
+    window: int = 50  # steps that are compared, at most
     window_of_many: int = (
         32  # steps, with `many_ranks` or more: seen in so many ranks it needs fewer, and must stay cheap
     )
@@ -54,7 +54,7 @@ class Window:
     @cached_property
     def rows(self) -> list[list[float]]:
         """`self_ms` of every rank."""
-        # spelled out: for a thousand ranks the calls alone would take a third of the time
+        # written out: for a thousand ranks, function calls would take a third of the time
         return [[ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0 for x in self.steps[q]] for q in self.ranks]
 
     @cached_property
@@ -86,7 +86,7 @@ def window(s: Snapshot) -> Window | Abstained:
 
 def _common(ranks: list[RankState]) -> Window | Abstained:
     most = LIMITS.window if len(ranks) <= LIMITS.many_ranks else LIMITS.window_of_many
-    # usually every rank has all of its last steps: then both ends of the window are known without sets
+    # fast path: every rank has all of its last steps, so both ends of the window are known
     if all(r.steps and r.steps[-1].step - r.steps[0].step == len(r.steps) - 1 for r in ranks):
         last = min(r.steps[-1].step for r in ranks)
         first = max(last - most, LIMITS.warm_up, *(r.steps[0].step - 1 for r in ranks)) + 1
@@ -104,7 +104,7 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
 def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:
     """True if this rank synchronises with all others in its steps, as far back as its calls are known: by DDP or by a call.
 
-    Teams that average among themselves, or ranks that average every tenth step, do not show in their arrivals who waits.
+    If teams average among themselves, or ranks average every tenth step, arrivals do not show who waits.
     """
     whole = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
     if any(m.group in whole and m.synced_backwards for m in r.models):
@@ -145,7 +145,7 @@ def _with_inferred_waits(window: Window, device_clocks: bool) -> Window | Abstai
 
 
 def _without_wait(x: Step, phase: str, wait_ms: float) -> Step:
-    # `part_ms` takes the rest of the wait, which was measured, from backward and other
+    # `part_ms` subtracts the rest of the wait, which was measured, from backward and other
     return msgspec.structs.replace(
         x,
         wait_ms=x.wait_ms + wait_ms,
@@ -155,8 +155,8 @@ def _without_wait(x: Step, phase: str, wait_ms: float) -> Step:
 
 
 def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]], device_clocks: bool) -> str:
-    """Return the phase in which hosts most likely wait: without the waits in it, no phase of the last rank to arrive is
-    shorter than the others'. With CUDA events the wait for gradients is in backward; without, in what reads a result."""
+    """Return the phase in which hosts most likely wait: the one that, without the waits, leaves the last rank's phases at least as
+    long as the others'. With CUDA events the wait for gradients is in backward; without, in the phase that reads a result."""
     order = ("backward", "other", "optimizer", "data", "forward")
     order = order if device_clocks else (*order[1:], order[0])
     usual = {q: {p: statistics.median(part_ms(x, p) for x in rows) for p in PHASES} for q, rows in steps.items()}
@@ -165,7 +165,7 @@ def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]
     others = [q for q in steps if q != last]
 
     def shortfall(phase: str) -> float:
-        """Milliseconds by which the last rank's phases are shorter, and by which waits do not fit into `phase`."""
+        """Return milliseconds by which the last rank's phases are shorter, plus the waits that do not fit into `phase`."""
         total = 0.0
         for p in PHASES:
             theirs = statistics.median_low([usual[q][p] - (wait[q] if p == phase else 0.0) for q in others])
@@ -187,7 +187,7 @@ def share_of_all(window: Window, part_ms: Callable[[Step], float], least: float)
     for steps in window.steps.values():
         total_ms = sum([x.step_ms for x in steps])
         share = min(share, sum([part_ms(x) for x in steps]) / total_ms if total_ms > 0 else 0.0)
-        if share < least:  # usually the first rank tells
+        if share < least:  # most jobs end here, at the first rank
             return 0.0
     return share
 
@@ -198,7 +198,7 @@ def self_ms(x: Step) -> float:
 
 
 def part_ms(x: Step, phase: str) -> float:
-    """Return one phase of a step without the waiting in it (which is in backward, or in the collectives of `other`), ms."""
+    """Return one phase of a step without its waiting (which is in backward, or in the collectives of `other`), ms."""
     waited = x.wait_ms - x.forward_wait_ms
     if phase == "backward":
         return max(0.0, x.backward_ms - waited)

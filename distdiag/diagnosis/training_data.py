@@ -1,4 +1,4 @@
-"""What ranks train on: whether they train one model together, their loaders, and who ran out of batches."""
+"""The data that ranks train on: whether they train one model together, their loaders, and which ranks ran out of batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def synchronous(s: Snapshot) -> bool:
 
 
 def training_loaders(s: Snapshot) -> dict[int, Loader]:
-    """Return the loader that each rank trains from (the busiest of several); nothing unless every rank has one."""
+    """Return the loader that each rank trains from (the busiest of several); empty unless every rank has one."""
     out: dict[int, Loader] = {}
     for r in s.ranks.values():
         mine = [x for x in r.loaders if x.in_training]
@@ -45,12 +45,12 @@ def exhausted_ranks(s: Snapshot) -> tuple[int, ...]:
         return ()
     fewest = max(loaders[q].batches for q in out)
     if {(x.length, x.batches) for x in loaders.values()} == {(fewest, fewest)}:
-        return ()  # all have had all their batches: a rank is ahead because it has skipped a step
+        return ()  # all got all their batches: a rank is ahead because it skipped a step
     return tuple(sorted(out)) if all(loaders[q].batches >= fewest for q in going) else ()
 
 
 def uneven_ranks(s: Snapshot) -> tuple[int, ...]:
-    """Return the ranks with fewest batches, if a rank ran out of them while another is inside a step that needs it."""
+    """Return the ranks with the fewest batches, if one ran out while another rank is in a step that needs it."""
     out = exhausted_ranks(s)
     if not out or not synchronous(s) or any(r.in_join for r in s.ranks.values()):
         return ()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from distdiag.diagnosis.model.findings import Finding, at_least
-from distdiag.diagnosis.model.snapshot import Arrival, Call, DdpTime, Life, Met, RankState, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Arrival, Call, CompletedConflict, DdpTime, Life, RankState, Snapshot, Step
 from distdiag.diagnosis.step_times import self_ms
 from distdiag.diagnosis.waits.compatible import conflict, signature
 from distdiag.monitor.ranks.state import RankView
@@ -97,7 +97,7 @@ class Collectives:
         self._open: dict[tuple[str, int], dict[int, tuple[Call, float]]] = {}
         self._on_device: dict[tuple[str, int], dict[int, Call | None]] = {}
         self.arrivals: deque[Arrival] = deque(maxlen=256)
-        self.met: list[Met] = []
+        self.completed_conflicts: list[CompletedConflict] = []
 
     def add(self, rank: int, closed: list[tuple[Call, float]]) -> None:
         for call, waited_s in closed:
@@ -127,14 +127,14 @@ class Collectives:
 
     def _compare(self, key: tuple[str, int], calls: dict[int, Call], backend: str) -> None:
         """Keep a collective that completed although the ranks' arguments differ: the values are wrong, and nothing raised."""
-        if len(self.met) >= 8:
+        if len(self.completed_conflicts) >= 8:
             return
         ranks = list(calls)
         first = signature(calls[ranks[0]])
         for q in ranks[1:]:
             cause = conflict(first, signature(calls[q]), backend)
             if cause in ("op", "dtype", "root"):
-                self.met.append(Met(key[0], key[1], cause, calls))
+                self.completed_conflicts.append(CompletedConflict(key[0], key[1], cause, calls))
                 return
 
     def rows(self, members: Mapping[str, int], step: int | None, backends: Mapping[str, str]) -> list[CollectiveRow]:

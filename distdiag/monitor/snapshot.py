@@ -55,7 +55,7 @@ def make_snapshot(
         ranks=ranks,
         groups=groups,
         arrivals=tuple(calls.arrivals),
-        met=tuple(calls.met),
+        completed_conflicts=tuple(calls.completed_conflicts),
         gpus=sampled.gpus.states(),
         host_cpu_pct=max(sampled.cpu_pct, default=None),
         host_memory_bytes=sampled.hosts.memory_bytes,

@@ -12,8 +12,8 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
+    CompletedConflict,
     Life,
-    Met,
     Site,
     Snapshot,
 )
@@ -111,7 +111,7 @@ def test_a_rule_that_raises_is_counted_and_costs_only_its_own_findings(monkeypat
 
 
 def test_a_mismatch_that_completed_stays_reported_and_does_not_stop_the_job() -> None:
-    met = Met(
+    conflict = CompletedConflict(
         group="default_pg",
         seq=3,
         cause="root",
@@ -119,7 +119,7 @@ def test_a_mismatch_that_completed_stays_reported_and_does_not_stop_the_job() ->
     )
     d = Diagnosis(source=lambda _: None)
     for k in range(12):
-        d.update(job(rank(0), rank(1), rank(2), t_s=10.0 + k / 4, met=(met,)))
+        d.update(job(rank(0), rank(1), rank(2), t_s=10.0 + k / 4, completed_conflicts=(conflict,)))
     f = only(d.findings)
     assert (f.kind, f.culprits, f.cleared_s, f.collective_completed) == ("mismatch", (1,), None, True)
     assert d.state == "degraded"

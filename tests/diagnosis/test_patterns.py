@@ -198,19 +198,19 @@ def test_a_call_left_out_between_the_steps_of_ddp() -> None:
     """A rank that skips the metric's group is in the next backward: DDP's own all-reduces are no calls of the script."""
     waits = trainer(0, [1, 1, 1, 1, 1, 1], "metric")
     left_out = trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
-    assert call_order.passed_over([waits, left_out]) == 1
+    assert call_order.not_in_due_call([waits, left_out]) == 1
     one_more = trainer(0, [1, 1, 1, 1, 1, 2], "metric")
     goes_on = trainer(1, [1, 1, 1, 1, 1, 1], "gradients")
-    assert call_order.passed_over([one_more, goes_on]) == 0
+    assert call_order.not_in_due_call([one_more, goes_on]) == 0
 
 
 def test_a_call_is_due_only_after_it_always_followed() -> None:
     new = trainer(0, [1, 1, 1], "metric"), trainer(1, [1, 1, 0], "gradients")
-    assert call_order.passed_over(new) is None
+    assert call_order.not_in_due_call(new) is None
     irregular = trainer(0, [0, 1, 0, 0, 1, 1], "metric"), trainer(1, [0, 1, 0, 0, 1, 0], "gradients")
-    assert call_order.passed_over(irregular) is None
+    assert call_order.not_in_due_call(irregular) is None
     both = trainer(0, [1, 1, 1, 1, 1, 2], "metric"), trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
-    assert call_order.passed_over(both) is None
+    assert call_order.not_in_due_call(both) is None
 
 
 def test_no_rank_is_blamed_if_a_batch_splits_into_fewer_micro_batches() -> None:
@@ -228,7 +228,7 @@ def test_no_rank_is_blamed_if_a_batch_splits_into_fewer_micro_batches() -> None:
         return RankState(rank=rank, calls=(*kept, at), blocked=at)
 
     ranks = {0: stage(0, [4] * 12 + [3]), 1: stage(1, [4] * 12 + [4])}
-    assert call_order.passed_over(ranks.values()) == 0  # so the order of calls alone would blame rank 0
+    assert call_order.not_in_due_call(ranks.values()) == 0  # so the order of calls alone would blame rank 0
     s = Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups={"default_pg": Group(name="default_pg", ranks=(0, 1))})
     (f,) = proved(s)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "p2p_cycle", ())

@@ -8,7 +8,7 @@ import pytest
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
-    Met,
+    CompletedConflict,
     Site,
     Snapshot,
 )
@@ -106,8 +106,10 @@ def test_a_collective_that_completed_with_different_types_is_said() -> None:
             op="all_reduce", group="default_pg", seq=3, dtype=dtype, shape=(4,), site=Site("/job/m.py", line, "f")
         )
 
-    met = Met("default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)})
-    f = only(mismatch.completed(job(rank(0), rank(1), rank(2), met=(met,))))
+    conflict = CompletedConflict(
+        "default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)}
+    )
+    f = only(mismatch.completed(job(rank(0), rank(1), rank(2), completed_conflicts=(conflict,))))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9
 
 

@@ -29,12 +29,12 @@ def test_calls_that_differ_are_reported_once_all_devices_have_completed_them() -
     collectives.add(0, [issued(1), issued(2), issued(3)])
     collectives.add(1, [issued(1), issued(2, "int64"), issued(3)])
     collectives.compare_on_device(job(2, 1))
-    assert collectives.met == []
+    assert collectives.completed_conflicts == []
     collectives.compare_on_device(job(3, 2))
-    (met,) = collectives.met
+    (met,) = collectives.completed_conflicts
     assert (met.group, met.seq, met.cause) == ("g", 2, "dtype") and set(met.calls) == {0, 1}
     collectives.compare_on_device(job(3, 3))
-    assert len(collectives.met) == 1
+    assert len(collectives.completed_conflicts) == 1
 
 
 def test_a_coalesced_group_whose_operations_share_a_number_is_not_judged() -> None:
@@ -42,7 +42,7 @@ def test_a_coalesced_group_whose_operations_share_a_number_is_not_judged() -> No
     collectives.add(0, [issued(1), issued(1, "int64")])
     collectives.add(1, [issued(1, "int64"), issued(1)])
     collectives.compare_on_device(job(1, 1))
-    assert collectives.met == []
+    assert collectives.completed_conflicts == []
 
 
 def test_nothing_is_judged_without_counters_or_without_a_member() -> None:
@@ -50,7 +50,7 @@ def test_nothing_is_judged_without_counters_or_without_a_member() -> None:
     collectives.add(0, [issued(1)])
     collectives.compare_on_device(replace(job(1, 1), ranks={q: RankState(rank=q) for q in (0, 1)}))
     collectives.compare_on_device(job(1, 1))
-    assert collectives.met == []
+    assert collectives.completed_conflicts == []
 
 
 def test_the_waits_of_a_job_on_a_device_are_not_measured_after_its_groups_are_destroyed(tmp_path: Path) -> None:

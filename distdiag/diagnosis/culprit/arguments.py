@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
 
-EARLIER = 2  # calls at the site before this one, at least
+EARLIER = 2  # minimum of earlier calls at the site
 
 _ARGUMENT: Mapping[str, Callable[[Call], object]] = {
     "dtype": lambda call: compatible.dtype_name(call.dtype),
@@ -21,14 +21,14 @@ _ARGUMENT: Mapping[str, Callable[[Call], object]] = {
 
 
 class Changed(NamedTuple):
-    """One rank's argument, before and now."""
+    """One rank's argument in earlier calls and in this one."""
 
     before: object
     times: int
 
 
 def changed(state: RankState, call: Call, argument: str) -> Changed | None:
-    """Return what one argument was at this call's site in all earlier calls, if it was always another value."""
+    """Return how an argument changed: all earlier calls at this site had one other value. None if not so."""
     values = _earlier(state, call, argument)
     now = _ARGUMENT[argument](call)
     if len(values) < EARLIER or len(set(values)) != 1 or None in (values[0], now) or values[0] == now:
@@ -43,7 +43,7 @@ def _kept(state: RankState, call: Call, argument: str) -> bool:
 
 
 def _earlier(state: RankState, call: Call, argument: str) -> list[object]:
-    """Return the argument of all known calls of this operation at this site before this one."""
+    """Return the argument of all known earlier calls of this operation at this site."""
     if call.site is None:
         return []
     same = (
@@ -56,7 +56,7 @@ def _earlier(state: RankState, call: Call, argument: str) -> list[object]:
 
 
 def side_that_changed(states: Mapping[int, RankState], wait: Wait) -> Collection[int]:
-    """Return the one of two sides whose argument has changed at its site, if that of the other is what it always was."""
+    """Return the side whose argument has changed at its site, if the other side's never has; else nothing."""
     argument = wait.conflict or ""
     if argument not in _ARGUMENT or len(wait.sides) != 2:
         return ()
@@ -71,7 +71,7 @@ def side_that_changed(states: Mapping[int, RankState], wait: Wait) -> Collection
 
 
 def new_peer(states: Mapping[int, RankState], calls: Mapping[int, Call | None]) -> Collection[int]:
-    """Return the one rank of a cycle whose message goes to another peer, or comes from another, than at its site so far."""
+    """Return the one rank of a cycle whose message has a new peer at its site; else nothing."""
     odd = [
         r
         for r, call in calls.items()

@@ -1,7 +1,8 @@
-"""Witness by the order of calls: which rank has departed from the sequence that it repeated until then.
+"""Witness by the order of calls: which rank broke the sequence of calls that it had repeated until then.
 
-A training loop makes the same calls in the same order. Of ranks that wait for each other in a cycle, the one that recently
-went from one call to another as it never had before has left a call out, or made it twice.
+A training loop repeats the same calls in the same order. Some ranks wait for each other in a cycle, and one of them recently made
+a transition from one call to another for the first time: it left a call out, or made it twice. The call that is *due* is the
+one that has always followed the same preceding calls.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait
 
-LATELY = 32  # calls; the cycle closes some calls after the departure
-HISTORY = 48  # earlier calls, at least
-SEEN, LONGEST = 3, 24  # times that the same calls, at most so many in a row, were followed by one and the same
-KINDS = 0.25  # at most so many different passages for each of them: else there is no pattern
+LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
+HISTORY = 48  # minimum of earlier calls
+SEEN, LONGEST = 3, 24  # minimum of occurrences, and the longest sequence of calls that is compared
+KINDS = 0.25  # most distinct transitions per transition; above this there is no pattern
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:
-    """Return the one rank that recently departed from its own pattern while the others kept to theirs; None if not just one.
+    """Return the one rank that recently broke its own sequence while the others kept theirs; None if not exactly one.
 
     Args:
-        members: Of the cycle.
-        others: The rest of the job: if one of them has departed, too, the program has entered something new.
+        members: The ranks of the cycle.
+        others: The rest of the job: if one of them broke its sequence, too, the program has entered something new.
     """
     found = []
     for st in members:
@@ -38,7 +39,7 @@ def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> 
 
 
 def _has_departed(st: RankState) -> bool | None:
-    """True if it recently went from one call to another as never before; None if there is no pattern."""
+    """True if its recent calls have a transition that it never made before; None if there is no pattern."""
     before, now = _passages(st.calls)
     if len(before) < 4 or sum(n for _, n, _ in before) < HISTORY or len(set(before)) > max(2, KINDS * len(before)):
         return None
@@ -46,7 +47,7 @@ def _has_departed(st: RankState) -> bool | None:
 
 
 def _with_tags(calls: tuple[Call, ...]) -> list[Any]:
-    """Return of each call the operation, with whom, where, and how far its tag moved on from the last of its kind."""
+    """Return for each call: operation, peer, site, and the tag's increment since the last call of its kind."""
     kinds: list[Any] = []
     tags: dict[Any, int] = {}
     for c in calls:
@@ -57,29 +58,29 @@ def _with_tags(calls: tuple[Call, ...]) -> list[Any]:
 
 
 def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
-    """Return (what was called, how often in a row, what came next), earlier and recently."""
+    """Return the (call, repetitions, next call) transitions, earlier and recent."""
     runs = [(kind, sum(1 for _ in same)) for kind, same in itertools.groupby(_with_tags(calls))]
     before: list[Any] = []
     now: list[Any] = []
     end = 0
     for i, (kind, n) in enumerate(runs[:-1]):
         end += n
-        if i:  # of the first run, the beginning may not be known
+        if i:  # the first run may have begun earlier
             (now if end > len(calls) - LATELY else before).append((kind, n, runs[i + 1][0]))
     return before, now
 
 
-def passed_over(members: Iterable[RankState]) -> int | None:
-    """Return the one rank that is in another call than was due after its preceding calls, if all others are in theirs."""
-    found = [(st.rank, _in_due(st)) for st in members]
+def not_in_due_call(members: Iterable[RankState]) -> int | None:
+    """Return the one rank that is in another call than the one due, if all others are in theirs."""
+    found = [(st.rank, _in_due_call(st)) for st in members]
     odd = [rank for rank, due in found if due is False]
     return odd[0] if len(odd) == 1 and all(due is not None for _, due in found) else None
 
 
-def _in_due(st: RankState) -> bool | None:
-    """True if a rank is in the call that always followed its preceding calls and steps; None if no call always did.
+def _in_due_call(st: RankState) -> bool | None:
+    """True if a rank is in the call that is due after its preceding calls and steps; None if none is.
 
-    DDP's own collectives are not among the calls of a rank: the end of the step stands for them.
+    DDP's own collectives are not among a rank's calls; the end of the step represents them.
     """
     here = st.blocked
     if here is None:
@@ -102,7 +103,7 @@ def _same(a: Call, b: Call) -> bool:
 
 
 def _follower(kinds: list[Any]) -> Any:
-    """Return what always followed the newest of these calls, at least `SEEN` times; None if not one and the same did."""
+    """Return the only call that ever followed the newest of these, at least `SEEN` times; None if there is no such call."""
     for k in range(1, min(LONGEST, len(kinds) - 1) + 1):
         last = kinds[-k:]
         followers = [kinds[i + k] for i in range(len(kinds) - k) if kinds[i : i + k] == last]
@@ -114,11 +115,11 @@ def _follower(kinds: list[Any]) -> Any:
 
 
 def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
-    """Return the side of a conflict whose call has never followed the preceding calls, if the other side's always has; else none."""
+    """Return the side of a conflict whose call never followed its preceding calls before, if the other side's always has."""
     sides = [frozenset(side) for side in wait.sides]
     if wait.p2p or len(sides) != 2 or any(r not in states or r not in wait.calls for side in sides for r in side):
         return frozenset()
-    due = {_due(states[r].calls, wait.group, wait.seq) for side in sides for r in side}
+    due = {_due_kind(states[r].calls, wait.group, wait.seq) for side in sides for r in side}
     if len(due) != 1 or None in due:
         return frozenset()
     (kind,) = due
@@ -132,8 +133,8 @@ def _kind(c: Call) -> tuple[Any, ...]:
     return c.op, c.site.key if c.site else None, c.root, compatible.dtype_name(c.dtype), compatible.elements(c)
 
 
-def _due(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | None:
-    """Return the kind of call that always followed the newest calls of this group before `seq`; None if more than one did."""
+def _due_kind(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | None:
+    """Return the kind of call that always followed the newest calls of this group before `seq`; None if it varied."""
     numbered = sorted(
         ((c.seq, c) for c in calls if c.group == group and c.seq is not None and c.seq < seq), key=lambda x: x[0]
     )

@@ -8,7 +8,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.waits.graph import Wait
 
 
-def standing(st: RankState | None, call: Call | None) -> str | None:
+def site_of(st: RankState | None, call: Call | None) -> str | None:
     """Return the site of a rank's call; the main thread's site if the call has none and the rank waits in it."""
     site = call.site if call is not None else None
     if site is None and st is not None and st.blocked is call:
@@ -37,7 +37,7 @@ def odd_by_site(states: dict[int, RankState], here: dict[int, str | None], odd: 
 def odd_by_history(
     states: dict[int, RankState], here: dict[int, str | None], odd: Iterable[int], rest: Iterable[int]
 ) -> bool:
-    """True if `odd` have visited every site that `rest` have, and before this call also another one."""
+    """True if `odd` have visited every site that `rest` have, and at least one more."""
     common: set[str] = set()
     for b in rest:
         if not states[b].sites:
@@ -53,8 +53,8 @@ def odd_by_history(
 
 
 def odd_in_group(states: dict[int, RankState], wait: Wait, here: dict[int, str | None], odd: Iterable[int]) -> bool:
-    """True if `odd` are the first ever to issue a collective of this group at their site, while all ranks have done so at
-    the site of the rest. They may know their site from other groups."""
+    """True if `odd` are the first to issue a collective of this group at their site, while all ranks have done so at the site of
+    the rest. They may know their site from other groups."""
     odd = set(odd)
     rest = frozenset().union(*wait.sides) - odd
     if not all(states[r].visits_whole for r in odd | rest):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from distdiag.diagnosis.culprit.call_site import standing
+from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.incidents import Incident
 
 
 def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
-    """Rank m waits for a message of p, which is in a collective with others. Return p if all of these have sent m theirs."""
+    """Return p if rank m waits for its message, p is in a collective with other ranks, and all of those have sent m theirs."""
     states = snapshot.ranks
     for w in incident.waits:
         if not w.p2p or len(w.ranks) != 1 or len(w.missing) != 1:
@@ -29,14 +29,17 @@ def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
 
 
 def visits_differ(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> tuple[int, ...]:
-    """Rank m waits alone for p at a site that all others know. Return m if it has been there once too often, p if once too few."""
+    """Return the rank with one visit too many or too few: m waits alone for p at a site that all others know.
+
+    It is m if m has been there once too often, p if p has been there once too seldom.
+    """
     states = snapshot.ranks
     found: set[int] = set()
     for w in incident.waits if len(incident.waits) == 2 else ():
         inside = [r for r in w.ranks if r in incident.members]
         awaited = w.missing & incident.members
         if w.p2p or len(inside) != 1 or len(awaited) != 1:
-            continue  # of messages: a rank stuck behind the cycle has been at their ends less often for that alone
+            continue  # a rank stuck behind the cycle has called send and recv less often for that reason alone
         (m,), (p,) = inside, awaited
         site = here.get(m)
         if site is None:
@@ -45,7 +48,7 @@ def visits_differ(snapshot: Snapshot, incident: Incident, here: dict[int, str | 
         if not others:
             continue
         usual = Counter(st.sites[site] for st in others).most_common(1)[0][0]
-        before = Counter(st.sites[site] - (standing(st, st.blocked) == site) for st in others).most_common(1)[0][0]
+        before = Counter(st.sites[site] - (site_of(st, st.blocked) == site) for st in others).most_common(1)[0][0]
         n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
         if n_m > usual:
             found.add(m)

@@ -1,6 +1,6 @@
-"""Where the paths of two ranks part: the conditions in the source that lead to one site and not to the other.
+"""Finds where the paths of two ranks diverge: the conditions in the source that lead to one site and not to the other.
 
-Unlike `rank_condition` this reads conditions on anything: an `if` on a loss or a length, an `except` that goes on without the
+Unlike `rank_condition` this reads conditions on anything: an `if` on a loss or a length, an `except` that continues without the
 call, a loop that ends earlier. So it explains a culprit and never decides who it is.
 """
 
@@ -14,7 +14,7 @@ from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Site
 
-SHOWN = 2  # conditions, where several can be meant
+SHOWN = 2  # conditions, if several are possible
 _COUNTERS = {
     "step",
     "steps",
@@ -35,7 +35,7 @@ _Step = tuple[list[ast.stmt], int]
 
 
 def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[Condition]:
-    """Return the conditions that can lead to one place and not to another, those of the most likely sort only.
+    """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
     Args:
         mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
@@ -68,10 +68,10 @@ def leaving(place: Site | None, theirs: Sequence[Site], source: Source) -> list[
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in.
 
     Args:
-        place: Where it was last. At a call of `sys.exit` that is where it left, and the `if` around it is the condition.
+        place: Its last site. If that is a call of `sys.exit`, the rank left there, and the `if` around it is the condition.
         theirs: The user's frames of the other rank, innermost first.
     """
-    steps = _way(place, source) if place is not None else []
+    steps = _blocks_around(place, source) if place is not None else []
     if place is not None and steps and _exits_process(steps[-1][0][steps[-1][1]]):
         around = rank_condition.enclosing(place, source)
         return [] if around is None else [around]
@@ -100,16 +100,16 @@ def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
             f"{rank_list(culprits)}, or let all ranks decide together when it ends"
         )
     return (
-        f"find why `{text}` at line {condition.line} went another way on {rank_list(culprits)}, or let all ranks decide together "
+        f"find why `{text}` at line {condition.line} had another result on {rank_list(culprits)}, or let all ranks decide together "
         "(all_reduce what it tests)"
     )
 
 
 def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
-    """Return a stack whose callers call what is below them.
+    """Return the stack with callers that match what is below them.
 
-    Of a rank that was killed the innermost site is known, and its callers only from the last sample, which may be older. A
-    caller at a line without such a call is moved to the only call of that function in its file.
+    The innermost site of a killed rank is current, but its callers are from the last sample, which may be older. A caller at a line
+    without such a call is moved to the only call of that function in its file.
     """
     out = list(stack[:1])
     rest = list(stack[1:])
@@ -149,7 +149,7 @@ def _calls_of(callee: Site, source: Source) -> list[Site]:
 
 
 def _ends_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
-    """A loop that the other rank is in and this one, in the same function, has left: its iterator or condition ended it."""
+    """Yield a loop that the other rank is in and this one, in the same function, has left: its iterator or condition ended it."""
     yield from _loops(b, a, common, source)
 
 
@@ -162,15 +162,15 @@ def _loops(inside: list[Site], outside: list[Site], common: int, source: Source)
         return
     frame = inside[common]
     other = _same_function(outside, common, frame)
-    for block, at in _way(frame, source):
+    for block, at in _blocks_around(frame, source):
         node = block[at]
         if isinstance(node, _LOOPS) and other is not None and other > (node.end_lineno or other):
             yield _condition(frame, node, source)
-            return  # of nested loops the outermost
+            return  # the outermost of nested loops
 
 
 def _holds_mine(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
-    """An `if` around this rank's call and not around the other's."""
+    """Yield an `if` around this rank's call and not around the other's."""
     yield from _around(a, b, common, source)
 
 
@@ -181,16 +181,16 @@ def _holds_theirs(a: list[Site], b: list[Site], common: int, source: Source) -> 
 def _around(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
     for i, frame in enumerate(a[common:], common):
         other = _same_function(b, i, frame) if i == common else None
-        for block, at in _way(frame, source):
+        for block, at in _blocks_around(frame, source):
             node = block[at]
-            if isinstance(node, ast.If) and node.test.lineno < frame.line and _tells(node.test):
+            if isinstance(node, ast.If) and node.test.lineno < frame.line and _can_differ(node.test):
                 inside = _part(node, frame.line)
                 if other is None or not _within(node, other) or _part(node, other) is not inside:
                     yield _condition(frame, node, source)
 
 
 def _skips_theirs(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
-    """An `if` before the other's call that leaves the block, or the handler of an exception that skips it."""
+    """Yield an `if` before the other's call that leaves the block, or the handler of an exception that skips it."""
     yield from _before(b, a, common, source)
 
 
@@ -201,10 +201,10 @@ def _skips_mine(a: list[Site], b: list[Site], common: int, source: Source) -> It
 def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
     for i, frame in enumerate(a[common:], common):
         other = _same_function(b, i, frame) if i == common else None
-        for block, at in _way(frame, source):
+        for block, at in _blocks_around(frame, source):
             for node in block[:at]:
                 between = other is None or not other <= frame.line or node.lineno > other
-                if between and (way_out := _way_past(node)) is not None:
+                if between and (way_out := _exit_from_block(node)) is not None:
                     yield _condition(frame, way_out, source)
             if other is None or other < frame.line or not _within(block[at], other):
                 for handler in _swallowing(block[at], frame.line):
@@ -212,27 +212,27 @@ def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterat
 
 
 def _skips_round(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
-    """Of two ranks in one loop, a condition or handler before the other's call that ends a round of it early."""
+    """Yield a condition or handler in a loop of both ranks, before the other's call, that ends an iteration early."""
     if not a[common:] or not b[common:]:
         return
-    for block, at in _way(b[common], source):
+    for block, at in _blocks_around(b[common], source):
         node = block[at]
         if isinstance(node, _LOOPS) and _within(node, a[common].line):
             for earlier in node.body:
-                way_out = _way_past(earlier) if (earlier.end_lineno or 0) < b[common].line else None
+                way_out = _exit_from_block(earlier) if (earlier.end_lineno or 0) < b[common].line else None
                 if way_out is not None and isinstance(way_out.body[-1], ast.Continue):
                     yield _condition(b[common], way_out, source)
 
 
 def _leaves_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
-    """A `break`, `return` or exit in a loop that the other rank is in and this one is not."""
+    """Yield a `break`, `return` or exit in a loop that the other rank is in and this one is not."""
     for i, frame in enumerate(b[common:] if a else b, common if a else 0):
         other = _same_function(a, i, frame) if i == common else None
-        for block, at in _way(frame, source):
+        for block, at in _blocks_around(frame, source):
             node = block[at]
             if isinstance(node, _LOOPS) and (other is None or not _within(node, other)):
                 for test in _exits(node.body, inner=False):
-                    if not isinstance(test, ast.If) or _tells(test.test):
+                    if not isinstance(test, ast.If) or _can_differ(test.test):
                         yield _condition(frame, test, source)
 
 
@@ -245,8 +245,8 @@ def _same_function(frames: list[Site], i: int, frame: Site) -> int | None:
     return None
 
 
-def _way(site: Site, source: Source) -> list[_Step]:
-    """Return the blocks on the way to a site, from its innermost function on."""
+def _blocks_around(site: Site, source: Source) -> list[_Step]:
+    """Return the blocks around a site, from its innermost function on."""
     text = source(site.file)
     tree = rank_condition.parsed(text) if text else None
     out: list[_Step] = []
@@ -271,15 +271,15 @@ def _leaves(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], (ast.Return, ast.Continue, ast.Break)) or _exits_process(body[-1])
 
 
-def _way_past(node: ast.stmt) -> ast.If | ast.ExceptHandler | None:
+def _exit_from_block(node: ast.stmt) -> ast.If | ast.ExceptHandler | None:
     """Return the condition or the handler of a statement that leaves its block."""
     if isinstance(node, ast.If):
-        return node if _leaves(node.body) and _tells(node.test) else None
+        return node if _leaves(node.body) and _can_differ(node.test) else None
     return next((h for h in getattr(node, "handlers", ()) if _leaves(h.body)), None)
 
 
 def _swallowing(node: ast.stmt, line: int) -> list[ast.ExceptHandler]:
-    """Return the handlers of a `try` around a line that go on without the rest of its body."""
+    """Return the handlers of a `try` around a line that continue without the rest of its body."""
     if not isinstance(node, ast.Try) or not any(_within(x, line) for x in node.body):
         return []
     return [h for h in node.handlers if not isinstance(h.body[-1], ast.Raise) and not _exits_process(h.body[-1])]
@@ -292,7 +292,7 @@ def _exits_process(node: ast.stmt) -> bool:
 
 
 def _exits(body: list[ast.stmt], inner: bool) -> Iterator[ast.If | ast.ExceptHandler]:
-    """Yield the conditions and handlers in a loop through which it is left; of a loop inside it a `break` is its own."""
+    """Yield the conditions and handlers that leave a loop; the `break` of an inner loop leaves only that one."""
     for node in body:
         if isinstance(node, _FUNCTIONS):
             continue
@@ -312,8 +312,8 @@ def _ends(body: list[ast.stmt], inner: bool) -> bool:
     return isinstance(last, ast.Return) or (isinstance(last, ast.Break) and not inner) or _exits_process(last)
 
 
-def _tells(test: ast.expr) -> bool:
-    """True if a condition can differ between ranks: not if it asks only for a counter of the loop."""
+def _can_differ(test: ast.expr) -> bool:
+    """True if a condition can differ between ranks: not if it tests only a loop counter."""
     names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)} - {""}
     return bool(names - _COUNTERS)
 

@@ -1,4 +1,4 @@
-"""Finds conditions in the user's source: on the rank (`if rank == 0:` around a call, or `if rank: return` before it), or on data."""
+"""Finds conditions in the user's source: on the rank (`if rank == 0:` around a call, `if rank: return` before it), or on data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from distdiag.diagnosis.model.snapshot import Site
 Source = Callable[[str], str | None]
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _RANK_WORDS = {"rank", "main", "master", "chief", "leader", "primary", "coordinator"}
-_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")  # of the environment
+_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")  # environment variables
 _OF_PROCESS = {"index", "zero", "id"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 class Condition(NamedTuple):
-    """Its line, and the text of that line."""
+    """A condition's line number, and the text of that line."""
 
     file: str
     line: int
@@ -71,7 +71,7 @@ def enclosing(site: Site | None, source: Source) -> Condition | None:
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:
-    """Return the condition under which a module's code is called: `self.name(…)` or `model.name(…)`, once in the file, under an `if`."""
+    """Return the `if` around the only call of a module in the file: `self.name(…)` or `model.name(…)`; None if there is none."""
     text = source(file)
     tree = parsed(text) if text else None
     if text is None or tree is None:
@@ -99,7 +99,7 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def _condition(text: str, line: int, their_line: int | None) -> int | None:
-    """Return the line of the condition that holds at `line` and not at `their_line`, another line of the same function."""
+    """Return the line of the condition that is true at `line` and not at `their_line`, another line of the same function."""
     tree = parsed(text)
     if tree is None:
         return None
@@ -144,7 +144,7 @@ def _decorators(node: ast.AST, ranks: Collection[str]) -> Iterator[int]:
 
 
 def asks_for_rank(condition: str, text: str) -> bool:
-    """True if the source line of an `if` tests the rank. `text`: the whole source, for its variables of the rank."""
+    """True if the source line of an `if` tests the rank. `text` is the whole source, to find variables that hold the rank."""
     tree = parsed(condition.removesuffix(":") + ": pass")
     test = tree.body[0] if tree is not None and tree.body else None
     return isinstance(test, ast.If) and _asks_for_rank(test.test, _names_of_the_rank(text))

@@ -1,7 +1,7 @@
-"""Witness by rhythm: which rank is at a site too early, or missing where it is due, by the collectives between visits.
+"""Witness by rhythm: the number of collectives between visits of a site shows which rank is there too early, or missing.
 
-A rank that enters the barrier of its epoch after fewer collectives than ever has left its loop early; a rank that is still in
-its loop when that barrier is due has stayed too long.
+A rank that enters the barrier at the end of its epoch after fewer collectives than ever has left its loop early. A rank that is
+still in its loop when that barrier should follow has stayed too long.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distdiag.diagnosis.culprit.call_site import standing
+from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Snapshot
 from distdiag.diagnosis.waits.graph import Wait
@@ -20,24 +20,22 @@ from distdiag.diagnosis.waits.graph import Wait
 class Rhythm:
     """Ranks whose visit to a site differs from the earlier visits of all ranks, in collectives of the group between visits."""
 
-    ranks: tuple[int, ...]  # out of rhythm
+    ranks: tuple[int, ...]  # with a different number of collectives
     gap: int  # collectives before this visit
     usual: int  # collectives before each earlier visit
 
     @property
     def early(self) -> bool:
-        """True if they are there too early; else they are missing where they were due."""
+        """True if they are at the site too early; else they are missing there."""
         return self.gap < self.usual
 
     @property
     def text(self) -> str:
-        """Return what decides, as the end of a sentence about the two sites."""
+        """Return the evidence, as the end of a sentence about the two sites."""
         who = rank_list(self.ranks)
         if self.early:
             return f"{who} got there after {self.gap:,} collectives; earlier, all ranks got there after {self.usual:,}"
-        return (
-            f"{who} should be in the other call, too: it was due after {self.usual:,} collectives, as at earlier visits"
-        )
+        return f"{who} should be in the other call, too: at earlier visits it followed after {self.usual:,} collectives"
 
 
 def _gaps(
@@ -47,9 +45,9 @@ def _gaps(
     side: Collection[int],
     others: Collection[int],
 ) -> tuple[int, int] | None:
-    """Return (collectives since the last visit, the usual number) of a side at its site; None if there is no common rhythm.
+    """Return (collectives since the last visit, collectives between earlier visits) of a side; None if those varied.
 
-    All known earlier visits (two at most) must have the same distance, on both sides.
+    All known earlier intervals (two at most) must be equal, on both sides.
     """
     group, seq = meeting
     found: set[tuple[int, int]] = set()
@@ -76,7 +74,7 @@ def out_of_rhythm(
     first: Collection[int],
     second: Collection[int],
 ) -> Rhythm | None:
-    """Return which of two sides is too early at its call, or missing at one that is due; None if neither.
+    """Return which of two sides is too early at its call, or missing at the other one; None if neither.
 
     Args:
         meeting: (group, sequence number) of the collective in which their calls differ.
@@ -97,9 +95,9 @@ def out_of_rhythm(
 
 
 def rhythm_of(snapshot: Snapshot, wait: Wait) -> Rhythm | None:
-    """Return the same for a collective whose calls differ."""
+    """Return the same for the two sides of a conflict."""
     if wait.p2p or wait.seq is None or len(wait.sides) != 2:
         return None
     states = snapshot.ranks
-    here = {r: standing(states.get(r), c) for r, c in wait.calls.items()}
+    here = {r: site_of(states.get(r), c) for r, c in wait.calls.items()}
     return out_of_rhythm(states, (wait.group, wait.seq), here, *wait.sides)

@@ -1,7 +1,7 @@
-"""Witness by forwards and backwards: which rank ran a forward of its DDP model without the backward that belongs to it.
+"""Witness by forwards and backwards: which rank ran a forward of its DDP model without its backward.
 
-A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves this trace. The
-collectives of that rank are then one step ahead of the other ranks.
+A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves this evidence: the
+collectives of that rank are one step ahead of the other ranks'.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from distdiag.diagnosis.culprit.paths import parting, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 
-STEPS = 3  # backwards that show that each forward has one
+STEPS = 3  # backwards after which each forward is expected to have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ def skipped(snapshot: Snapshot, ranks: Collection[int]) -> Skipped | None:
 
 
 def _open(state: RankState, i: int) -> int:
-    """Return the forwards that will never have a backward: not that which the rank is in, or has just left."""
+    """Return how many forwards will never have a backward, without the one that the rank is in or has just left."""
     model = state.models[i]
     n = model.forwards - model.synced_backwards
     here = state.blocked.site if state.blocked is not None and state.blocked.site is not None else state.place
     if state.phase != "forward" and (swallowed(state) or here is None or state.sites.get(here.key, 0) <= 1):
-        return n  # after an exception, or at a site that it does not pass in every step
+        return n  # after an exception, or at a site that is not part of every step
     return max(0, n - 1)
 
 
@@ -73,7 +73,7 @@ def way_out(snapshot: Snapshot, found: Skipped, source: Source | None) -> list[C
 
 
 def _sites(state: RankState, times: int) -> list[Site]:
-    """Return the sites that a rank has visited so often."""
+    """Return the sites that a rank has visited exactly `times` times."""
     parts = [(*key.rsplit(":", 1), n) for key, n in state.sites.items() if ":" in key]
     return [Site(file, int(line)) for file, line, n in parts if n == times and line.isdigit()]
 

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.call_site import standing
+from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.culprit.rank_condition import Source
-from distdiag.diagnosis.culprit.witnesses import Case, Reason, hear
+from distdiag.diagnosis.culprit.witnesses import Case, Reason, decide
 from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
@@ -20,7 +20,7 @@ from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait, WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find
 
-SETTLED_S = 5.0  # if nothing was issued for so long, the vote no longer waits for ranks that have not arrived
+SETTLED_S = 5.0  # seconds without a new call, after which the majority is taken without ranks that have not arrived
 _OTHER_PLACE = (
     Reason.EXHAUSTED, Reason.SKIPPED, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
 )  # fmt: skip
@@ -28,7 +28,7 @@ _OTHER_PLACE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The judgement of one incident."""
+    """What one incident is, and who caused it."""
 
     kind: Kind
     cause: str
@@ -37,8 +37,8 @@ class Verdict:
     victims: tuple[int, ...]
     reason: Reason
     wait: Wait  # the one the finding is about
-    call: Call | None  # a call in it
-    waits: tuple[Wait, ...]  # those that its places are taken from
+    call: Call | None  # one call in it
+    waits: tuple[Wait, ...]  # waits whose sites the finding lists
     ended: tuple[int, ...] = ()  # ranks that are gone or stopped
     stuck: tuple[int, ...] = ()  # ranks that cannot continue because of them
 
@@ -50,7 +50,7 @@ def judge(
     source: Source | None = None,
     without: Collection[str] = (),
 ) -> list[Verdict]:
-    """Return what every incident of a wait-for graph is.
+    """Return one or more verdicts for every incident of a wait-for graph.
 
     Args:
         exhausted: Ranks that ran out of batches while others have some left.
@@ -69,7 +69,7 @@ def judge_incident(
     source: Source | None = None,
     without: Collection[str] = (),
 ) -> list[Verdict]:
-    """Return what an incident is; nothing while more has to be seen, several if ranks ended for different reasons."""
+    """Return the verdict on an incident; nothing while evidence is incomplete, several if ranks ended for different reasons."""
     if incident.root is Root.GONE:
         return _gone(snapshot, graph, incident, exhausted, without)
     case = Case(snapshot, graph, incident, exhausted, source)
@@ -79,7 +79,7 @@ def judge_incident(
 
 def _conflict(case: Case, without: Collection[str]) -> Verdict | None:
     wait = case.wait
-    culprits, reason = hear(case, without)
+    culprits, reason = decide(case, without)
     if _undecided(case, reason):
         return None
     kind, cause = _kind_of_conflict(case, culprits, reason)
@@ -97,7 +97,7 @@ def _conflict(case: Case, without: Collection[str]) -> Verdict | None:
 
 
 def _undecided(case: Case, reason: Reason) -> bool:
-    """True while ranks are on their way into the collective whose call could still change the majority."""
+    """True while ranks that could still change the majority are on their way into the collective."""
     snapshot, graph, wait = case.snapshot, case.graph, case.wait
     if snapshot.source == "dumps" or reason is Reason.EXHAUSTED:
         return False
@@ -119,7 +119,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
         return kinds.MISMATCH, cause
     if reason in _OTHER_PLACE:
         return missing
-    here = {r: standing(states.get(r), c) for r, c in wait.calls.items()}
+    here = {r: site_of(states.get(r), c) for r, c in wait.calls.items()}
     sides = [[r for r in side if r in states] for side in wait.sides]
     if any(not side or any(here[r] is None for r in side) for side in sides) or _same_data(wait):
         return mismatch
@@ -135,7 +135,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
 
 
 def _same_data(wait: Wait) -> bool:
-    """True if both sides are in one function with an equal tensor: operations were swapped, not the program's path."""
+    """True if both sides are in one function with equal tensors: operations were swapped, and the program's path is the same."""
     calls = [next(wait.calls[r] for r in sorted(side)) for side in wait.sides]
     first = calls[0]
     return all(
@@ -155,7 +155,7 @@ def _same_data(wait: Wait) -> bool:
 def _gone(
     snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], without: Collection[str]
 ) -> list[Verdict]:
-    """Return the first end that no other end explains; what it does not explain is due to the next."""
+    """Return one verdict for the first end that no other end explains, then for what that leaves unexplained."""
     states, ended = snapshot.ranks, ends(snapshot)
     out: list[Verdict] = []
     left, victims = set(incident.members), set(incident.victims)
@@ -178,7 +178,7 @@ def _ended(case: Case, cause: str, stuck: list[int], without: Collection[str]) -
         case.snapshot, case.graph, case.incident, case.exhausted, ended=case.ended, waits=waits, stuck=frozenset(stuck)
     )
     wait = next((w for w in waits if not w.p2p), waits[0])
-    culprits, reason = hear(case, without)
+    culprits, reason = decide(case, without)
     return Verdict(
         kind=kinds.DEADLOCK,
         cause="missing_rank" if reason is Reason.HISTORY else cause,
@@ -207,10 +207,10 @@ def _cause_of_end(state: RankState) -> str:
 
 def _cycle(case: Case, without: Collection[str]) -> Verdict:
     incident = case.incident
-    culprits, reason = hear(case, without)
+    culprits, reason = decide(case, without)
     by_message = any(w.p2p for w in incident.waits)
     kind, cause = kinds.DEADLOCK, "p2p_cycle" if by_message else "group_cycle"
-    # A call with the wrong group is not the due call, either.
+    # A call with the wrong group is not the call that is due, either.
     weak = reason in (Reason.NONE, Reason.ALONE, Reason.DUE)
     mixed = None if by_message or not weak else _one_site(incident)
     if mixed is not None:
@@ -234,7 +234,7 @@ def _cycle(case: Case, without: Collection[str]) -> Verdict:
 
 
 def _one_site(incident: Incident) -> tuple[int, ...] | None:
-    """Return the minority if one and the same call used two groups: some ranks were given the other group."""
+    """Return the minority if one call site used two groups: some ranks were given the other group."""
     if len(incident.waits) != 2:
         return None
     a, b = sorted(incident.waits, key=lambda w: -len(w.ranks))

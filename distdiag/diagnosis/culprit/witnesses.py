@@ -1,7 +1,7 @@
 """Witnesses: the declared order in which evidence decides who is the culprit of an incident.
 
-Each witness is one kind of evidence. If it applies, it may name ranks; the first that names some decides. If none does, it is
-a true tie: no rank is blamed, and all members are listed.
+A witness is one kind of evidence: a function that applies to some incidents and may name ranks as culprits. They are asked in
+order, and the first that names a rank decides. If none does, it is a true tie: no rank is blamed, and all members are listed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Reason(StrEnum):
     SITE = "site"  # it is at a site that the others never used
     GROUP_SITE = "group_site"  # it is the first to use this group at its site
     HISTORY = "history"  # it has used a site that the others never used
-    RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing where it was due
+    RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing at a site (see `rhythm`)
     CONDITION = "condition"  # only its call is under a condition on the rank
-    PATTERN = "pattern"  # it departed from the order of its own calls
+    PATTERN = "pattern"  # it broke the order of its own calls
     MESSAGES = "messages"  # it has sent fewer messages than its peers
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
-    DUE = "due"  # it is in another call than was due after its own calls
+    DUE = "due"  # it is in another call than the one that always followed its preceding calls
     NONE = "none"
 
 
@@ -58,9 +58,11 @@ class Case:
     incident: Incident
     exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
     source: Source | None = None
-    ended: tuple[int, ...] = ()  # of an incident of lost ranks: those that ended
-    waits: tuple[Wait, ...] = ()  # of an incident of lost ranks: the waits for them
-    stuck: frozenset[int] = field(default_factory=frozenset)  # and the ranks that cannot continue because of them
+    ended: tuple[int, ...] = ()  # if ranks are gone: those that ended
+    waits: tuple[Wait, ...] = ()  # if ranks are gone: the waits for them
+    stuck: frozenset[int] = field(
+        default_factory=frozenset
+    )  # if ranks are gone: the ranks that cannot continue because of them
 
     @property
     def states(self) -> dict[int, RankState]:
@@ -72,7 +74,7 @@ class Case:
 
     @cached_property
     def sides(self) -> list[list[int]]:
-        """Of a conflict: the ranks with equal calls, the largest side first."""
+        """Return the ranks with equal calls in a conflict, the largest side first."""
         return [sorted(side) for side in self.wait.sides]
 
     @cached_property
@@ -83,18 +85,18 @@ class Case:
     def here(self) -> dict[int, str | None]:
         """Site of each member's call."""
         members = [r for s in self.sides for r in s] if self.incident.root is Root.CONFLICT else self.incident.members
-        return {r: call_site.standing(self.states.get(r), self.calls.get(r)) for r in members}
+        return {r: call_site.site_of(self.states.get(r), self.calls.get(r)) for r in members}
 
 
 class Witness(NamedTuple):
-    """One kind of evidence."""
+    """One kind of evidence: when it applies, and whom it names."""
 
     name: Reason
     applies: Callable[[Case], bool]
     testify: Callable[[Case], Collection[int]]
 
 
-# -- what applies ----------------------------------------------------------------------------------------------------
+# -- when a witness applies ------------------------------------------------------------------------------------------
 
 
 def _always(_: Case) -> bool:
@@ -113,7 +115,7 @@ def _ended_normally(case: Case) -> bool:
     return len(waiting) == 1 and normally and set(case.stuck) <= case.graph.victims_of(waiting) | set(waiting)
 
 
-# -- what they testify -----------------------------------------------------------------------------------------------
+# -- whom a witness names --------------------------------------------------------------------------------------------
 
 
 def _out_of(ranks: Collection[int], exhausted: Collection[int]) -> tuple[int, ...]:
@@ -141,7 +143,7 @@ def _minority(case: Case) -> Collection[int]:
 
 
 def _one_side(test: Callable[..., bool]) -> Callable[[Case], Collection[int]]:
-    """Return a witness that names the side of a tie for which alone `test` holds."""
+    """Return a witness that names one side of a tie if `test` is true of that side only."""
 
     def names(case: Case) -> Collection[int]:
         first, second = case.sides
@@ -173,7 +175,7 @@ def _condition(case: Case) -> Collection[int]:
 def _historic_waiter(case: Case) -> Collection[int]:
     """Return the one rank that waits, if it has made calls that the ended ranks never made."""
     waiting = _waiting_for_ended(case)
-    here = {r: call_site.standing(case.states[r], case.states[r].blocked) for r in waiting}
+    here = {r: call_site.site_of(case.states[r], case.states[r].blocked) for r in waiting}
     return waiting if call_site.odd_by_history(case.states, here, waiting, case.ended) else ()
 
 
@@ -185,12 +187,12 @@ def _departed(case: Case) -> Collection[int]:
 
 
 def _collectives_only(case: Case) -> bool:
-    """True if no rank waits for a message. How many messages a step has depends on its data (micro-batches): none is due."""
+    """True if no rank waits for a message. The number of messages in a step depends on its data (micro-batches): none is due."""
     return not any(w.p2p for w in case.incident.waits)
 
 
-def _passed_over(case: Case) -> Collection[int]:
-    rank = call_order.passed_over(case.states[r] for r in sorted(case.incident.members))
+def _not_in_due_call(case: Case) -> Collection[int]:
+    rank = call_order.not_in_due_call(case.states[r] for r in sorted(case.incident.members))
     return () if rank is None else (rank,)
 
 
@@ -212,7 +214,7 @@ def _new_site_in_cycle(case: Case) -> Collection[int]:
 
 
 def _alone(case: Case) -> Collection[int]:
-    """Return the rank that waits alone while at least two wait together in one collective that it does not enter."""
+    """Return the rank that waits alone while at least two others wait in one collective that it does not enter."""
     incident = case.incident
     for lonely_in, together in (incident.waits, tuple(reversed(incident.waits))):
         lonely = [r for r in lonely_in.ranks if r in incident.members]
@@ -252,32 +254,32 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
             Reason.COUNT, _always, lambda case: message_counts.visits_differ(case.snapshot, case.incident, case.here)
         ),
         Witness(Reason.ALONE, lambda case: len(case.incident.waits) == 2, _alone),
-        Witness(Reason.DUE, _collectives_only, _passed_over),
+        Witness(Reason.DUE, _collectives_only, _not_in_due_call),
     ),
 }
 
 
-def hear(case: Case, without: Collection[str] = ()) -> tuple[tuple[int, ...], Reason]:
+def decide(case: Case, without: Collection[str] = ()) -> tuple[tuple[int, ...], Reason]:
     """Return (culprits, the witness that named them); no ranks and NONE if no witness does.
 
     Args:
         without: Names of witnesses that are not asked, to measure what each is worth.
     """
-    for name, ranks in heard(case, without):
+    for name, ranks in answers(case, without):
         if ranks:
             return ranks, name
     return (), Reason.NONE
 
 
-def heard(case: Case, without: Collection[str] = ()) -> Iterator[tuple[Reason, tuple[int, ...]]]:
-    """Yield what each witness that applies testifies, in the declared order."""
+def answers(case: Case, without: Collection[str] = ()) -> Iterator[tuple[Reason, tuple[int, ...]]]:
+    """Yield the ranks that each applicable witness names, in the declared order."""
     for witness in ORDER[case.incident.root]:
         if witness.name not in without and witness.applies(case):
             yield witness.name, tuple(sorted(witness.testify(case)))
 
 
 def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple[tuple[int, ...], Condition] | None:
-    """Return (ranks, condition) if one of two sides is under a condition on the rank and the other is not."""
+    """Return (ranks, condition) if exactly one of two sides is under a condition on the rank."""
     if source is None or len(wait.sides) != 2:
         return None
     stacks = [_stack(snapshot.ranks[r], wait.calls.get(r)) for r in map(min, wait.sides)]
@@ -289,7 +291,7 @@ def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple
 
 
 def parting_of(snapshot: Snapshot, wait: Wait, culprits: Collection[int], source: Source | None) -> list[Condition]:
-    """Return the conditions that can have led the culprits of a conflict away from the others."""
+    """Return the conditions that can have led the culprits of a conflict to another call."""
     mine, others = sorted(set(wait.calls) & set(culprits)), sorted(set(wait.calls) - set(culprits))
     if source is None or not mine or not others:
         return []

@@ -1,4 +1,4 @@
-"""Which dumps are used, where a rank left several: of one run, and of each recorder the newest."""
+"""Chooses which dumps are used if a rank left several: those of one run, and the newest of each recorder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from distdiag.diagnosis.model.findings import rank_list
 
 
 def newest_ns(f: DumpFile) -> int:
-    """Return when the newest entry of a dump was created; 0 if it does not say."""
+    """Return when the newest entry of a dump was created; 0 if that is not recorded."""
     return (ns(f.entries[-1]) or 0) if f.entries else 0
 
 
 def drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], notes: list[str]) -> None:
-    """Take out folders of a run that was over when that of newer dumps of the same ranks began: an attempt before.
+    """Remove folders of an earlier attempt: that run was over when the one in newer dumps of the same ranks began.
 
-    A rank that left a dump in the older one only has left none of this run.
+    A rank with a dump only in the older folder has no dump of this run.
     """
     began: dict[Path, int] = {}
     for files in by_rank.values():

@@ -1,4 +1,4 @@
-"""The content of a dump, checked: types, ranges and sizes, before anything is done with it.
+"""Checks the content of a dump: types, ranges and sizes, before anything else reads it.
 
 The fields are described in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp. What a rule needs of every entry is
 checked here; optional fields are checked by the functions of `entries` that read them.
@@ -28,11 +28,11 @@ class DumpFile:
     """One rank's dump as read: builtin containers only.
 
     Attributes:
-        rank: From the content or the name; None until known.
+        rank: Rank from the content or the file name; None until known.
         groups: Group name -> (description, global ranks or None where not recorded).
-        status: The recorder's own group number -> (last enqueued, last completed); of NCCL the number counts
-            collectives or messages, whichever came last, of gloo both.
-        entries: As recorded, oldest first; the oldest may be overwritten.
+        status: The recorder's own group number -> (last enqueued, last completed). NCCL's number counts collectives or messages,
+            whichever came last; gloo's counts both.
+        entries: Entries as recorded, oldest first; the oldest may be overwritten.
     """
 
     path: Path
@@ -42,14 +42,14 @@ class DumpFile:
     status: dict[str, tuple[int, int]]
     entries: list[dict[str, Any]]
     modified_ns: int = 0
-    damaged: int = 0  # entries that were left out: without group, number or name
+    damaged: int = 0  # entries that were left out: they lack a group, number or name
 
 
 def parse(path: Path, content: Any) -> DumpFile:
     """Return the dump in decoded JSON or pickle, format version 1.x or 2.x.
 
     Raises:
-        BadDump: it is something else, or beyond every limit of a real dump.
+        BadDump: it is something else, or exceeds the limits of any real dump.
     """
     if isinstance(content, dict) and "entries" not in content and isinstance(content.get("dump"), dict):
         content = {**content["dump"], "rank": content.get("rank")}
@@ -86,7 +86,7 @@ _members_of: dict[str, tuple[int, ...] | None] = {}  # a thousand dumps hold the
 
 
 def _members(value: Any) -> tuple[int, ...] | None:
-    """Return the ranks in `[0, 1]`, a list or its text, in their order; None if there are none or it is something else.
+    """Return the ranks in `[0, 1]`, a list or its text, in their order; None if there are none or it is not such a list.
 
     Raises:
         BadDump: a rank is out of range.
@@ -149,13 +149,13 @@ def _counter(value: Any) -> int | None:
 
 _needed = itemgetter(
     "process_group", "collective_seq_id", "p2p_seq_id", "profiling_name", "is_p2p", "state", "retired"
-)  # of the last three only the truth or the equality is used, which any value has
+)  # of the last three only truth or equality is used, which every value supports
 
 
 def is_modern(entries: list[dict[str, Any]]) -> bool:
     """True if every entry has the fields of 2.x, of the right type and in range.
 
-    By columns, so that the loops are C's: 0.1 s for 200,000 entries, where a check of each would take a second.
+    Checks column by column, so that the loops run in C: 0.1 s for 200,000 entries; a check of each entry would take a second.
     """
     if not entries:
         return True

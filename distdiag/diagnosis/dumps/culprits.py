@@ -1,9 +1,9 @@
-"""Finds the ranks that a dumped job waited for: others wait for them, and they wait for no rank.
+"""Finds the ranks that a dumped job waited for: others wait for them, and they wait for no other rank.
 
-A dump does not show whether the host thread waits. It has the operations in flight, and which ranks have not issued them,
-which gives two kinds of edges. A rank waits for members that have not issued its operation in flight. If all have issued it, the
-rank depends on members that have it in flight, too (their devices may be blocked elsewhere). The culprit is where such
-paths end outside a conflict or a cycle: its host stopped issuing, or its device stopped running.
+A dump does not show whether the host thread waits. It shows the operations in flight, and which ranks have not issued them. From
+these follow two kinds of edges. A rank waits for members that have not issued its operation in flight. If all have issued it,
+the rank depends on members that have it in flight, too (their devices may be blocked elsewhere). The culprits are where such
+paths end outside a conflict or a cycle: their host stopped issuing, or their device stopped running.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Blame:
 
     Attributes:
         culprits: Ranks with a dump that others wait for, and that wait for no other rank.
-        extra: The few ranks in a collective that the many others have never entered.
-        victims: Ranks with operations in flight, without culprits.
+        extra: A few ranks in a collective that most others have never entered.
+        victims: Ranks with operations in flight, except culprits.
         silent: Ranks without a dump that some rank's oldest operation in flight may be waiting for.
-        main: The operation that most victims have been waiting in longest.
-        silent_in: The operation that most of those have been waiting in that may wait for a silent rank.
+        main: The operation that most victims wait in, as their oldest.
+        silent_in: The operation with most waiting ranks, of those that may wait for a silent rank.
         idle: Culprits with nothing in flight: the host stopped.
         device: Culprits whose operations in flight are complete on their peers: the device stopped.
         waited_for_since_s: When the first rank began to wait for the culprit directly.
@@ -96,7 +96,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
 
 @dataclass
 class _Members:
-    """The members of each wait, by its id: known not to have issued it; without data; with it in flight, too."""
+    """The members of each wait, by its id: known not to have issued it; without a dump; with it in flight, too."""
 
     lacking: dict[int, frozenset[int]] = field(default_factory=dict)
     unclear: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class _Ends:
 
 
 def _ends(snapshot: Snapshot, graph: WaitGraph, waits: list[Wait], members: _Members, awaited: frozenset[int]) -> _Ends:
-    """Return the components of ranks and waits that nothing leads out of."""
+    """Return the ends of the graph: components of ranks and waits without an edge to another component."""
     onward = _edges(snapshot.ranks, graph, waits, members.lacking, members.also)
     absentees = frozenset().union(*(members.lacking[id(w)] & w.missing for w in waits))
     out = _Ends()
@@ -165,7 +165,7 @@ def _edges(
     lacking: dict[int, frozenset[int]],
     also: dict[int, frozenset[int]],
 ) -> dict[int, list[int]]:
-    """Ranks are 0, 1, …; waits are -1, -2, …"""
+    """Return the edges of the graph. Ranks are numbered 0, 1, …; waits are numbered -1, -2, …"""
     number = {id(w): -i - 1 for i, w in enumerate(waits)}
     onward: dict[int, list[int]] = {}
     for r, st in states.items():
@@ -220,10 +220,10 @@ def _not_begun(w: Wait, in_it: frozenset[int]) -> frozenset[int]:
 
 
 def _crossed(waits: list[Wait], also: dict[int, frozenset[int]]) -> tuple[tuple[Wait, frozenset[int]], ...]:
-    """Return two groups' operations that common ranks run in opposite order, with the ranks that are in each first; the fewer
-    ranks come first. Empty if no groups are crossed.
+    """Return two groups' operations that common ranks run in opposite order, with the ranks that run each first; the smaller set of
+    ranks comes first. Empty if no groups are crossed.
 
-    The order is that in which devices began them, if known, else that of issue.
+    The order is the one in which devices began them, if known, else the order of issue.
     """
     whole = [w for w in waits if not w.p2p and not w.missing]
     for i, v in enumerate(whole):
@@ -299,10 +299,10 @@ def _device_stopped(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...]
 def _lagging(
     snapshot: Snapshot, graph: WaitGraph, culprits: set[int], stale: tuple[int, ...]
 ) -> dict[int, float | None]:
-    """Return ranks that stopped issuing earlier than their peers without a visible reason, and since when.
+    """Return ranks that stopped issuing before their peers without a visible reason, and since when.
 
-    Members of a group that wait for the same culprit in the same operation run ahead equally far, until the host waits.
-    One that has issued less than all others, and has nothing in flight that they have not, stopped by itself.
+    Members of a group that wait for one culprit in the same operation run ahead equally far, until the host waits. A member
+    that issued less than all others, and has nothing in flight that they lack, stopped for another reason.
     """
     out: dict[int, float | None] = {}
     states = snapshot.ranks
@@ -332,7 +332,7 @@ def _lagging(
 
 
 def _kinds(snapshot: Snapshot, graph: WaitGraph, rank: int) -> set[tuple[str, str]]:
-    """Return what a rank has in flight, by kind of group and direction."""
+    """Return what a rank has in flight: kind of group, and direction."""
     return {(snapshot.groups[w.group].description, w.key[2] if w.p2p else "") for w in graph.of_rank[rank]}
 
 
@@ -343,7 +343,7 @@ def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> 
 
 
 def _main(oldest: dict[int, Wait], lacking: dict[int, frozenset[int]], culprits: set[int]) -> Wait | None:
-    """Return the wait that most ranks have been in longest, of those that wait for a culprit directly."""
+    """Return the wait that is the oldest of most ranks, of those waits that have a culprit missing."""
     votes: dict[int, tuple[int, Wait]] = {}
     for direct in (True, False):
         for w in oldest.values():
@@ -355,7 +355,7 @@ def _main(oldest: dict[int, Wait], lacking: dict[int, frozenset[int]], culprits:
 
 
 def _extra(snapshot: Snapshot, main: Wait | None, culprits: set[int], victims: set[int]) -> list[int]:
-    """Return the few ranks in a collective that none of the many others has entered, if those are equal and have nothing open."""
+    """Return a few ranks in a collective that none of the many others has entered, if those are in equal states with nothing in flight."""
     if main is None or main.p2p or not culprits <= main.missing or len(culprits) <= len(victims) or len(culprits) < 2:
         return []
     if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):

@@ -1,4 +1,4 @@
-"""When dumps were taken, how long their ranks have paused, and the group's timeout, from the times in the entries."""
+"""Times from a dump's entries: when it was taken, how long its rank has paused, and the group's timeout."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.entries import backend_of, ns, timeout_ms
 from distdiag.diagnosis.dumps.load_report import LoadReport
 
-GAPS_SEEN = 3  # a rank that has paused for this long so often may do so again
-GAP_ENTRIES = 200  # of the newest
+GAPS_SEEN = 3  # number of pauses of a length after which a rank is expected to pause that long again
+GAP_ENTRIES = 200  # newest entries whose pauses are measured
 
 
 def note_times(chosen: dict[int, list[DumpFile]], report: LoadReport) -> int:
@@ -41,7 +41,7 @@ def note_times(chosen: dict[int, list[DumpFile]], report: LoadReport) -> int:
 
 
 def _gaps_s(f: DumpFile) -> list[float]:
-    """Return the times between consecutive operations, of a file's newest."""
+    """Return the times between consecutive operations, of a file's newest entries."""
     times = [t for e in f.entries[-GAP_ENTRIES:] if (t := ns(e)) is not None]
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
@@ -49,8 +49,8 @@ def _gaps_s(f: DumpFile) -> list[float]:
 def _moved_ns(f: DumpFile) -> int:
     """Return when a dump found operations complete that the watchdog (ten times a second) had not seen; 0 if none.
 
-    That is when the dump was taken, and the rank had just made progress. Unknown with gloo's recorder, and with one that does
-    not retire entries.
+    That is when the dump was taken, and the rank had just made progress. Unknown for gloo's recorder, and for one that does not
+    retire entries.
     """
     if backend_of(f) == "gloo" or not any(e["retired"] for e in f.entries):
         return 0

@@ -1,4 +1,4 @@
-"""Entries of a flight-recorder dump: one pass over them, and one entry as a `Call`."""
+"""Reads entries of a flight-recorder dump: one pass over all, or one entry as a `Call`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
-MAX_TENSORS, MAX_DIMENSIONS = 1 << 14, 64  # of one operation
-MAX_FRAMES = 256  # of one stack, innermost first
+MAX_TENSORS, MAX_DIMENSIONS = 1 << 14, 64  # limits of one operation
+MAX_FRAMES = 256  # limit of one stack, innermost first
 
 _STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
 def ends_batch(name: str) -> bool:
-    """True if an entry represents all that was coalesced: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
+    """True if an entry closes a batch: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
     head, _, last = name.rpartition("coalesced")
     return not last and (head.endswith(":") or (head.endswith("_") and head.rpartition(":")[2].isupper()))
 
@@ -38,7 +38,7 @@ def backend_of(f: DumpFile) -> str:
 
 @dataclass(slots=True)
 class Tail:
-    """How far one rank is in one group, by its entries."""
+    """How far one rank has got in one group, by its entries."""
 
     newest: int
     head: int | None = None  # oldest collective in flight
@@ -47,23 +47,25 @@ class Tail:
 
 @dataclass(slots=True)
 class Scan:
-    """What one pass over a file's entries finds."""
+    """The result of one pass over a file's entries."""
 
     file: DumpFile
     backend: str
     tails: dict[str, Tail] = field(default_factory=dict)  # by name of the group
     messages: list[dict[str, Any]] = field(default_factory=list)
-    # by (name of the group, p2p_seq_id): the entry that closes a batch and has the state of all its messages
+    # by (group name, p2p_seq_id): the entry that closes a batch and has the state of all its messages
     batches: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    # by group of two ranks that is used for messages only: the newest that has completed, by the group's own counter
-    met: dict[str, int] = field(default_factory=dict)
-    timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): one that has none has not begun
+    # by group of two ranks that is used for messages only: the newest completed number of the group's own counter
+    pair_completed: dict[str, int] = field(default_factory=dict)
+    timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): an entry without one has not begun
 
 
 def scan_file(f: DumpFile) -> Scan:
     """Return the newest and the oldest open collective of each group, and all messages, in one pass."""
     out = Scan(f, backend_of(f))
-    gloo = out.backend == "gloo"  # its state stays "scheduled"; on NCCL, retired but not completed has timed out
+    gloo = (
+        out.backend == "gloo"
+    )  # its state stays "scheduled"; NCCL entries that are retired and not completed have timed out
     tails, messages = out.tails, out.messages
     over: set[tuple[str, int]] = set()  # coalesced collectives that have completed
     unfinished: list[tuple[Tail, str, int]] = []
@@ -85,14 +87,14 @@ def scan_file(f: DumpFile) -> Scan:
             unfinished.append((t, name, seq))
         elif ends_batch(e["profiling_name"]):
             over.add((name, seq))
-    for t, name, seq in unfinished:  # the parts of what was coalesced stay as they were issued
+    for t, name, seq in unfinished:  # the parts of a batch keep the state in which they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:
             t.head = seq
     pairs = {name for name, (_, members) in f.groups.items() if len(members or ()) == 2} if not gloo else set()
-    for e in messages:  # a dump of what is active only leaves out the entries that close batches
+    for e in messages:  # a dump of active entries only lacks the entries that close batches
         name, number = e["process_group"][0], short_text(e.get("pg_id"))
         if name in pairs and not e["collective_seq_id"] and number in f.status:
-            out.met[name] = f.status[number][1]
+            out.pair_completed[name] = f.status[number][1]
     out.timed = not gloo and any(
         e["state"] == "started" or ns(e, "time_discovered_started_ns") for e in f.entries[-200:]
     )
@@ -105,7 +107,7 @@ def of_batch(e: dict[str, Any], source: Scan) -> dict[str, Any]:
     batch = source.batches.get((name, number))
     if batch is not None:
         return {**e, **{k: batch.get(k) for k in _STATE}}
-    return {**e, "state": "completed"} if number <= source.met.get(name, 0) else e
+    return {**e, "state": "completed"} if number <= source.pair_completed.get(name, 0) else e
 
 
 def ns(e: dict[str, Any], name: str = "time_created_ns") -> int | None:
@@ -120,7 +122,7 @@ def timeout_ms(e: dict[str, Any]) -> int | None:
 
 
 def _shapes(value: Any) -> list[tuple[int, ...]] | None:
-    """Return the shapes of an operation's tensors; None if they are not lists of sizes, or beyond all reason."""
+    """Return the shapes of an operation's tensors; None if they are not lists of sizes, or exceed the limits."""
     if not isinstance(value, (list, tuple)) or len(value) > MAX_TENSORS:
         return None
     for one in value:
@@ -130,7 +132,7 @@ def _shapes(value: Any) -> list[tuple[int, ...]] | None:
 
 
 def _product(shape: tuple[int, ...]) -> int | None:
-    """Return the number of elements; None if no tensor can have so many."""
+    """Return the number of elements; None if that exceeds any tensor."""
     n = math.prod(shape)
     return n if n < MAX_INT else None
 
@@ -140,7 +142,7 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
     shapes = _shapes(e.get("input_sizes") or e.get("output_sizes") or ())
     dtypes = e.get("input_dtypes") or e.get("output_dtypes")
     shape = shapes[0] if shapes else None
-    if shapes and len(shapes) > 1 and e["profiling_name"].endswith("_coalesced"):  # several at once: all of them
+    if shapes and len(shapes) > 1 and e["profiling_name"].endswith("_coalesced"):  # several tensors: all of them
         shape = (sum(math.prod(one) for one in shapes),)
     elements = _product(shape) if shape is not None else None
     if elements is None:
@@ -167,7 +169,7 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
         asynchronous=True,
         started=e["state"] in ("started", "completed") if source.timed else None,
         timed_out=bool(e["retired"]) and not done,
-        # tensors of different sizes take another path, which records the parts of a batch
+        # tensors of different sizes take another code path, which records the parts of a batch
         even=source.backend == "nccl",
     )
 

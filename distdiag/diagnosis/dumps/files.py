@@ -1,7 +1,7 @@
-"""Flight-recorder dump files: finding them, and reading them without executing anything.
+"""Finds flight-recorder dump files, and reads them without executing anything.
 
-JSON and pickle, plain or gzipped, of NCCL, gloo and other backends. They come from other people's clusters: `verdict`
-calls this in a child process with limits (`guard`).
+JSON and pickle, plain or gzipped, from NCCL, gloo and other backends. The files come from unknown clusters, so `verdict` calls
+this in a child process with limits (`guard`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from distdiag.diagnosis.dumps.guard import Announce
 from distdiag.diagnosis.dumps.naming import name_ranks
 from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle, one_line
 
-MAX_BYTES = 2 << 30  # of one dump, unpacked; a ring of 20,000 entries with stacks has some 100 MB
-UNPACKED_BYTES, UNPACK_FACTOR = 64 << 20, 200  # what gzip may expand to; real dumps shrink 5 to 100 times
+MAX_BYTES = 2 << 30  # limit of one unpacked dump; a ring of 20,000 entries with stacks has some 100 MB
+UNPACKED_BYTES, UNPACK_FACTOR = 64 << 20, 200  # limits of gzip's expansion; real dumps compress 5 to 100 times
 _OTHER = {".log", ".txt", ".md", ".py", ".html", ".db", ".csv", ".yaml", ".yml", ".toml", ".sh", ".out", ".err"}
 _OTHER |= {".db-wal", ".db-shm", ".where", ".png", ".svg", ".sqlite", ".ini", ".cfg"}
 
@@ -28,11 +28,11 @@ _OF_A_RUN = {"run.db", "run.db.where", ".node_0"}  # each marks a directory that
 
 
 def _ignore(_step: str, _bytes: int) -> None:
-    """Announce nothing."""
+    """Do nothing: no limits apply."""
 
 
 def _unpack(data: bytes) -> bytes:
-    """Return the content of a gzip stream, limited: a small file may unpack to terabytes."""
+    """Return the content of a gzip stream, up to a limit: a small file may unpack to terabytes."""
     stream = zlib.decompressobj(wbits=31)
     limit = min(MAX_BYTES, UNPACKED_BYTES + UNPACK_FACTOR * len(data))
     try:
@@ -68,12 +68,12 @@ def read(path: Path, announce: Announce = _ignore) -> DumpFile:
         announce: Called with the path and its size before each part that may run into limits.
 
     Raises:
-        BadDump: the file is hostile, cut short, or something else.
+        BadDump: the file is hostile, cut short, or not a dump.
     """
     try:
         size = path.stat().st_size
     except OSError:
-        size = 0  # `_content` says why
+        size = 0  # `_content` reports the reason
     announce(str(path), min(size, MAX_BYTES))
     data, modified_ns = _content(path)
     if not data:
@@ -100,7 +100,7 @@ def read(path: Path, announce: Announce = _ignore) -> DumpFile:
 def find(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
     """Yield the files of `paths` and below its directories; True with those that were named themselves.
 
-    A run of distdiag below a given directory is skipped: its dumps may be of ranks that went on, and run.db has its verdict.
+    A run directory of distdiag below a given directory is skipped: its dumps may be of ranks that continued, and run.db has its verdict.
     """
     for path in paths:
         if not os.path.isdir(path):
@@ -117,14 +117,14 @@ def find(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def likely(path: Path) -> bool:
-    """False if a file is certainly something else, by its suffix."""
+    """False if the suffix shows that the file is not a dump."""
     return not any(s in _OTHER for s in (path.suffix.lower(), "".join(path.suffixes[-1:]).lower()))
 
 
 def read_all(
     paths: Iterable[Path], announce: Announce = _ignore, refused: Mapping[str, str] | None = None
 ) -> tuple[list[DumpFile], list[tuple[str, str]], list[str]]:
-    """Return all dumps under `paths`, the files that are none with the reason, and the names of files not read.
+    """Return all dumps under `paths`, the files that are not dumps with the reason, and the names of files not read.
 
     Args:
         announce: Called before each file.

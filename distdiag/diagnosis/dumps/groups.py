@@ -1,4 +1,4 @@
-"""The process groups of a dumped job: their names, members and backends, as far as the dumps have them."""
+"""The process groups of a dumped job: their names, members and backends, as far as dumps record them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdiag.diagnosis.model.snapshot import Group
 
 
 class Groups:
-    """The dumps of all ranks, and the groups that they name."""
+    """The dumps of all ranks, and the groups in them."""
 
     def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
         self.chosen, self.report = chosen, report
@@ -22,13 +22,13 @@ class Groups:
             for scan in scans:  # a dump without entries does not name its rank
                 scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
-        self.in_order: dict[str, tuple[int, ...]] = {}  # their members as the group numbers them
+        self.in_order: dict[str, tuple[int, ...]] = {}  # members in the group's own order
         self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
         self.world_size = 0
         self._find_groups()
 
     def _find_groups(self) -> None:
-        """Map names to groups. One name may be several groups: by backend or, after a split, by members."""
+        """Map names to groups. One name may be several groups: on different backends or, after a split, with different members."""
         members: dict[tuple[str, str], dict[int, tuple[int, ...] | None]] = {}
         text: dict[tuple[str, str], str] = {}
         backends: dict[str, set[str]] = {}
@@ -59,7 +59,7 @@ class Groups:
                         self.report.without_group[key] = without
 
     def _without(self, ranks: tuple[int, ...], backend: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
-        """Return the members of a group whose own list has neither its name nor a group with the same members."""
+        """Return the group's members whose own list of groups has neither its name nor a group with the same members."""
         found = []
         for r in ranks:
             lists = [x.file.groups for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)]
@@ -68,7 +68,7 @@ class Groups:
         return tuple(found)
 
     def _assumed(self, name: str, desc: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
-        """Return members that were not recorded (gloo): all ranks for the default group, else the ranks that used it."""
+        """Return the members of a group that were not recorded (gloo): all ranks for the default group, else those that used it."""
         if desc == "default_pg" or name == "0":
             return tuple(range(self.world_size))
         note = f"members of group {desc if desc not in ('', 'undefined') else name} were not recorded: taken to be the ranks that used it"
@@ -78,7 +78,7 @@ class Groups:
 
 
 def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
-    """Return name, description and members of the groups of one file, as far as it has them."""
+    """Return name, description and members of the groups in one file, as far as it records them."""
     f = scan.file
     out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
     for name, t in scan.tails.items():

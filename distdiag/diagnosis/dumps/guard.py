@@ -1,4 +1,4 @@
-"""Work on files that somebody sent, in a child process with limits: what kills the child costs only that file.
+"""Runs work on untrusted files in a child process with limits: what kills the child costs only that file.
 
 A pickle of a few hundred bytes can ask for all memory, never end, or crash the interpreter in C
 (hashing a deeply nested tuple). No check in the same process survives the last of these.
@@ -19,13 +19,13 @@ from pathlib import Path
 
 try:
     import resource
-except ImportError:  # no such limits on this system: the deadline remains
+except ImportError:  # this system has no such limits: only the deadline applies
     resource = None
 
 # For one step (reading a file, judging what was read), by the size of the input in bytes.
 CPU_S, CPU_S_PER_BYTE = 3.0, 1e-6  # reading takes 0.03 µs a byte on a slow core
 MEMORY_BYTES, MEMORY_PER_BYTE = 384 << 20, 50  # plain data take 5 to 20 times the size of their pickle
-WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline, for a disk that does not answer and a machine that is overloaded
+WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline: for a disk that does not respond, or an overloaded machine
 
 _ANNOUNCE, _RESULT, _FAILED = b"A", b"R", b"F"
 _HEADER = struct.Struct("=cdQ")  # kind, deadline of the step in seconds, bytes that follow
@@ -37,9 +37,9 @@ class Died(Exception):
     """The child ended without a result.
 
     Attributes:
-        step: What it had announced last.
-        reason: What ended it, for a message.
-        details: The traceback, where it was an exception.
+        step: The last step that it announced.
+        reason: Why it ended, for a message.
+        details: The traceback of an exception.
     """
 
     def __init__(self, step: str, reason: str, details: str = "") -> None:
@@ -58,7 +58,7 @@ def run(work: Callable[[Announce], bytes]) -> bytes:
         Died: a step crashed, raised, or exceeded its limits.
     """
     read_end, write_end = os.pipe()
-    with warnings.catch_warnings():  # from Python 3.12 on, of other threads: the child takes no lock that they may hold
+    with warnings.catch_warnings():  # Python 3.12 warns of other threads: the child takes no lock that they may hold
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -73,7 +73,7 @@ def run(work: Callable[[Announce], bytes]) -> bytes:
         return result
     finally:
         os.close(read_end)
-        if not ended:  # its number cannot be another process's before it is waited for
+        if not ended:  # its pid is not reused before the parent has waited for it
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 

@@ -17,7 +17,7 @@ from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import Wait, call_at
 from distdiag.terms.units import rough_duration
 
-DUMPED_WITHIN_S = 300.0  # after the timeout; the time of a later copy proves nothing
+DUMPED_WITHIN_S = 300.0  # after the timeout; a later file time may be that of a copy
 
 
 def late_rank(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRanks) -> Finding:
@@ -57,10 +57,10 @@ def stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) -> 
     culprits = blame.extra or blame.culprits
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
-    message, advice = _words(snapshot, blame, culprits, what, made_by, unmade)
+    message, advice = _wording(snapshot, blame, culprits, what, made_by, unmade)
     if young:
         message, advice = (
-            _words_of_running(culprits, what),
+            _wording_if_running(culprits, what),
             "take a second set of dumps: if the numbers have not moved, it hangs",
         )
     kind, cause = _kind_of(blame, culprits, unmade)
@@ -72,7 +72,7 @@ def stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) -> 
         culprits=culprits,
         victims=tuple(sorted({*blame.victims, *blame.culprits} - set(culprits))),
         collective=collective_ref(snapshot, main, call) if main is not None else None,
-        where=where_of(snapshot, culprits or blame.victims, blame),  # no culprit: list the site of each
+        where=where_of(snapshot, culprits or blame.victims, blame),  # without a culprit, list the site of each victim
         waiting=where_of(snapshot, blame.victims, blame),
         message=message,
         cost="none known: the job was running when the dumps were taken" if young else NO_PROGRESS,
@@ -92,7 +92,7 @@ def _kind_of(blame: Blame, culprits: tuple[int, ...], unmade: str) -> tuple[str,
     return "stall", "unknown"
 
 
-def _words_of_running(culprits: tuple[int, ...], what: str) -> str:
+def _wording_if_running(culprits: tuple[int, ...], what: str) -> str:
     who = (
         f"{rank_list(culprits)} {verb(culprits, 'was', 'were')} on {verb(culprits, 'its', 'their')} way to {what}"
         if culprits
@@ -101,7 +101,7 @@ def _words_of_running(culprits: tuple[int, ...], what: str) -> str:
     return f"{who} when the dumps were taken: a running job"
 
 
-def _words(
+def _wording(
     snapshot: Snapshot, blame: Blame, culprits: tuple[int, ...], what: str, made_by: tuple[int, ...], unmade: str
 ) -> tuple[str, str]:
     """Return (message, advice) of a stall."""
@@ -151,7 +151,7 @@ def _words(
 def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> tuple[tuple[int, ...], str]:
     """Return (ranks, group) if the stopped ranks may all wait for a group that a member never created; else nothing.
 
-    A communicator is created before its first operation is recorded, and its members wait for each other in that.
+    A communicator is created before its first operation is recorded, and its members wait for each other during that.
     """
     for name, without in loaded.without_group.items():
         members = set(snapshot.groups[name].ranks) - set(without)
@@ -186,7 +186,7 @@ def _advice(blame: Blame, on_host: bool) -> str:
 
 
 def unmatched_messages(snapshot: Snapshot, loaded: LoadReport) -> Finding | None:
-    """Return the finding on unmatched messages: the culprit is the rank at an end of more of them than any other."""
+    """Return the finding on unmatched messages; the culprit is the rank with most of them."""
     calls = [(r, c) for r, cs in sorted(loaded.unmet.items()) for c in cs]
     ends = Counter(q for r, c in calls for q in (r, c.peer) if q is not None)
     most = ends.most_common(2)

@@ -1,7 +1,7 @@
 """Finds collectives that all ranks issued and none completed because one rank issued them after the others' timeout.
 
 Dumps record when each rank issued what is in flight. If these times differ by more than the collective's timeout, the first
-ranks had given up when the last one came. Host clocks differ by less, and equally for earlier collectives.
+ranks had given up when the last one issued it. Host clocks differ by less, and equally for earlier collectives.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def find(
     """Return the first collective in flight that a rank issued after its timeout; None if there is none.
 
     Args:
-        scans: Of each rank.
-        keys: Of (rank, backend, name) the key of the group.
-        floor: Of each group, by key, the oldest collective in flight anywhere.
-        positions: Of each rank and group: newest issued, newest completed.
+        scans: The scanned files of each rank.
+        keys: The group's key by (rank, backend, name).
+        floor: The oldest collective in flight on any rank, by the group's key.
+        positions: (newest issued, newest completed) of each rank and group.
         t0_ns: Unix time of the run's time zero.
     """
     issued: dict[tuple[str, int], dict[int, int]] = {}

@@ -15,7 +15,7 @@ from distdiag.diagnosis.dumps.naming import name_ranks
 from distdiag.diagnosis.dumps.snapshot import SnapshotBuilder
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 
-ANALYSIS, ENTRY_BYTES = "", 1000  # of making the snapshot, after all files are read: its limits grow with the entries
+ANALYSIS, ENTRY_BYTES = "", 1000  # step name for making the snapshot, and bytes per entry for its limits
 
 
 def load(
@@ -25,15 +25,15 @@ def load(
 ) -> tuple[Snapshot, LoadReport]:
     """Return all dumps in files and directories as one snapshot, and what could not be read.
 
-    In this process, without limits: `verdict.diagnose_dumps` calls it in a child.
+    Runs in this process without limits; `verdict.diagnose_dumps` calls it in a child.
 
     Args:
-        announce: Called before each file and before the snapshot is made, with the bytes that it is made of.
+        announce: Called before each file and before the snapshot is made, with the size of the input in bytes.
         refused: Files not to be read, with the reason.
     """
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     collecting = gc.isenabled()
-    gc.disable()  # millions of small containers live until the snapshot is made: garbage collection would find nothing
+    gc.disable()  # millions of small containers live until the snapshot is made: a garbage collection would free nothing
     try:
         return _load([Path(p) for p in given], announce, refused)
     finally:
@@ -51,7 +51,7 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
             report.bad.append((str(f.path), "its rank is not known: no number in its name or content"))
         else:
             by_rank.setdefault(f.rank, []).append(f)
-    age: dict[Path, int] = {}  # a dump without entries counts as new as the others
+    age: dict[Path, int] = {}  # a dump without entries counts as recent
     for f in read:
         age[f.path.parent] = max(age.get(f.path.parent, 0), newest_ns(f))
     drop_earlier_runs(by_rank, age, report.notes)
@@ -70,7 +70,7 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
 
 
 def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
-    """Return the rank of a damaged file, by the names of the other files."""
+    """Return the rank of a damaged file, from the names of the other files."""
     probe = DumpFile(path, None, "", {}, {}, [])
     siblings = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
     name_ranks([probe, *siblings])

@@ -1,4 +1,4 @@
-"""Messages in dumps: the two ends of a send and its recv, with equal numbers."""
+"""Matches the two ends of messages in dumps: a send and its recv, by equal numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distdiag.diagnosis.dumps.entries import Scan, call_of, of_batch
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.terms.untrusted import is_rank
 
-MOSTLY = 0.9  # of the messages that both ends number; a few may have no other end
+MOSTLY = 0.9  # share of the messages that both ends must have numbered; a few may lack the other end
 
 
 def match(
@@ -22,7 +22,7 @@ def match(
     Numbers are equal at both ends of a message.
     """
     unmet: dict[int, list[Call]] = {}
-    blocking: dict[int, bool] = {}  # of each rank, whether all it has in flight are
+    blocking: dict[int, bool] = {}  # by rank: True if all its messages in flight are blocking
     calls: dict[int, list[Call]] = {r: [] for r in messages}
     counts: dict[int, dict[str, int]] = {r: {} for r in messages}
     sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
@@ -38,14 +38,14 @@ def match(
     for key, by_pair in sent.items():
         if all(done for es in by_pair.values() for _, done, *_ in es):
             continue
-        alike = _numbered_alike(by_pair, len(members[key]))
-        passed = {} if alike else _passed_by(by_pair)
+        equal = _equal_numbers(by_pair, len(members[key]))
+        passed = {} if equal else _passed_by(by_pair)
         for (rank, peer, direction), es in by_pair.items():
             waiting = [(seq, e, source) for seq, done, e, source in es if not done]
-            counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if alike else len(waiting)
+            counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if equal else len(waiting)
             for i, (seq, e, source) in enumerate(waiting):
                 call = call_of(key, e, source, t0_ns)
-                call = replace(call, op=direction, seq=None, peer=peer, nth=seq if alike else i + 1)
+                call = replace(call, op=direction, seq=None, peer=peer, nth=seq if equal else i + 1)
                 calls[rank].append(call)
                 blocking[rank] = blocking.get(rank, True) and _blocking(e)
                 if seq in passed.get((rank, peer, direction), ()):
@@ -58,7 +58,7 @@ def match(
 
 
 def _blocking(e: dict[str, Any]) -> bool:
-    """True for `send` and `recv`, which run on the device one after the other; False for `isend` and batches."""
+    """True for `send` and `recv`, which run on the device one after another; False for `isend` and batches."""
     frames = e.get("frames")
     innermost = frames[0] if isinstance(frames, list) and frames else None
     return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
@@ -68,7 +68,7 @@ Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank
 
 
 def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
-    """Return numbers of messages whose other end has issued later ones, but not this; empty if the ends mostly disagree."""
+    """Return numbers of messages that the other end has skipped: it issued later ones. Empty if the ends mostly disagree."""
     newest: dict[int, int] = {}
     oldest: dict[int, int] = {}
     for (rank, _, _), es in by_pair.items():
@@ -101,11 +101,11 @@ def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
     return (m[1], peer) if is_rank(peer) else None
 
 
-def _numbered_alike(by_pair: Pairs, size: int) -> bool:
-    """Do the two ends of a message carry the same p2p_seq_id?
+def _equal_numbers(by_pair: Pairs, size: int) -> bool:
+    """True if both ends of a message carry the same p2p_seq_id.
 
-    A rank counts its messages with all peers of a group together, and those of a batch as one: in a group of two the
-    numbers agree unless seen otherwise, in a larger one they must be seen to.
+    A rank counts its messages with all peers of a group together, and those of a batch as one. In a group of two the numbers are
+    assumed to be equal unless the dumps contradict; in a larger group the dumps must confirm it.
     """
     agree = 0
     for (rank, peer, direction), es in by_pair.items():

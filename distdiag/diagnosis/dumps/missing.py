@@ -34,7 +34,7 @@ def any_call(w: Wait) -> Call | None:
 def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: list[Finding]) -> list[Finding]:
     """Return findings on every rank without a dump; such a rank is a culprit if another may be waiting for it.
 
-    If another rank is to blame and only messages wait for this one, it may have waited for that rank itself, as its neighbours
+    If another rank is the culprit and only messages wait for this one, it may itself have waited for that rank, as its neighbours
     in a pipeline do.
     """
     decided = any(f.severity == Severity.ERROR for f in found)

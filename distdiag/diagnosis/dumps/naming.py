@@ -1,4 +1,4 @@
-"""Which rank a dump is of, where its content does not say: by file names, folders, and groups."""
+"""Finds out which rank a dump belongs to if its content lacks the rank: by file names, folders, and groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANK = re.compile(r"rank[-_.=]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 
 
 def name_ranks(files: Sequence[DumpFile]) -> None:
-    """Set `rank` of every file whose content does not say it.
+    """Set `rank` of every file whose content lacks it.
 
     In this order: `rank3` in the file's name; the number in which the names of a folder differ; the only rank that is in
     all groups of the file; `rank3` in a folder's name; the number in which the folders' names differ.
@@ -47,7 +47,7 @@ def name_ranks(files: Sequence[DumpFile]) -> None:
 
 
 def _by_position(files: list[DumpFile], names: list[str]) -> None:
-    """Set ranks from the last number of the names that differs in all of them and is a member of the file's groups."""
+    """Set ranks from the last number in the names that differs in all of them and is a member of the file's groups."""
     found = [numbers(name) for name in names]
     for back in range(1, 1 + min(map(len, found), default=0)):
         column = [n[-back] for n in found]
@@ -71,5 +71,5 @@ def _stem(path: Path) -> str:
 
 
 def _plausible(f: DumpFile, rank: int) -> bool:
-    """True if every group of the file whose members are known has this rank."""
+    """True if every group of the file with known members has this rank."""
     return is_rank(rank) and all(rank in ranks for _, ranks in f.groups.values() if ranks)

@@ -1,29 +1,28 @@
-"""Tells a running job from a stuck one: a dump may be taken of either."""
+"""Decides whether dumps are of a running or a stuck job: a dump may be taken of either."""
 
 from __future__ import annotations
 
 from distdiag.diagnosis.dumps.culprits import Blame
 from distdiag.diagnosis.dumps.load_report import LoadReport
 
-# A rank was only on its way if others had waited for it less than this (and far less than the timeout) when its dump was
-# written, or not much longer than it has paused repeatedly.
+# A rank was only on its way if, when its dump was written, others had waited for it less than this (and far less than the
+# timeout), or not much longer than its repeated pauses.
 YOUNG_S, USUAL_FACTOR = 2.0, 2.0
-REAL_TIME_S = 0.005  # recordings that took less were not made by a job
-MOVING_S = 5.0  # waits up to this are no hang if a rank had just made progress
-APART_S = 30.0  # files of one round of dumps are written closer together than this
+REAL_TIME_S = 0.005  # entries that span less are not those of a job
+MOVING_S = 5.0  # shorter waits are not a hang if a rank had just made progress
+APART_S = 30.0  # files of one round of dumps are written within this time
 
 
 def was_running(loaded: LoadReport, blame: Blame) -> bool:
     """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet."""
-    return _went_on(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame)
+    return _continued(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame)
 
 
 def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
-    """Return an upper bound of how long a rank had waited when its dump, or that of the rank it waits for, was taken; None
-    if file times are not usable.
+    """Return an upper bound of how long a rank had waited when its dump, or that of the rank it waits for, was taken.
 
-    They are if a file was written after its own newest entry, and the recording took some time. They are not if the clock
-    differs. A copy's time is only later, which hides no wait.
+    None if file times are not usable. They are usable if a file was written after its own newest entry, and the entries span
+    some time; not if the clock differs. A copy's time is only later, which hides no wait.
     """
     spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
     if max(spans, default=0.0) <= REAL_TIME_S:
@@ -42,7 +41,7 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
 
 
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
-    """Return since when each rank may have waited. Entries that its ring lost were issued before the others."""
+    """Return since when each rank may have waited. Entries that its ring lost were issued earlier."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
     begun = {r: known.get(r) or loaded.oldest_s.get(r) for r in {*blame.victims, *known}}
     return {r: t for r, t in begun.items() if t is not None}
@@ -56,10 +55,10 @@ def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
     return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
 
 
-def _went_on(loaded: LoadReport) -> bool:
+def _continued(loaded: LoadReport) -> bool:
     """True if one dump is older by whole collectives: the job continued, so the last rank in it was not stuck.
 
-    Unless the files' times show that the older one was taken long before.
+    False if the files' times show that the older one was taken long before.
     """
     late = [t for r, t in loaded.modified_s.items() if r not in loaded.stale]
     early = [t for r, t in loaded.modified_s.items() if r in loaded.stale]
@@ -69,7 +68,7 @@ def _went_on(loaded: LoadReport) -> bool:
 def _moved(loaded: LoadReport, blame: Blame) -> bool:
     """True if a rank had just made progress when its dump was taken, and no rank had waited for long by then.
 
-    File times may not show when a dump was taken; operations that it found complete before the watchdog did.
+    File times may not show when a dump was taken; operations that it found complete before the watchdog do.
     """
     since = _begun(loaded, blame).values()
     if not loaded.moved_s:

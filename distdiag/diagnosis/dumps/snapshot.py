@@ -1,7 +1,7 @@
 """Makes a snapshot of flight-recorder dumps.
 
-Ranks are compared by (group, collective_seq_id) only: record ids are per process, and rings wrap. Messages are compared
-by p2p_seq_id if both ends count equally, else by what is in flight on either side.
+Ranks are compared only by (group, collective_seq_id): record ids differ between processes, and rings wrap. Messages are compared
+by p2p_seq_id if both ends count equally, else by what is in flight at either end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
 from distdiag.terms.untrusted import short_text
 
-# Up to this many entries, all are read, to break ties; beyond, only those from the oldest in flight on.
+# Up to this many entries all are read, to break ties; of more, only those from the oldest in flight on.
 SITES_UP_TO = 60_000
-CALLS_BEFORE = 128  # in one group
+CALLS_BEFORE = 128  # earlier calls that are read in one group
 
 
 class SnapshotBuilder(Groups):
@@ -91,12 +91,12 @@ class SnapshotBuilder(Groups):
         return Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
 
     def _status(self, rank: int, scan: Scan) -> dict[str, tuple[int, int]]:
-        """Return the counters of groups without entries by name, matched by the numbers in entries, else by order of creation."""
+        """Return the counters of groups without entries by name, matched by the numbers in entries, else by the order of creation."""
         f, backend = scan.file, scan.backend
         if not f.status or len(scan.tails) == len(f.status):
-            return {}  # every group has entries, which have more detail
+            return {}  # every group has entries, which are more detailed
         if backend == "gloo":
-            return {}  # it also counts messages, which leave no entries and need not be as many on all ranks
+            return {}  # it also counts messages, which leave no entries and may differ between ranks
         names = {short_text(e["pg_id"]): e["process_group"][0] for e in f.entries if "pg_id" in e}
         listed = [n for n in f.groups if n]
         if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
@@ -113,7 +113,7 @@ class SnapshotBuilder(Groups):
         return out
 
     def _find_stale(self) -> None:
-        """Return ranks whose dump is older: another rank completed a collective that such a rank has not issued."""
+        """Set `stale`: ranks whose dump is older, since another rank completed a collective that they have not issued."""
         stale: set[int] = set()
         for key, group in self.groups.items():
             here = {q: self.positions[q][key] for q in group.ranks if q in self.positions and key in self.positions[q]}
@@ -137,7 +137,7 @@ class SnapshotBuilder(Groups):
         self.report.stale = tuple(sorted(stale))
 
     def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
-        """Return calls from the oldest collective in flight in the group on, and some earlier ones if that is cheap."""
+        """Return calls from the group's oldest collective in flight on, and some earlier ones if that is cheap."""
         out: dict[tuple[str, int], Call] = {}
         for scan in self.scans[rank]:
             backend = scan.backend
@@ -157,7 +157,7 @@ class SnapshotBuilder(Groups):
         return list(out.values())
 
     def _from_the_start(self, rank: int) -> bool:
-        """True if a rank's ring still holds all entries, and its dump left none out."""
+        """True if a rank's ring still has all entries, and its dump left none out."""
         return all(
             (f.entries[0].get("record_id"), f.entries[-1].get("record_id")) == (0, len(f.entries) - 1)
             for f in self.chosen[rank]

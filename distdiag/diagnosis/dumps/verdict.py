@@ -1,4 +1,4 @@
-"""Judges flight-recorder dumps of any cluster: `diagnose_dumps(DIR)` returns findings."""
+"""Judges flight-recorder dumps from any cluster: `diagnose_dumps(DIR)` returns findings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from distdiag.terms.untrusted import all_encodable
 
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
-DEATHS = 2  # crashes of the reading child, after which each file is tried alone first
+DEATHS = 2  # crashes of the reading child after which each file is first tried alone
 
 
 def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
-    """Return who is missing, who is stuck and what could not be read, from flight-recorder dumps of any cluster.
+    """Return a report from flight-recorder dumps of any cluster: who is missing, who is stuck, what could not be read.
 
-    They are read and judged in a child process with limits. A file that crashes it is listed as unreadable, with the
+    The dumps are read and judged in a child process with limits. A file that crashes the child is listed as unreadable, with the
     reason, and the others are judged without it.
 
     Raises:
@@ -118,7 +118,7 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: dict[str,
         elif blame.culprits or blame.extra or blame.crossed or blame.circle:
             found.append(stall(snapshot, loaded, blame, running))
         elif not running:
-            found += proofs  # cycles: suspected only, and only where no rank is simply missing
+            found += proofs  # cycles: suspected only, and only if no rank is missing
     found += without_dump(snapshot, loaded, blame, found)
     found += unreadable(loaded, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
@@ -164,7 +164,7 @@ def _notes(loaded: LoadReport) -> list[str]:
 
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
-    """True if the late ranks are the cause, and not other ranks that dumps show to be missing."""
+    """True if the late ranks are the cause, and not ranks that the dumps show to be missing."""
     if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.extra and not blame.silent:
         return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]

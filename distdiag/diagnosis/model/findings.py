@@ -46,7 +46,7 @@ class State(StrEnum):
 
 
 class Where(msgspec.Struct, frozen=True, omit_defaults=False):
-    """Where one rank is: the user's own innermost frame, never torch's or ours."""
+    """Where one rank is: the innermost frame of the user's code, never torch's or ours."""
 
     rank: int
     file: str | None = None  # absolute path
@@ -91,7 +91,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cost: str = ""
     advice: str = ""
     evidence: tuple[str, ...] = ()
-    collective_completed: bool = False  # although the ranks' calls differ: the job continues with wrong values
+    collective_completed: bool = (
+        False  # it completed although the ranks' calls differ: the job continues with wrong values
+    )
 
     @property
     def key(self) -> str:
@@ -110,9 +112,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gradients(msgspec.Struct, frozen=True, kw_only=True):
-    """Communication of DDP's gradients as its reducers measured it, over the steps that DDP timed on all ranks.
+    """Communication of DDP's gradients, as measured by its reducers over the steps that DDP timed on all ranks.
 
-    Times are medians over these steps, each of the rank with the least: what every rank pays, without waiting for a late one.
+    Times are medians over these steps, of the rank with the smallest: what every rank pays, without waiting for a late one.
     """
 
     ranks: int
@@ -126,12 +128,12 @@ class Gradients(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: str | None
     steps: int  # measured on all ranks; the times are None without any
     step_ms: float | None = None
-    comm_ms: float | None = None  # from the first bucket's start to the last one's end
-    exposed_ms: float | None = None  # the part of it that no computation of gradients hides
+    comm_ms: float | None = None  # from the first bucket's start to the last bucket's end
+    exposed_ms: float | None = None  # the part that does not overlap with the computation of gradients
     exposed_share: float | None = None  # of step time
 
 
-STOPPED_BY = "stopped by"  # begins the state's text if nothing but a signal from outside ended the ranks
+STOPPED_BY = "stopped by"  # start of the state's text if only an external signal ended the ranks
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,8 +172,8 @@ def rank_list(ranks: Collection[int]) -> str:
 
 
 class Abstained(msgspec.Struct, frozen=True):
-    """Why a rule has found nothing: an input is missing, or a veto applied to what it measured."""
+    """Why a rule has found nothing: an input is missing, or a veto applied."""
 
     reason: str
-    checked: bool = False  # its inputs were complete: `reason` is the veto
-    cause: str | None = None  # the one cause that it is about; None: the whole kind
+    checked: bool = False  # inputs were complete: `reason` is the veto
+    cause: str | None = None  # the only cause that this is about; None: the whole kind

@@ -1,4 +1,4 @@
-"""Snapshot: all that is known of a job at one moment; the only input of every rule.
+"""Snapshot: everything known about a job at one moment; the only input of every rule.
 
 The monitor makes snapshots of a live job; `diagnosis.dumps` makes them of flight-recorder dumps from any cluster.
 A field that was not measured is None (or empty), and the rule that needs it abstains. Times are seconds since the
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Life(StrEnum):
-    """State of a rank's process, by the operating system and by the rank's last entries in its page."""
+    """State of a rank's process, from the operating system and the last entries in the rank's page."""
 
     MISSING = "missing"  # never wrote a page, or left no dump
     STARTING = "starting"  # attached, training not begun
@@ -51,7 +51,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     shape: tuple[int, ...] | None = None  # of the (first) tensor; None where not known
     bytes: int | None = None
-    received: int | None = None  # elements that an all_to_all expects from all ranks together
+    received: int | None = None  # elements that an all_to_all receives from all ranks together
     root: int | None = None  # global rank of src/dst, for rooted collectives
     peer: int | None = None  # global rank, for send/recv; None = any source
     tag: int = 0
@@ -66,7 +66,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     # On a device backend the host's call, or its wait(), returns before the operation is complete: when it returned.
     on_device: bool = False
     left_s: float | None = None
-    even: bool = False  # recorded on a path that takes as many elements of every rank
+    even: bool = False  # recorded on a code path that requires equal sizes on all ranks
 
     @property
     def p2p(self) -> bool:
@@ -90,7 +90,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
     workers: int = 0
-    fetching: float | None = None  # share of its workers that fetch a batch, lately; the others wait until one is taken
+    fetching: float | None = None  # recent share of its workers that fetch a batch; the others wait until one is taken
     promised: bool = False  # the job declared how many batches it takes: no need to read its source
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
     fed: bool = False  # no loader: what a DDP module was given in steps without one
@@ -114,8 +114,8 @@ class DdpTime(msgspec.Struct, frozen=True, gc=False):
 
     step: int
     step_ms: float
-    comm_ms: float  # from the first bucket's start to the last one's end
-    exposed_ms: float  # the part of it that no computation of gradients hides
+    comm_ms: float  # from the first bucket's start to the last bucket's end
+    exposed_ms: float  # the part that does not overlap with the computation of gradients
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,22 +123,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str = ""
     group: str | None = None
-    site: Site | None = None  # of the wrapping
+    site: Site | None = None  # where it was wrapped
     parameters: int = 0  # that require a gradient
     elements: int = 0
     frozen: int = 0
     frozen_names: tuple[tuple[str, int], ...] = ()  # the first of them, with their elements
     shape_hash: int = 0
     find_unused: bool | None = None  # None: the constructor has not returned
-    flag_of_library: bool = False  # find_unused was asked for by a library that wraps the model, not by the script
+    flag_of_library: bool = False  # a library that wraps the model set find_unused, not the script
     static_graph: bool = False
     broadcast_buffers: bool = True
     forwards: int = 0  # with gradients
     synced_backwards: int = 0
     unused_checks: int = 0
     unused_hits: int = 0
-    unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last look that found any
-    never_trained: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at every look so far
+    unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last check that found any
+    never_trained: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at every check so far
     unused_step: int = 0
     never_called: tuple[str, ...] | None = (
         None  # modules of `unused` that the first forward did not enter; None: not seen
@@ -166,8 +166,8 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """One optimizer step of one rank, ms.
 
     `arrived_s` and `ready_s` (run time) are when it arrived at the first and at the last synchronisation of the step.
-    `wait_ms` is its waiting for other ranks: `forward_wait_ms` of it is for DDP's buffers, and is not part of `forward_ms`;
-    the rest lies in `backward_ms`, or in `other_ms`.
+    `wait_ms` is its waiting for other ranks. Its part `forward_wait_ms`, for DDP's buffers, is not included in `forward_ms`; the
+    rest is included in `backward_ms` or `other_ms`.
     """
 
     step: int
@@ -213,24 +213,24 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     activity_since_s: float | None = None  # since when it is at this site with nothing new issued
     stack: tuple[str, ...] = ()  # innermost first, where evidence was taken
 
-    # The collectives. A group that is absent was not used by this rank.
+    # Collectives. A missing group was not used by this rank.
     enqueued: dict[str, int] = {}  # newest collective sequence number issued, by group
-    completed: dict[str, int] = {}  # newest such that it and all before it completed, by group
+    completed: dict[str, int] = {}  # newest number up to which all completed, by group
     blocked: Call | None = None  # the operation that the host thread waits in; None = it does not wait
     # On a device backend: the oldest incomplete operation of each group and pair of ranks, in the order of issue. The device is
     # in the first of them; `blocked` is set from it only while the host is known to wait for the device.
     queued: tuple[Call, ...] = ()
-    host_wait: str | None = None  # by the native frames of the main thread: device, communicator, no; None: not known
-    host_wait_in: str = ""  # the native function that shows it; of a host that is not known to wait, the one it is in
-    wait_measured: bool = True  # False where the waits for other ranks lie on a device and nothing measures them
+    host_wait: str | None = None  # what the main thread's native frames show: device, communicator, no; None: not known
+    host_wait_in: str = ""  # the native function that shows it, or the one that the host is in
+    wait_measured: bool = True  # False if waits for other ranks happen on a device and are not measured
     blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these can send
     calls: tuple[Call, ...] = ()  # newest last; as far back as is known
     p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far
-    sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> how often
-    # group -> site -> the collective sequence numbers of its last visits, oldest first; of calls in a row only the first
+    sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> number of calls
+    # group -> site -> the collective sequence numbers of its last visits, oldest first; only the first of consecutive calls
     visits: dict[str, dict[str, tuple[int, ...]]] = {}
-    visits_whole: bool = False  # nothing is missing in them: a site that a group has not there was never visited
-    host_blocked: bool | None = None  # the OS says that the main thread sleeps and used no CPU since the last snapshot
+    visits_whole: bool = False  # complete: a site that a group lacks there was never visited
+    host_blocked: bool | None = None  # the main thread sleeps and has used no CPU since the last snapshot (from /proc)
 
     # What the live recorder knows beyond the collectives; empty in dumps.
     user_stack: tuple[Site, ...] = ()  # the user's frames, innermost first
@@ -240,28 +240,28 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...] = ()  # the last 64, oldest first
     ddp_times: tuple[DdpTime, ...] = ()  # of the last 32 steps that DDP measured, oldest first
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
-    in_join: bool = False  # it entered torch's Join context: uneven inputs are legal
+    in_join: bool = False  # inside torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: float | None = None
     memory: tuple[
         tuple[float, int], ...
-    ] = ()  # (t_s, resident bytes that no file or other process shares), oldest first
+    ] = ()  # (t_s, resident bytes, without file pages and shared memory), oldest first
     device_memory: tuple[
         tuple[float, int], ...
     ] = ()  # (t_s, bytes that torch has reserved on its device), oldest first
     rss_bytes: int | None = None
-    warm_since_s: float | None = None  # when its 20th step ended: what grew before was start-up
+    warm_since_s: float | None = None  # when its 20th step ended: growth before is start-up
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
-    queued_share: float | None = None  # of all time, lately, in which its main thread could run and had no CPU
-    workers_starved: float | None = None  # share of their runnable time in which its loader's workers had no CPU
-    workers_busy: float | None = None  # the same time, of all of them, against all time: 0.5 is half a core
-    phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # where samples of a phase fell, most frequent first
-    phase_stacks: dict[str, tuple[Site, ...]] = {}  # one whole user stack of the most frequent place of a phase
+    queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
+    workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
+    workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
+    phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
+    phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle
-    holds_up: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (the kernel's own table)
-    longest_usual_s: float = 0.0  # the longest wait that it has caused so far without hanging
+    holds_up: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (from the kernel's lock table)
+    longest_usual_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +274,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """One collective that all members have left: which rank arrived last, and by how much."""
+    """One collective that all members have left: which rank arrived last, and how late."""
 
     group: str
     seq: int
@@ -282,11 +282,11 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     t_s: float  # first arrival
     skew_ms: float
     late_rank: int
-    waited_ms: float = 0.0  # the longest that another rank's host waited in it: what the lateness cost
-    shared_ms: float = 0.0  # what every rank's host waited in it, even the last to arrive: communication, not lateness
+    waited_ms: float = 0.0  # longest wait of another rank's host in it: the cost of the late rank
+    shared_ms: float = 0.0  # wait of every rank's host in it, even of the last to arrive: communication time
 
 
-class Met(msgspec.Struct, frozen=True):
+class CompletedConflict(msgspec.Struct, frozen=True):
     """One collective that all members completed although their calls were not compatible."""
 
     group: str
@@ -305,22 +305,22 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     most_used_pct: float | None = None  # the highest utilisation of the last minute; None before a minute is known
     throttle: str | None = None
     ecc_uncorrected: int | None = None
-    ecc_before: int | None = None  # how many of them there were when the run began
+    ecc_before: int | None = None  # number of them when the run began
     xids: tuple[int, ...] = ()  # errors the driver has reported during the run, oldest first
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     throttled_share: float | None = None  # of the last minute's samples, for heat or hardware
-    lost: bool = False  # the driver answers that it cannot reach the card
-    others: int | None = None  # processes on it that are no ranks of this job
+    lost: bool = False  # the driver reports that it cannot reach the card
+    others: int | None = None  # processes on it that are not ranks of this job
     nvlink_active: int | None = None
     nvlink_before: int | None = None  # links that were up when the run began
     nvlink_recoveries: int | None = None  # of the last minute: each time traffic waits until the link is retrained
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a job at one moment."""
+    """Everything known about a job at one moment."""
 
     t_s: float
     world_size: int
@@ -329,12 +329,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "live"  # live | dumps
     expected: int | None = None  # ranks that this snapshot can hold (those of one node); None: all of world_size
     arrivals: tuple[Arrival, ...] = ()  # of the last collectives that Python issued, oldest first
-    met: tuple[Met, ...] = ()  # the first few
+    completed_conflicts: tuple[CompletedConflict, ...] = ()  # the first few
     gpus: tuple[GpuState, ...] = ()
     host_cpu_pct: float | None = None  # the highest of the last 20 seconds, all cores = 100
-    host_memory_bytes: int | None = None  # all that the host has
-    host_available_bytes: int | None = None  # what is still available
+    host_memory_bytes: int | None = None  # total memory of the host
+    host_available_bytes: int | None = None  # still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
     stable_since_s: float | None = (
-        None  # since when no rank has issued, completed or left an operation; None = not known
+        None  # time since which no rank has issued, completed or left an operation; None = not known
     )

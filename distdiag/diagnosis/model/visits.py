@@ -1,4 +1,4 @@
-"""Sites of a rank's collectives: by group and site, the sequence numbers of the last visits."""
+"""Sites of a rank's collectives: the sequence numbers of the last visits, by group and site."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ VISITS_KEPT, VISITED_SITES = 4, 256
 
 
 class Visits:
-    """Keep the last few visits of each site; of calls in a row at one site only the first counts."""
+    """Keeps the last few visits of each site; only the first of consecutive calls at one site counts."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, deque[int]]] = {}
         self._newest: dict[tuple[str, str], int] = {}
-        self.whole = True  # a site that is not known here was never visited
+        self.whole = True  # a site that is missing here was never visited
 
     def add(self, group: str, site: str, seq: int) -> None:
         """Add a call of this group; calls come in the order of their sequence numbers."""
@@ -26,7 +26,7 @@ class Visits:
             self._kept.setdefault(group, {}).setdefault(site, deque(maxlen=VISITS_KEPT)).append(seq)
 
     def forget(self) -> None:
-        """Drop the visits: some calls were not seen, so earlier distances mean nothing any more."""
+        """Drop the visits: some calls were not seen, so distances between earlier visits mean nothing any more."""
         self._kept.clear()
         self.whole = False
 

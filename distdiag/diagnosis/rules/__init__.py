@@ -29,10 +29,10 @@ from distdiag.diagnosis.rules import (
 
 
 class Rule(Protocol):
-    """What a module in this package has.
+    """The interface of a rule module.
 
     Attributes:
-        kind: Of its findings; how they are evaluated, held and cleared is in `kinds`.
+        kind: Kind of its findings; `kinds` declares when they are evaluated, reported and cleared.
         limits: Frozen dataclass; under each field its unit, its meaning, and where it comes from.
     """
 

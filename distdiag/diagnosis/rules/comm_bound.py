@@ -1,7 +1,7 @@
-"""comm_bound: every rank loses this share of its time to communication that is not hidden behind computing.
+"""comm_bound: every rank loses this share of its time to communication that does not overlap with computation.
 
-If one rank is late, it causes the waiting: that is a straggler. On a device backend no host waits in a collective; there the
-times are those that DDP's reducer measured.
+If one rank is late, the others wait for it: that is a straggler instead. On a device backend no host waits in a collective, so
+DDP's own timings are used.
 
 Faulty jobs: wide_sync. Healthy look-alikes: overlap_async.
 """
@@ -26,7 +26,7 @@ kind = kinds.COMM_BOUND
 @dataclass(frozen=True)
 class Limits:
     share: float = 0.3
-    """Share of the time that even the rank which waits least loses."""
+    """Share of its time that even the least affected rank loses."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
     measured: int = 3
@@ -67,12 +67,12 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 class _Gradients:
     """What DDP's gradients cost every rank, over the steps that DDP timed."""
 
-    share: float  # of step time that is exposed communication, on the rank with the least
+    share: float  # exposed communication as a share of step time, on the rank with the least
     buckets: Buckets
 
 
 def _gradients(s: Snapshot) -> _Gradients | None:
-    """Return what DDP measured; None if that is too little."""
+    """Return DDP's own timings; None if it has timed too few steps."""
     shares = []
     for rank in s.ranks.values():
         times = [x for x in rank.ddp_times if x.step > STEPS.warm_up]

@@ -54,7 +54,7 @@ def proved(facts: Facts) -> Iterator[Finding]:
             yield incident_finding(facts.snapshot, verdict, facts.source)
 
 
-# -- the words of what is not read from the wait-for graph -----------------------------------------------------------
+# -- wording: deadlocks that are not read from the wait-for graph ----------------------------------------------------
 
 
 def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:

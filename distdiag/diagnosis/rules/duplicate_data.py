@@ -95,19 +95,19 @@ class _Doubled:
         return tuple(sorted(q for g in self.groups for q in g))
 
     @cached_property
-    def made_up(self) -> bool:
-        """True without a loader: data made up on the spot for a test or a measurement are often equal on purpose."""
+    def synthetic(self) -> bool:
+        """True if there is no loader: synthetic data in a test or benchmark are often equal on purpose."""
         return all(self.loaders[q].fed for q in self.ranks)
 
     @cached_property
     def labels(self) -> bool:
-        """Only the labels are equal: the same samples, augmented by each rank, or others whose labels follow one pattern."""
+        """True if only the labels are equal: the same samples, augmented by each rank, or others whose labels follow a pattern."""
         prints = {q: self.loaders[q].first_fingerprints for q in self.ranks}
         return any(_only_labels_equal(prints[g[0]], prints[q]) for g in self.groups for q in g)
 
     @cached_property
     def shared(self) -> bool:
-        """All ranks read one dataset, and none has a DistributedSampler."""
+        """True if all ranks read one dataset, and none has a DistributedSampler."""
         loaders = [self.loaders[q] for q in self.ranks]
         return all(x.dataset_length is not None and not x.distributed_sampler for x in loaders)
 
@@ -116,7 +116,9 @@ def _same_batches(loaders: dict[int, Loader]) -> _Doubled | None:
     if len({x.iterations_started for x in loaders.values()}) != 1:
         return None
     groups: list[list[int]] = []
-    near: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}  # groups by their first fingerprints: no pair by pair
+    near: dict[
+        tuple[int, tuple[int, ...]], list[list[int]]
+    ] = {}  # by first fingerprints, so that not all pairs are compared
     for q, x in sorted(loaders.items()):
         begins = list(enumerate(_halves(x.first_fingerprints[: limits.fingerprints])))
         known = [g for b in begins for g in near.get(b, ())]
@@ -146,7 +148,7 @@ def _same_order(loaders: dict[int, Loader]) -> list[int]:
 def _never_set(x: Loader) -> bool:
     """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do not contradict.
 
-    Augmented values differ although the order is the same, and of few classes the labels alone prove nothing.
+    Augmentation changes the values even if the order is the same. With few classes, equal labels alone prove nothing.
     """
     labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
     n = min(len(labels), len(before))
@@ -175,7 +177,7 @@ def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
     return len({x[max(common)] for x in sums}) == 1 and len(set(sums[0].values())) > 1
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 # (made up, only the labels are equal, all read one dataset without a DistributedSampler) -> (severity, advice); first match
 _SAME_BATCHES: tuple[tuple[tuple[bool | None, bool | None, bool | None], Severity, str], ...] = (
@@ -189,7 +191,7 @@ _SAME_BATCHES: tuple[tuple[tuple[bool | None, bool | None, bool | None], Severit
 
 def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
     x = found.loaders[found.ranks[0]]
-    case = (found.made_up, found.labels, found.shared)
+    case = (found.synthetic, found.labels, found.shared)
     severity, advice = next(
         (severity, advice)
         for pattern, severity, advice in _SAME_BATCHES
@@ -200,7 +202,7 @@ def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
         sampler = "give the DataLoader a DistributedSampler(dataset)"
     elif all(fits):
         sampler = (
-            "the DistributedSampler is right: the data set makes the same samples from different indices; seed NumPy and random "
+            "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
             "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index"
         )
     else:

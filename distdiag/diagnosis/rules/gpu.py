@@ -29,7 +29,7 @@ class Limits:
     idle_steps: int = 10
     """Steps that a rank made in that time."""
     busy_pct: float = 95.0
-    """Utilization in per cent of a kernel that spins."""
+    """Utilization in per cent that a spinning kernel reaches."""
     throttled_share: float = 0.5
     """Share of the last minute's samples that were throttled."""
 

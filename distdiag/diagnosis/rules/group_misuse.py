@@ -22,7 +22,7 @@ kind = kinds.GROUP_MISUSE
 @dataclass(frozen=True)
 class Limits:
     harmless: tuple[str, ...] = ("barrier", "monitored_barrier")
-    """Operations without a result."""
+    """Operations that return no data, so a non-member loses nothing."""
 
 
 limits = Limits()

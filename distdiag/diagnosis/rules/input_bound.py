@@ -26,10 +26,10 @@ kind = kinds.INPUT_BOUND
 @dataclass(frozen=True)
 class Limits:
     share: float = 0.3
-    """Share of step time that even the rank which waits least for its data loses."""
+    """Share of step time that even the least affected rank waits for data."""
     fetching: float = 0.8
-    """Share of the time that the workers of every rank fetch; above it, all loaders are at their limit, and the rank that waits
-    for data at a step makes the others wait."""
+    """Share of the time that loader workers fetch. If the workers of every rank are above it, all loaders are at their limit, and
+    in each step the rank that waits for data delays the others."""
 
 
 limits = Limits()
@@ -47,7 +47,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _of_slowest(s: Snapshot, window: Window) -> float:
-    """Return the share of step time that the rank which waits longest loses, step by step; 0 unless all loaders are at their limit."""
+    """Return the share of step time lost to the slowest loader of each step; 0 unless all loaders are at their limit."""
     if least_fetching(s) < limits.fetching:
         return 0.0
     shares = [

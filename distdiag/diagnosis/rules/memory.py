@@ -37,8 +37,8 @@ class Limits:
     points: int = 60
     """Samples of them, at most."""
     patience: float = 0.02
-    """Share of the time left until memory is full during which it must keep growing. It may be a cache or a replay buffer that
-    fills up: the more time is left, the longer it is watched."""
+    """Share of the time left until memory is full during which it must keep growing. A cache or replay buffer also fills up, so
+    the more time is left, the longer growth is watched."""
     patience_s: float = 500.0
     """Seconds that growth is watched, at most."""
     alone_s: float = 10.0
@@ -56,7 +56,7 @@ class Limits:
     imbalance_share: float = 0.6
     """The same as a share of the others' host memory."""
     imbalance_share_of_host: float = 0.02
-    """The same as a share of all memory of the host: less does not end a job."""
+    """The same as a share of the host's total memory: less does not end a job."""
     imbalance_share_of_device: float = 0.5
     """The same as a share of the others' device memory."""
     imbalance_samples: int = 6
@@ -212,7 +212,7 @@ def _model_parallel(s: Snapshot) -> bool:
     return any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 
 def _grows(
@@ -261,7 +261,7 @@ def _headroom(tight: tuple[int, ...]) -> Finding:
         kind=kind.name,
         cause="headroom",
         certainty=Certainty.PROVED,
-        severity=Severity.INFO,  # many a healthy job is tuned to fill its cards
+        severity=Severity.INFO,  # healthy jobs are often tuned to fill their cards
         culprits=tight,
         message=f"device memory of {rank_list(tight)} is above {limits.headroom:.0%} of the card",
         cost="the next larger batch or fragment ends in an out-of-memory error",

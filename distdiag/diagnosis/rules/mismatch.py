@@ -18,7 +18,7 @@ from distdiag.diagnosis.culprit import paths, rank_condition, skipped
 from distdiag.diagnosis.endings import Cascade, End, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, Met, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Site, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import at, count, where
 
@@ -54,36 +54,36 @@ def proved(facts: Facts) -> Iterator[Finding]:
 
 def completed(s: Snapshot) -> list[Finding]:
     """Return one finding per cause for collectives that completed although the ranks' calls differ: its first occurrence."""
-    seen: dict[str, Met] = {}
-    for met in s.met:
-        seen.setdefault(met.cause, met)
-    return [_completed(s, met) for met in seen.values() if all(q in s.ranks for q in met.calls)]
+    seen: dict[str, CompletedConflict] = {}
+    for conflict in s.completed_conflicts:
+        seen.setdefault(conflict.cause, conflict)
+    return [_completed(s, conflict) for conflict in seen.values() if all(q in s.ranks for q in conflict.calls)]
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 
-def _completed(s: Snapshot, met: Met) -> Finding:
+def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
     sides: dict[str, list[int]] = {}
-    for q, call in sorted(met.calls.items()):
-        sides.setdefault(_what(call, met.cause), []).append(q)
+    for q, call in sorted(conflict.calls.items()):
+        sides.setdefault(_what(call, conflict.cause), []).append(q)
     most = max(map(len, sides.values()))
     odd = tuple(sorted(q for side in sides.values() if len(side) < most for q in side))
-    call = next(iter(met.calls.values()))
-    text = "; ".join(f"{rank_list(side)}: {what}{at(met.calls[side[0]].site)}" for what, side in sides.items())
-    rest = tuple(q for q in sorted(met.calls) if q not in odd)
+    call = next(iter(conflict.calls.values()))
+    text = "; ".join(f"{rank_list(side)}: {what}{at(conflict.calls[side[0]].site)}" for what, side in sides.items())
+    rest = tuple(q for q in sorted(conflict.calls) if q not in odd)
     return Finding(
         kind=kind.name,
-        cause=met.cause,
+        cause=conflict.cause,
         certainty=Certainty.PROVED,
         severity=Severity.ERROR,
         culprits=odd,
         victims=rest,
-        collective=CollectiveRef(call.op, met.group, met.seq, call.bytes),
-        where=tuple(where(s.ranks[q], "user_code", met.calls[q].site) for q in odd or rest),
-        waiting=tuple(where(s.ranks[q], "user_code", met.calls[q].site) for q in rest) if odd else (),
+        collective=CollectiveRef(call.op, conflict.group, conflict.seq, call.bytes),
+        where=tuple(where(s.ranks[q], "user_code", conflict.calls[q].site) for q in odd or rest),
+        waiting=tuple(where(s.ranks[q], "user_code", conflict.calls[q].site) for q in rest) if odd else (),
         first_seen_s=call.entered_s,
-        message=f"{call.op} #{met.seq} ({met.group}) completed, but the ranks called it with different arguments: {text}",
+        message=f"{call.op} #{conflict.seq} ({conflict.group}) completed, but the ranks called it with different arguments: {text}",
         cost="the result is wrong on every rank, without an error",
         advice="make dtype, root and operation the same on every rank before the call",
         collective_completed=True,
@@ -126,7 +126,7 @@ def _aborted(facts: Facts) -> Finding:
 
 
 def _sizes(s: Snapshot, ranks: tuple[int, ...], odd: tuple[int, ...]) -> tuple[str, str]:
-    """Return (the tensor of each rank in the call in which gloo aborted one of them, advice)."""
+    """Return (text: each rank's tensor in the call that gloo aborted; advice)."""
     calls = {q: call for q in ranks if (call := last_wait(s.ranks[q])) is not None and call.shape is not None}
     brought = ", ".join(f"rank {q} {'x'.join(map(str, call.shape or ()))}" for q, call in sorted(calls.items())[:8])
     text = f"; first tensor: {brought}" if brought else ""
@@ -135,7 +135,7 @@ def _sizes(s: Snapshot, ranks: tuple[int, ...], odd: tuple[int, ...]) -> tuple[s
 
 
 def _why(facts: Facts) -> tuple[str, str]:
-    """Return (what led the aborted job's culprits to another call, advice): a skipped backward, or a condition."""
+    """Return (text: why the culprits made another call; advice): a skipped backward, or a condition."""
     s, odd, rest = facts.snapshot, facts.cascade.ranks, facts.cascade.others
     compare = "compare the two call sites: every rank must make the same collective calls in the same order"
     found = skipped.skipped(s, sorted({*odd, *rest}))

@@ -37,7 +37,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
-    """Return (the samples of the first step that decide, whether their batch held NaN already)."""
+    """Return (the deciding samples of the first step, whether their batch already had NaN)."""
     step = min(x.step for _, x in found)
     at_first = [(q, x) for q, x in found if x.step == step]
     from_input = {r.rank for r in s.ranks.values() for x in r.samples if x.kind == "nan_input" and x.step == step}
@@ -56,7 +56,7 @@ def _backward_place(r: RankState) -> Site | None:
     return stack[0] if stack else r.place
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 
 def _finding(s: Snapshot, found: Found) -> Finding:
@@ -102,7 +102,7 @@ def _advice(step: int, from_input: bool, everywhere: bool) -> str:
     if from_input:
         do = f"look for NaN in the data, and drop or repair such samples: the batch of step {step} has some"
     elif everywhere:
-        do = f"check the batches of step {step}, what collectives carry in forward, and the learning rate"
+        do = f"check the batches of step {step}, the collectives in forward, and the learning rate"
     else:
         do = f"check that rank's batch of step {step}, and divisions and logarithms in the loss"
     return f"{do}; go back to the last checkpoint"

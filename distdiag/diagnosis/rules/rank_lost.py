@@ -51,14 +51,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _crashed_at_exit(facts: Facts) -> Iterator[Finding]:
-    """Ranks whose script ended normally, and whose process a native crash ended afterwards: a failure for the launcher."""
+    """Yield ranks whose script ended normally and whose process then crashed natively: a failure for the launcher."""
     crashed = [r for r in facts.snapshot.ranks.values() if r.life == Life.FINISHED and r.signal in _NATIVE_CRASHES]
     if crashed and not any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found)):
         yield _at_exit(crashed)
 
 
 def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
-    """Yield the ranks of a node without heartbeat that others wait for. If no rank waits, only its monitor may be gone."""
+    """Yield ranks without heartbeat on a node whose ranks others wait for. If no rank waits, only its monitor may be gone."""
     ranks = tuple(
         q
         for q in sorted(graph.sinks)
@@ -70,7 +70,7 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
         yield _silent_finding(s, ranks, victims)
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 _KILLED_ADVICE = {

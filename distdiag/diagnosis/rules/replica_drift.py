@@ -30,9 +30,9 @@ class Limits:
     samples: int = 2
     """Steps that all ranks must have sampled, and how many of the newest in a row must differ."""
     constant: float = 0.75
-    """If the first distance is at least this share of the newest, the replicas do not move apart."""
+    """Replicas whose first distance is at least this share of the newest do not move apart."""
     constant_at_first: float = 0.9
-    """The same until there are four times as many steps: a distance that grows does so at least with the root of the steps."""
+    """The same until the run is four times as long: a growing distance grows at least like the square root of the steps."""
     no_exchange: tuple[str, ...] = (
         "init_process_group",
         "new_group",
@@ -48,7 +48,7 @@ class Limits:
     metrics_bytes: int = 1024
     """The same for one call, in bytes."""
     certain_step: int = 32
-    """Up to this step the cause is only suspected: too few samples to tell rates, gradients and first values apart."""
+    """Up to this step the cause is only suspected: too few samples to distinguish rates, gradients and initial values."""
     averaged: float = 0.9
     """Share of the steps with averaged gradients from which on a model counts as averaged."""
     reduced: tuple[float, float] = (0.999, 1.05)
@@ -64,8 +64,8 @@ class _Drift:
     """Checksums that differ.
 
     Attributes:
-        cause: Of the finding, by the structure of the models.
-        steps: At which they differ.
+        cause: Cause of the finding, by the structure of the models.
+        steps: Steps at which they differ.
         values: The newest checksums, by rank.
         began_equal: True if they were equal at earlier steps.
     """
@@ -125,7 +125,7 @@ def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
 
 
 def _constant(steps: list[int], spreads: list[float]) -> bool:
-    """True if replicas are as far apart as at the first sample; those that drift move apart with each step."""
+    """True if the replicas are as far apart as at the first sample: drifting replicas move apart with each step."""
     return spreads[0] >= (limits.constant if steps[-1] >= 4 * steps[0] else limits.constant_at_first) * spreads[-1]
 
 
@@ -136,8 +136,8 @@ def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
 def _comparable(keys: list[int]) -> bool:
     """True if checksums are of the same elements, averaged in the same group (`SampleRecord.key`), at the same point of the job.
 
-    Ranks that had each trained by themselves before enter one model with different numbers of steps. A rank that skips a
-    step now and then is not far from the others.
+    Ranks that trained separately before have different step counts when they enter a shared model. A rank that skips an
+    occasional step is only a few steps behind.
     """
     synced = [k >> 32 for k in keys]
     return len({k & 0xFFFFFFFF for k in keys}) == 1 and max(synced) - min(synced) <= 2 + min(max(synced) // 20, 14)
@@ -209,7 +209,7 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
     return {}
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 _WHAT = {
     "gradients_not_synced": "their gradients are not averaged",

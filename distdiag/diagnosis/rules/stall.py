@@ -179,7 +179,7 @@ def patience_s(r: RankState) -> float:
 
 
 def _start_s(calls: int) -> float:
-    """Return the seconds that others may at least wait in a job without a step so far, by its number of collectives."""
+    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number of collectives."""
     if calls < limits.few_calls:
         return limits.first_step_s
     return limits.second_step_s if calls < limits.many_calls else 0.0
@@ -202,7 +202,7 @@ def _loads_itself(r: RankState) -> bool:
 
 
 def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
-    """Return an open collective that this rank issued from another thread or asynchronously, and the ranks that have not entered it."""
+    """Return an open collective that this rank issued asynchronously or from another thread, and the ranks that have not entered it."""
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -214,7 +214,7 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None
     return None
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 _DOES = {
     "stdin": "waits for standard input",
@@ -240,7 +240,7 @@ _DO = {
     "gil_held": "check the native call at that line",
     "checkpoint": "wait, or write checkpoints asynchronously",
 }
-_DO_OTHERWISE = "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues"
+_DEFAULT_ADVICE = "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues"
 
 
 def _finding(facts: Facts, r: RankState, victims: list[int], waited_s: float, limit_s: float) -> Finding:
@@ -258,7 +258,7 @@ def _finding(facts: Facts, r: RankState, victims: list[int], waited_s: float, li
     elif left_open is not None:
         advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or no rank may: find what started it, maybe a thread"
     else:
-        advice = _DO.get(doing, _DO_OTHERWISE)
+        advice = _DO.get(doing, _DEFAULT_ADVICE)
     return Finding(
         kind=kind.name,
         cause=_CAUSE.get(doing, "user_code" if r.place else "unknown"),

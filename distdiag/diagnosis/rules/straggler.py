@@ -55,7 +55,7 @@ class Limits:
     starved: float = 0.1
     """Share of the time that a loader's workers were runnable without a CPU; above it they lack one."""
     asleep: float = 0.3
-    """Cores used by a loader's workers; below it they wait for something else than a CPU."""
+    """Cores used by a loader's workers; below it they wait for something other than a CPU."""
     control_ms: float = 0.3
     """Optimizer time in milliseconds from which on it measures a rank's core: that work is the same on all ranks."""
     concentrated: float = 0.75
@@ -158,7 +158,7 @@ def _slow(s: Snapshot, window: Window) -> Slow | Abstained:
 
 
 def _slowest(window: Window) -> tuple[list[int], int, list[float]]:
-    """Return ([the rank that most often works longest], in how many steps, what others would gain in each if it did not)."""
+    """Return ([the rank that most often works longest], in how many steps, milliseconds that the others would gain in each)."""
     slowest: Counter[int] = Counter()
     gains: list[float] = []
     for column in window.columns:
@@ -205,7 +205,7 @@ def _arrives_last(window: Window, slow: list[int]) -> bool:
 
 
 def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple[int, str, float] | Abstained:
-    """Return (the slowest rank, its phase, milliseconds above the others), if all slow ranks are slow in that phase."""
+    """Return (the slowest rank, its phase, milliseconds above the others) if all slow ranks are slow in one phase."""
     steps, n = window.steps, len(window.columns)
     # per step, so that no rank is blamed for a step that is slow on all
     others = [statistics.median_low([self_ms(steps[k][i]) for k in rest]) for i in range(n)]
@@ -228,13 +228,13 @@ def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple
 def _excess(
     s: Snapshot, steps: list[Step], others: list[float], usual: dict[str, float], slow: Slow, queued_ms: float
 ) -> tuple[str, float] | Abstained:
-    """Return (phase in which one rank takes longer than usual, by how many ms).
+    """Return (the phase in which one rank exceeds the others most, milliseconds above them), or why that is no straggler.
 
     Args:
-        steps: Of that rank.
-        others: `self_ms` that is usual for the others, by step.
-        usual: Milliseconds that are usual for them, by phase.
-        queued_ms: Of a step, in which this rank waited for a CPU, above the others: not its own work.
+        steps: Steps of that rank.
+        others: Typical `self_ms` of the others, by step.
+        usual: Typical milliseconds of the others, by phase.
+        queued_ms: Milliseconds per step that this rank waited for a CPU beyond the others: not its own work.
     """
     excess = statistics.median(self_ms(x) - b for x, b in zip(steps, others, strict=True)) - queued_ms
     excesses = {p: statistics.median(part_ms(x, p) for x in steps) - usual[p] for p in PHASES}
@@ -243,7 +243,7 @@ def _excess(
     ratio = (usual[phase] + excesses[phase]) / max(usual[phase], 0.1)
     busy = busy_host(s)
     if busy and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
-        # what it computes in optimizer.step is the same on all ranks: if that takes longer, too, the core is the cause
+        # optimizer.step computes the same on all ranks: if that takes longer, too, the core is the cause
         ratio /= max(1.0, 1.0 + excesses["optimizer"] / usual["optimizer"])
     needed = [share for factor, share in (limits.shares if busy else limits.shares_quiet_host) if ratio >= factor]
     if busy and phase == "optimizer" and excesses[phase] < limits.concentrated * excess:
@@ -258,7 +258,7 @@ def _excess(
 
 
 def _queued_ms(s: Snapshot, rank: int, others: list[int], slow: Slow) -> float:
-    """Return for how long in a step a rank waited for a CPU, above what the others did, if ranks compete with other work."""
+    """Return milliseconds per step that a rank waited for a CPU beyond the others, if other work competes for the cores."""
     own = s.ranks[rank].queued_share
     theirs = [share for q in others if (share := s.ranks[q].queued_share) is not None]
     if own is None or not theirs or not busy_host(s):
@@ -272,10 +272,10 @@ def busy_host(s: Snapshot) -> bool:
 
 
 def _loaders_limit(s: Snapshot, slow: Slow, rest: list[int]) -> float | Abstained | None:
-    """Return milliseconds that the job would gain, at most, with the others' loaders on the slow rank; None if not known.
+    """Return the most milliseconds per step that the job would gain if this rank's loader were like the others'; None if not known.
 
-    A rank that waits for another finds its queue full, however slow its own loader is. Its workers fetch for this share of
-    the time; so its loader would do as many steps in this share of the time.
+    A rank that waits for another finds its queue full, however slow its own loader is. The time that its workers fetch shows the
+    speed: the loader alone would need that share of the step time.
     """
     fetching = [x.fetching for q in rest for x in s.ranks[q].loaders if x.in_training and x.workers]
     known = [share for share in fetching if share is not None]
@@ -313,7 +313,7 @@ def _lacks_cpu(s: Snapshot, slow: list[int], phase: str, rest: list[int]) -> boo
 def _more_to_load(s: Snapshot, r: RankState, others: list[int]) -> bool:
     """True if a rank's loader has more than twice the work of any other's, whatever CPU they get.
 
-    Ranks take equally many batches, so the time for which workers run or wait for a CPU is the work for the same batches.
+    Ranks take equally many batches, so the time that workers run or wait for a CPU is their work for the same batches.
     """
     busy = [s.ranks[k].workers_busy for k in others if any(x.workers for x in s.ranks[k].loaders)]
     known = [x for x in busy if x is not None]

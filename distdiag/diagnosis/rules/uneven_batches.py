@@ -37,7 +37,7 @@ class Limits:
     """Newest steps that are compared."""
     same_size: float = 0.9
     """Share of a rank's steps with one size; below it, sizes vary on purpose: token budgets, buckets."""
-    weighed: float = 0.5
+    weighted: float = 0.5
     """The losses' ratio, as an exponent of the ratio of the batches. Above this the loss is a sum over samples, not a mean."""
 
 
@@ -115,13 +115,13 @@ def _size(s: Snapshot) -> Finding | Abstained:
         usual[r.rank] = size
     if len(set(usual.values())) < 2:
         return Abstained("all ranks have the same batch size", checked=True)
-    if _weighed(s, usual):
-        return Abstained("the losses are weighed by batch size", checked=True)
+    if _weighted(s, usual):
+        return Abstained("the losses are weighted by batch size", checked=True)
     return _size_finding(s, usual)
 
 
-def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
-    """True if the ratio of the losses is that of the batch sizes: the loss is a sum over samples.
+def _weighted(s: Snapshot, usual: dict[int, int]) -> bool:
+    """True if the losses are in proportion to the batch sizes: the loss is a sum over samples.
 
     Late in training losses scatter, and their ratio with them.
     """
@@ -129,10 +129,10 @@ def _weighed(s: Snapshot, usual: dict[int, int]) -> bool:
     losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None and x.loss > 0} for q in (small, large)]
     ratios = [math.log(losses[1][k] / losses[0][k]) for k in losses[0].keys() & losses[1].keys()]
     expected = math.log(usual[large] / usual[small])
-    return len(ratios) >= limits.size_steps and statistics.median(ratios) > limits.weighed * expected
+    return len(ratios) >= limits.size_steps and statistics.median(ratios) > limits.weighted * expected
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 
 def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
@@ -203,5 +203,5 @@ def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:
         step=min(r.step for r in s.ranks.values()),
         message=f"local batch sizes differ in every step: {text}",
         cost=f"DDP averages ranks, not samples: a sample of the small batch weighs {largest / smallest:.1f}x as much",
-        advice="use the same batch size on every rank, or weigh each rank's loss by its number of samples",
+        advice="use the same batch size on every rank, or weight each rank's loss by its number of samples",
     )

@@ -62,7 +62,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 @dataclass(frozen=True)
 class _Case:
-    """The ranks whose DDP module had parameters without gradient, each with the newest such module."""
+    """Ranks whose DDP module had parameters without gradient, each with its newest such module."""
 
     snapshot: Snapshot
     source: Source
@@ -101,24 +101,24 @@ class _Case:
 
     @cached_property
     def lacking(self) -> list[int]:
-        """Ranks that were checked and have all gradients."""
+        """Ranks that were checked and had all gradients."""
         ranks = self.snapshot.ranks
         return [q for q in self.with_models if q not in self.having and ranks[q].models[-1].unused_checks > 0]
 
     @cached_property
     def differs(self) -> bool:
-        """The ranks lack gradients of different parameters."""
+        """True if the ranks lack gradients of different parameters."""
         return len({tuple(n for n, _ in m.unused) for m in self.having.values()}) > 1 or bool(self.lacking)
 
     @cached_property
     def refuses(self) -> bool:
-        """DDP will refuse the next forward."""
+        """True if DDP will refuse the next forward."""
         models = self.having.values()
         return any(m.find_unused is False and not m.static_graph and m.synced_backwards > 0 for m in models)
 
     @cached_property
     def stuck(self) -> bool:
-        """A rank waits in backward."""
+        """True if a rank waits in backward."""
         return any(r.blocked is not None and r.phase == "backward" for r in self.snapshot.ranks.values())
 
 
@@ -153,7 +153,7 @@ def _model_of(r: RankState) -> Model | None:
 
 
 def _never(case: _Case) -> dict[str, int]:
-    """Return name and elements of what no rank has ever had a gradient for, in some dozens of checks."""
+    """Return the names and sizes of parameters that never had a gradient on any rank, after some dozens of checks."""
     models = list(case.having.values())
     if len(models) < len(case.snapshot.ranks) or any(m.unused_checks < limits.some_checks for m in models):
         return {}
@@ -187,7 +187,7 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
     return _not_needed_finding(s, models[0], checks, cost_ms, cost_ms / s.usual_step_s / 10)
 
 
-# -- the words -------------------------------------------------------------------------------------------------------
+# -- wording ----------------------------------------------------------------------------------------------------------
 
 
 def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:

@@ -34,7 +34,7 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding], e
     """Return what is known about one kind: how often it was found, and the newest reason of each check.
 
     Args:
-        ended: The job has ended: if the kind was found, the newest reason is only about that end.
+        ended: The job has ended: if the kind was found, the newest reason only concerns that end.
     """
     mine = [c for c in checks if c.kind == kind]
     found = [f for f in findings if f.kind == kind]

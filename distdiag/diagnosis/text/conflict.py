@@ -42,7 +42,7 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
 
 
 def _splits_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
-    """Return what each rank sends and expects in an all_to_all; of many ranks, the first and what all do together."""
+    """Return what each rank sends and expects in an all_to_all: the first ranks, and the sums over all."""
     calls = sorted(verdict.wait.calls.items())
     sizes = {rank: (compatible.elements(call) or 0, call.received or 0) for rank, call in calls}
     each = [f"rank {rank} sends {sent:,} and expects {received:,} elements" for rank, (sent, received) in sizes.items()]
@@ -57,7 +57,7 @@ def _splits_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
 
 
 def _tie_parting(snapshot: Snapshot, wait: Wait, source: Source | None) -> list[Condition]:
-    """Return the conditions at which the paths of two sides part of which neither is known to be wrong."""
+    """Return the conditions at which the paths of two sides diverge, if neither is known to be wrong."""
     found = [c for side in wait.sides[:2] for c in parting_of(snapshot, wait, side, source)]
     return list(dict.fromkeys(found))[-SHOWN:]
 
@@ -100,7 +100,7 @@ def _skipped(snapshot: Snapshot, verdict: Verdict) -> skipped.Skipped | None:
 
 
 def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
-    """Return what to change; of a tie the smallest edit, and on which ranks."""
+    """Return what to change; if neither side is known to be wrong, the smallest edit, and on which ranks."""
     wait, cause = verdict.wait, verdict.cause
     a, b = (wait.calls[min(s)] for s in _sides(verdict)[:2])
     both = _both(a.site, b.site)
@@ -159,7 +159,7 @@ def _cast_text(verdict: Verdict) -> str:
 
 
 def _swap_text(verdict: Verdict) -> str:
-    """Return the smallest edit of a true tie: either side can make the other's call first."""
+    """Return the smallest edit for a true tie: either side can make the other's call first."""
     first, second = _sides(verdict)[:2]
     a, b = (f"{compatible.op_name(c.op)}{at(c.site)}" for c in (verdict.wait.calls[min(s)] for s in (first, second)))
     return (
@@ -175,7 +175,7 @@ def _both(a: Site | None, b: Site | None) -> str:
 
 
 def _sides(verdict: Verdict) -> list[frozenset[int]]:
-    """Return the sides of a conflict, that of the culprits first."""
+    """Return the sides of a conflict, the culprits' side first."""
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
 
 

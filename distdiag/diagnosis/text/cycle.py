@@ -17,7 +17,7 @@ SHOWN = 4  # waits of the cycle
 
 
 def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
-    """Return who waits where, and for whom; of a culprit what led it past the call that the others wait for."""
+    """Return who waits where, and for whom; for a culprit, why it is not at the call that the others wait for."""
     incident, culprits, main, call = verdict.incident, verdict.culprits, verdict.wait, verdict.call
     order = sorted(incident.waits, key=lambda w: (not set(w.ranks) & set(culprits), min(w.ranks)))
     parts = [text for w in order[:SHOWN] if (text := _wait_text(snapshot, verdict, w))]
@@ -50,7 +50,7 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
     if not main.p2p:
         waiting = snapshot.ranks[main.ranks[0]]
         return paths.parting(state.user_stack, waiting.user_stack, source)
-    # the site of its newest message of this sort, which is in one of the functions that it is in
+    # the site of its newest message of this kind, if that is in a function on its stack
     wanted = messages.OPPOSITE[main.key[2]]
     earlier = (
         c.site
@@ -63,7 +63,7 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
 
 
 def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return the culprit's peer in earlier calls at its site, if that was always another rank."""
+    """Return the culprit's peer in earlier calls at its site, if that was always another rank; else an empty text."""
     state = snapshot.ranks.get(verdict.culprits[0])
     call = calls_of(verdict.waits).get(verdict.culprits[0])
     if state is None or call is None or not call[1].p2p:
@@ -109,7 +109,7 @@ def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
     """Return the smallest edit that breaks the cycle: one rank makes the call that another waits for before its own."""
     members = verdict.incident.members
     if any(len(w.missing & members) != 1 for w in verdict.incident.waits):
-        return ""  # several cycles: one edit may not break all of them
+        return ""  # one edit may not break several cycles
     for rank in sorted(members):
         awaited = [w for w in verdict.waits if w.missing == {rank}]
         if rank not in calls or len(awaited) != 1 or awaited[0].conflict:

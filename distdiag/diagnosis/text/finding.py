@@ -1,4 +1,4 @@
-"""A finding as plain text: what and who, cost, where, what to do. Control characters in the job's text are escaped."""
+"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters in the job's text are escaped."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def _places(places: tuple[Where, ...]) -> str:
     seen: dict[str, list[int]] = {}
     for w in places:
         text = place(w)
-        if (
-            text and w.state == "finished"
-        ):  # where it was when it was sampled last: the line that it left by is not known
+        if text and w.state == "finished":  # its site at the last sample: the line by which it left is not known
             text = f"last seen at {text}"
         if text:
             ranks = seen.setdefault(text, [])
@@ -50,7 +48,7 @@ def _places(places: tuple[Where, ...]) -> str:
 
 
 def in_the_past(f: Finding) -> Finding:
-    """Return an open finding as it reads after the job's end."""
+    """Return an open finding in the past tense, for after the job's end."""
     return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
 
 

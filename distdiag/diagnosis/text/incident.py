@@ -1,4 +1,4 @@
-"""Text and sites that the findings about stuck collectives share."""
+"""Text and sites shared by the findings about stuck collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.terms.units import size_text
 
 
 def group_label(snapshot: Snapshot, name: str) -> str:
-    """Return what people call a process group: its description; with its name if several groups share it."""
+    """Return a process group's description; with its name if several groups share the description."""
     group = snapshot.groups.get(name)
     if group is None or group.description in ("", "undefined"):
         return name
@@ -28,7 +28,7 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
         return Where(rank)
     site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.place
     if st.life in (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED):
-        # of a call that is still known, the caller: the last sample may be older, and an exception may come from a later call
+        # the caller of a known call: the last sample may be older, and an exception may come from a later call
         site = (call.site if call is not None else None) or st.place or site
         state = str(st.life)
     else:
@@ -61,7 +61,7 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
 
 
 def implicit_text(state: RankState | None, call: Call) -> str:
-    """Return what DDP does in a collective that the user's line does not call; empty if a call of Python's was recorded."""
+    """Return what DDP does in a collective that the user's line does not call; empty if Python made the call."""
     if state is None or not state.models or any((c.group, c.seq) == (call.group, call.seq) for c in state.calls):
         return ""
     return {
@@ -81,7 +81,7 @@ def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
 
 
 def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]) -> tuple[Where, ...]:
-    """Return where each rank is: at its call, and where its host waits for the device, if that is another place."""
+    """Return where each rank is: at its call, and where its host waits for the device, if that is another site."""
     out = []
     for r in sorted(ranks):
         state = snapshot.ranks.get(r)
@@ -93,13 +93,13 @@ def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wa
 
 
 def host_site(state: RankState | None) -> Site | None:
-    """Return where the host of a rank waits for its device; None if it does not, or is not known to."""
+    """Return where the host of a rank waits for its device; None if it does not, or that is not known."""
     waits = state is not None and state.host_wait == "device" and state.blocked is not None and state.blocked.on_device
     return state.place if state is not None and waits else None
 
 
 def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
-    """Return where the hosts of ranks on a device backend are: the device is in the collective, not the host. Often empty."""
+    """Return where the hosts of ranks on a device backend wait: only the device is in the collective. Often empty."""
     by_place: dict[str, list[int]] = {}
     connecting = []
     for r in sorted(ranks):
@@ -119,8 +119,8 @@ def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
     ]
     if connecting:
         texts.append(
-            f"{rank_list(connecting)} {verb(connecting, 'is', 'are')} creating the communicator of the group, for which every "
-            "member must come"
+            f"{rank_list(connecting)} {verb(connecting, 'is', 'are')} creating the communicator of the group, which needs every "
+            "member"
         )
     return "".join(f"; {text}" for text in texts)
 

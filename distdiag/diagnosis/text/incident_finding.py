@@ -1,4 +1,4 @@
-"""Makes the finding of one incident of the wait-for graph; `conflict`, `cycle` and `gone` have the text of each sort."""
+"""Makes the finding of one incident of the wait-for graph; `conflict`, `cycle` and `gone` have the text of each kind."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
 
 
 def _complete_since(snapshot: Snapshot, members: tuple[int, ...]) -> float | None:
-    """Return when the last of the members entered what it waits in: since then the incident is complete."""
+    """Return when the last member entered its wait: the incident has existed since then."""
     blocked = (snapshot.ranks[q].blocked for q in members if q in snapshot.ranks)
     return max((b.entered_s for b in blocked if b is not None and b.entered_s is not None), default=None)

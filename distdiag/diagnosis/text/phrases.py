@@ -1,4 +1,4 @@
-"""Small pieces of text that all rules share: places, durations, operations."""
+"""Small pieces of text that all rules share: sites, durations, operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def at(site: Site | None) -> str:
 
 
 def rough_time(s: float) -> str:
-    """Return `40 s`, `3 hours`, `12 days`: minutes or days are what matters."""
+    """Return `40 s`, `3 hours`, `12 days`: a duration in its largest fitting unit."""
     for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if s >= 2 * size:
             return f"{s / size:.0f} {unit}"
@@ -53,7 +53,7 @@ def op_text(call: Call) -> str:
 
 
 def where(r: RankState, state: str | None = None, site: Site | None = None) -> Where:
-    """Return where one rank is, for a finding."""
+    """Return a `Where` for one rank."""
     s = site or r.place
     return Where(
         rank=r.rank,
@@ -65,7 +65,7 @@ def where(r: RankState, state: str | None = None, site: Site | None = None) -> W
 
 
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:
-    """Return one rank's user frames, innermost first: the line that works, and the line of the loop that called it."""
+    """Return one rank's user frames, innermost first: the line that works, and the loop that called it."""
     out = []
     for s in stack[:depth]:
         if s.function == "<module>" and out:

@@ -24,8 +24,8 @@ class Slow:
 
     Attributes:
         count: Steps in which they are the slowest.
-        gain_ms: What the others would gain per step if they were not.
-        step_ms: A step.
+        gain_ms: What the others would gain per step if they were not, in ms.
+        step_ms: Step time in ms.
     """
 
     ranks: list[int]
@@ -51,8 +51,8 @@ def slow_finding(
     """Return the finding of ranks that work longest in most steps.
 
     Args:
-        limit_ms: Milliseconds of a step that the job would gain, at most, if something else limits the others, too. None: not
-            known to.
+        limit_ms: Most milliseconds per step that the job would gain, since something else limits the others, too. None if that is
+            not known.
     """
     r, n = s.ranks[rank], len(window.columns)
     stack = _stack_of(r, phase)
@@ -84,7 +84,7 @@ def slow_finding(
 def _gain_text(window: Window, slow: Slow, limit_ms: float | None) -> str:
     """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
     if limit_ms is not None:
-        # The others' queues are full: how fast their loaders are shows in their workers, not in their steps.
+        # The others' queues are full: their workers show how fast their loaders are, their steps do not.
         return f"; with a loader like the others' a step would take at most {percent(limit_ms / slow.step_ms)} less"
     found = gain(window, slow.ranks)
     if found is None or found.low <= 0:
@@ -176,7 +176,7 @@ def periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return where samples of that phase fell most; `other` also shows as user-named phases.
+    """Return the stack with most samples of that phase; `other` also includes phases that the user named.
 
     Samples of `init` are from before the first step, so they count only if there are no others.
     """

@@ -1,8 +1,9 @@
-"""How long a living rank has kept the others waiting, and what does not complete although nobody is late.
+"""Computes how long a living rank has kept the others waiting, and which operations do not complete although no rank is late.
 
-Ranks may wait for a rank that trains on: in stages, only some ranks train while the others wait in a barrier. And who waits for
-whom changes: ranks in that barrier have not waited all the time for the rank that is late now. So the delay of a rank counts from
-its newest step or collective, unless another rank waits for it within a step: ranks that train together make their steps together.
+Ranks may wait for a rank that continues to train: in a staged job, only some ranks train while the others wait in a barrier. Who
+waits for whom changes: ranks in that barrier have not waited all the time for the rank that is late now. So the delay of a rank
+counts from its newest step or collective. Exception: another rank waits for it within a step, since ranks that train together
+make their steps together.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def outpaced(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float
     """Return (ranks that wait for this one, seconds that all of them have waited, steps by which it is ahead of them).
 
     None unless it trains on alone: the others have trained, too, it has made more steps than any of them, and it has used no
-    group without them. A stage that only some ranks train, or a team of some ranks, is no such case.
+    group without them. A stage that only some ranks train, or a team of some ranks, does not count.
     """
     state = s.ranks.get(rank)
     victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)

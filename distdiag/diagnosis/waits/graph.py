@@ -148,7 +148,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
             completed_by_any[group] = max(completed_by_any.get(group, 0), seq)
     for r, st in ranks.items():
         if r in gone:
-            last = _last_words(st)
+            last = _last_call(st)
             w = _wait_for(snapshot, st, last, waits) if last is not None else None
             if w is not None and last is not None:
                 w.died = (*w.died, r)
@@ -213,7 +213,7 @@ def _completed_elsewhere(snapshot: Snapshot, call: Call, seq: int) -> bool:
     return False
 
 
-def _last_words(st: RankState) -> Call | None:
+def _last_call(st: RankState) -> Call | None:
     """The call that a rank was in, or was about to enter, when it died; None where it ended outside of any."""
     if st.life not in (Life.CRASHED, Life.KILLED):
         return None
@@ -280,11 +280,11 @@ def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, W
         among = frozenset(st.blocked_any_of or (group.ranks if group is not None else ())) - {st.rank}
         if not among:
             return None
-        here = messages.any_met(snapshot, st, call, among)
+        here = messages.any_other_end(snapshot, st, call, among)
         missing, any_of = (frozenset() if here else among), not here
     elif nth:
         peer = snapshot.ranks.get(call.peer)
-        here = peer is not None and messages.met(st, peer, call, nth)
+        here = peer is not None and messages.other_end_issued(st, peer, call, nth)
         missing, any_of = (frozenset() if here else frozenset((call.peer,))), False
     else:
         return None

@@ -133,11 +133,11 @@ def _conflict(graph: WaitGraph, waits: list[Wait]) -> Incident:
 
 def _gone(graph: WaitGraph, ranks: list[int]) -> list[Incident]:
     """Merge the incidents of gone ranks that the same ranks wait for."""
-    alike: dict[frozenset[int], list[int]] = {}  # gone ranks by the waits for them: hundreds may be gone
+    by_waits: dict[frozenset[int], list[int]] = {}  # gone ranks by the waits for them: hundreds may be gone
     for q in ranks:
-        alike.setdefault(frozenset(id(w) for w in graph.waits if q in w.missing), []).append(q)
+        by_waits.setdefault(frozenset(id(w) for w in graph.waits if q in w.missing), []).append(q)
     merged: list[tuple[set[int], set[int]]] = []
-    for qs in alike.values():
+    for qs in by_waits.values():
         together, victims = set(qs), set(graph.victims_of(qs) & graph.stuck)
         rest = []
         for others, theirs in merged:

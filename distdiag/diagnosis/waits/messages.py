@@ -65,7 +65,7 @@ def other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) 
     return None
 
 
-def met(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
+def other_end_issued(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
     """Has `peer` issued the other end of the `nth` message of `st`, made by `call`?
 
     By counting, as messages of one pair and tag match in order. A recv from any source makes the counts a range: the
@@ -91,7 +91,7 @@ def met(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
     return possible and _in_flight(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
 
 
-def any_met(snapshot: Snapshot, st: RankState, call: Call, among: Iterable[int]) -> bool:
+def any_other_end(snapshot: Snapshot, st: RankState, call: Call, among: Iterable[int]) -> bool:
     """Has any of `among` a message for this recv from any source?"""
     anys = count(st, "recv", None, call.tag, call.group)
     for q in among:

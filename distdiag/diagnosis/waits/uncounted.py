@@ -1,8 +1,8 @@
-"""What hosts wait for on a backend that counts no completed operations: inferred from what every rank has issued.
+"""Infers what hosts wait for on a backend that counts no completed operations, from what every rank has issued.
 
-An operation that not every rank of its group has issued cannot be complete, nor can one whose calls are incompatible. So
-the oldest such operation of a rank is what its device is in, and what its host waits for while it waits for the device. Nothing
-is inferred for hosts that are not known to wait.
+An operation that some member has not issued cannot be complete, nor can one whose calls are incompatible. So a rank's device is in
+its oldest such operation, and its host waits for that while it waits for the device. Nothing is inferred for hosts that are
+not known to wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEWEST = 32  # collectives of a group that are compared: a host does not run ahe
 
 
 def resolved(s: Snapshot) -> Snapshot:
-    """Return the snapshot with what each rank waits for whose host waits for its device, if no counter shows it."""
+    """Return the snapshot with `blocked` inferred for ranks whose host waits for its device, if no counter shows it."""
     unknown = [r for r in s.ranks.values() if _unknown(r)]
     if not unknown:
         return s
@@ -55,7 +55,7 @@ def _open(s: Snapshot, r: RankState) -> Iterator[Call]:
     for call in r.calls:
         if call.on_device and call.p2p and call.peer is not None and call.nth is not None:
             peer = s.ranks.get(call.peer)
-            if peer is not None and not messages.met(r, peer, call, call.nth):
+            if peer is not None and not messages.other_end_issued(r, peer, call, call.nth):
                 yield replace(call, completed_s=None)
 
 
