@@ -113,6 +113,5 @@ class Database:
         newest = self.query(f"SELECT max(t_s) FROM {table} WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
         if newest is None:
             return []
-        rows = self.structs(kind, table, f"WHERE t_s > ? AND t_s <= ? ORDER BY {key}, t_s", (newest - 60.0, newest))
-        keys = [k.strip() for k in key.split(",")]
-        return list({tuple(getattr(r, k) for k in keys): r for r in rows}.values())
+        last = f"SELECT max(t_s), {key} FROM {table} WHERE t_s > ? AND t_s <= ? GROUP BY {key}"
+        return self.structs(kind, table, f"WHERE (t_s, {key}) IN ({last}) ORDER BY {key}", (newest - 60.0, newest))
