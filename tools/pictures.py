@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 1200  # 64 ranks on two cores take six minutes
 HEALTHY_STEPS = 200  # until the picture of a job without a fault
 SIZE = (130, 34)
+FRAME_S, FILMED = 1.5, 7  # between two pictures of the recording, and how many of them before the finding
+LAST = (("9",), ("5",))  # keys to the screens that end the recording: timeline, findings
 # job: (its command, ranks, the kinds of finding to wait for or none, {picture: keys that lead to the screen})
 JOBS = {
     "straggler": (
@@ -105,8 +107,9 @@ def wait_for_finding(run: Path, kinds: tuple[str, ...], process: subprocess.Pope
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(DistdiagError), open_run(run) as opened:
-            found = any(f.kind in kinds and f.cleared_s is None for f in opened.report().findings)
-            if found or (not kinds and (opened.query("SELECT max(step) FROM step")[0][0] or 0) >= HEALTHY_STEPS):
+            if _found(run, kinds) or (
+                not kinds and (opened.query("SELECT max(step) FROM step")[0][0] or 0) >= HEALTHY_STEPS
+            ):
                 time.sleep(2)  # the frames of the same moment
                 return
         time.sleep(0.5)
@@ -124,6 +127,53 @@ async def draw(directory: Path, run: Path, pictures: dict[str, tuple[str, ...]])
             (directory / f"{name}.svg").write_text(screen.app.canvas.picture("distdiag tui"))
 
 
+async def record(directory: Path, run: Path, kinds: tuple[str, ...], process: subprocess.Popen[bytes]) -> None:
+    """Write the recording of a running job: its ranks until the finding, then the screens that explain it."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not _readable(run):
+        if time.monotonic() > deadline or process.poll() is not None:
+            raise SystemExit(f"pictures: error: the job did not start\n{Path('job.log').read_text()}")
+        await asyncio.sleep(0.2)
+    pictures: list[str] = []
+    async with showing(run, SIZE, Ui()) as screen:
+        while not _found(run, kinds) and time.monotonic() < deadline:
+            pictures = [*pictures, screen.app.canvas.picture("distdiag tui")][-FILMED:]
+            await asyncio.sleep(FRAME_S)
+        for keys in ((), *LAST):
+            await asyncio.sleep(FRAME_S)
+            await screen.press(*keys)
+            pictures += [screen.app.canvas.picture("distdiag tui")] * 2
+    (directory / "recording.svg").write_text(film(pictures, FRAME_S))
+
+
+def film(pictures: list[str], seconds: float) -> str:
+    """Return one SVG that shows the pictures in turn; without animation, the last one."""
+    head, n = pictures[0].partition("\n")[0], len(pictures)
+    style = (
+        f"@keyframes turn {{ 0% {{ visibility: visible }} {100 / n:.3f}% {{ visibility: hidden }} 100% {{ visibility: hidden }} }} "
+        f".p {{ animation: turn {n * seconds:g}s step-end infinite }} "
+        "@media (prefers-reduced-motion: reduce) { .p { animation: none } }"
+    )
+    out = [head, f"<style>{style}</style>"]
+    for i, picture in enumerate(pictures):
+        inner = picture.partition("\n")[2].rpartition("</svg>")[0]
+        hidden = "" if i == n - 1 else ' visibility="hidden"'
+        out.append(f'<g class="p" style="animation-delay:{(i - n) * seconds:g}s"{hidden}>\n{inner}</g>')
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _readable(run: Path) -> bool:
+    with contextlib.suppress(DistdiagError), open_run(run) as opened:
+        return bool(opened.query("SELECT count(*) FROM step")[0][0])
+    return False
+
+
+def _found(run: Path, kinds: tuple[str, ...]) -> bool:
+    with contextlib.suppress(DistdiagError), open_run(run) as opened:
+        return any(f.kind in kinds and f.cleared_s is None for f in opened.report().findings)
+    return False
+
+
 def main() -> None:
     directory = Path(sys.argv[1]).resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -135,6 +185,8 @@ def main() -> None:
             Path("many_ranks.py").write_text(MANY)
             run = Path("reports/train")
             with running(job, ranks, run) as process:
+                if name == "deadlock":
+                    asyncio.run(record(directory, run, kinds, process))
                 wait_for_finding(run, kinds, process)
                 asyncio.run(draw(directory, run, pictures))
 

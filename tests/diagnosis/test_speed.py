@@ -94,9 +94,12 @@ def every(period: int, extra_ms: float, q: int) -> tuple[Step, ...]:
 
 
 def test_a_rank_that_stalls_the_others_at_every_15th_step_is_reported_with_its_period() -> None:
-    f = only(stragglers(job(*(rank(q, steps=every(15, 400.0, q)) for q in (0, 1)))))
-    assert (f.cause, f.culprits, f.severity) == ("host", (1,), "info")
+    f = only(stragglers(job(*(rank(q, local_rank=q, steps=every(15, 900.0, q)) for q in (0, 1)))))
+    assert (f.cause, f.culprits, f.severity) == ("host", (1,), "warning")
     assert "every 15th step" in f.message
+    cheap = only(stragglers(job(*(rank(q, local_rank=q, steps=every(15, 200.0, q)) for q in (0, 1)))))
+    first_of_its_node = only(stragglers(job(*(rank(q, node=q, steps=every(15, 900.0, q)) for q in (0, 1)))))
+    assert (cheap.severity, first_of_its_node.severity) == ("info", "info")
     irregular = [
         tuple(
             a if x.step in (12, 15, 31, 52) else b

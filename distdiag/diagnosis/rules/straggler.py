@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, Step
-from distdiag.diagnosis.periodic import periodic
+from distdiag.diagnosis.periodic import Periodic, periodic
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text.straggler import (
@@ -71,6 +71,11 @@ class Limits:
     """Steps that are judged, at least, so that every rank of a small job can be the slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
+    periodic_share: float = 0.2
+    """Share of the time lost to a rank that is slow in every n-th step, from which on it is a warning. Not for a rank that works for
+    all: the first of a node logs and saves, any may validate."""
+    periodic_times: int = 4
+    """Slow steps for that, over at least half of the steps that are judged."""
     device_ratio: float = 1.3
     """Ratio to the others' forward, by CUDA events: the same kernels on equal devices differ by a few per cent."""
     device_share: float = 0.05
@@ -104,13 +109,23 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     rotating = None if _has_stages(facts.snapshot) else _rotating(facts.snapshot, facts.window)
     regular = periodic(facts.window)
-    yield rotating or (found if regular is None else periodic_finding(facts.snapshot, facts.window, regular))
+    yield rotating or (found if regular is None else _regular(facts.snapshot, facts.window, regular))
 
 
 def _has_stages(s: Snapshot) -> bool:
     """True if all ranks exchange messages and none has the whole model: stages of a pipeline, whose work differs by design."""
     replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
     return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
+
+
+def _regular(s: Snapshot, window: Window, found: Periodic) -> Finding:
+    """Return the finding of a rank that is slow in every n-th step; information, unless it costs much and is nobody's usual duty."""
+    first, last = found.indices[0], found.indices[-1]
+    steady = len(found.indices) >= limits.periodic_times and 2 * (last - first) >= len(window.columns)
+    r = s.ranks[found.rank]
+    for_all = r.local_rank == 0 or r.phase_places.get("validate") or r.phase_places.get("checkpoint")
+    costly = found.cost >= limits.periodic_share and not for_all
+    return periodic_finding(s, window, found, Severity.WARNING if steady and costly else Severity.INFO)
 
 
 def _veto(reason: str) -> Abstained:

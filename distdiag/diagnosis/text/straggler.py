@@ -147,7 +147,7 @@ def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
     return _ADVICE[phase].format(who=rank_list(ranks))
 
 
-def periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
+def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Severity) -> Finding:
     """Return the finding of a rank that is slow in every n-th step."""
     r, n = s.ranks[found.rank], len(window.columns)
     rest = tuple(q for q in window.ranks if q != found.rank)
@@ -163,7 +163,7 @@ def periodic_finding(s: Snapshot, window: Window, found: Periodic) -> Finding:
         kind=kind.name,
         cause=CAUSES[phase],
         certainty=Certainty.SUSPECTED,
-        severity=Severity.INFO,
+        severity=severity,
         culprits=(found.rank,),
         victims=rest,
         where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
