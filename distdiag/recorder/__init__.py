@@ -1,6 +1,6 @@
-"""The recorder: what runs inside a rank. It writes into the rank's page and never raises, prints or blocks in the job.
+"""The recorder runs inside a rank. It writes into the rank's page and never raises, prints or blocks in the job.
 
-Importing this package costs no torch: the hooks are installed once torch itself has been imported.
+Importing this package does not import torch: the hooks are installed once the script has imported torch.
 """
 
 from distdiag.recorder.session import Handle, attach

@@ -41,7 +41,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             except BaseException as e:
                 hide_frame(e)
                 raise
-            del loader.exec_module  # the loader as it was: pickles and reloads see nothing of us
+            del loader.exec_module  # restore the loader: pickles and reloads must not see our function
             then()
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ def after_torch(then: Callable[[], None]) -> None:
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
-    """Record this process: at once if it is a rank, else when it or a child that it spawns becomes one.
+    """Record this process: now if it is a rank, else when it or a spawned child becomes one.
 
     Args:
         job: The job of the process that spawned this one.
@@ -86,7 +86,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
 
 @guarded
 def _becomes_rank(run_dir: str | None, name: str | None) -> None:
-    """Wrap the two functions by which a process becomes a rank: until then nothing is recorded."""
+    """Wrap the two functions by which a process becomes a rank; until then nothing is recorded."""
     import torch
 
     def begin(rank: int, world: int) -> None:
@@ -132,7 +132,7 @@ def _becomes_rank(run_dir: str | None, name: str | None) -> None:
 
 
 def _rank_of_call(args: tuple, kwargs: dict) -> tuple[int, int]:
-    """rank and world_size of an `init_process_group` call, by argument or by environment or by its URL."""
+    """Return (rank, world_size) of an `init_process_group` call, from its arguments, the environment or its URL."""
     names = ("backend", "init_method", "timeout", "world_size", "rank")
     given = dict(zip(names, args, strict=False)) | kwargs
     rank, world = given.get("rank", -1), given.get("world_size", -1)
@@ -161,7 +161,7 @@ class _Child:
 
 
 def _watch_children(run_dir: str, name: str | None, job: str) -> None:
-    """Prepare children spawned by `multiprocessing` (also by torch's spawn) to become ranks; forked ones have our hooks."""
+    """Prepare children spawned by `multiprocessing` (also by torch's spawn) to become ranks. Forked children have our hooks."""
     from multiprocessing.process import BaseProcess
 
     original = BaseProcess.start

@@ -1,7 +1,7 @@
-"""File descriptors that the recorder keeps open in the job: with high numbers, and used only while they are still ours.
+"""File descriptors that the recorder keeps open in the job: they have high numbers, and are used only while they are still ours.
 
-A script may expect the lowest numbers to be free, may limit itself to few files, and may close what it did not open. A number that
-it then gets again names its own file: a stack written there would damage it, a lock taken there would be the script's.
+A script may expect the lowest numbers to be free, may limit itself to few files, and may close files that it did not open. If it
+then gets one of these numbers again, the number refers to the script's file: a stack written there would damage it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import fcntl
 import os
 import resource
 
-BELOW = 1024  # a limit of `select()`, and mostly of open files; ours are the highest below it
+BELOW = 1024  # limit of `select()`, and often of open files; ours are the highest numbers below it
 ROOM = 64
 
 
@@ -23,13 +23,13 @@ class Kept:
         try:
             self.fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(limit - ROOM, limit // 2))
             os.close(fd)
-        except OSError:  # no number is left up there
+        except OSError:  # all high numbers are in use
             self.fd = fd
         found = os.fstat(self.fd)
         self._file = found.st_dev, found.st_ino
 
     def is_ours(self) -> bool:
-        """True if the number still names the file that it was made for."""
+        """True if the number still refers to the file that was opened."""
         try:
             found = os.fstat(self.fd)
         except OSError:
@@ -37,12 +37,12 @@ class Kept:
         return (found.st_dev, found.st_ino) == self._file
 
     def close(self) -> None:
-        """Close it, unless the script has."""
+        """Close it, unless the script already has."""
         if self.is_ours():
             os.close(self.fd)
 
     def mute(self) -> None:
-        """Discard what is still written to it: in a forked child, whose signal handlers write to the same number."""
+        """Discard further writes: for a forked child, whose signal handlers write to the same number."""
         if self.is_ours():
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             os.dup2(nothing, self.fd, inheritable=False)

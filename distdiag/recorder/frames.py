@@ -1,4 +1,4 @@
-"""Tells user frames from library frames, and finds the line of user code that the main thread is in.
+"""Distinguishes user frames from library frames, and finds the line of user code that the main thread is in.
 
 A frame is the user's unless its file belongs to Python's own library, to torch, to a package in site-packages, or to
 distdiag itself (its reference training job and its probes count as user code: they are what is being watched).
@@ -26,7 +26,7 @@ _STDLIB = tuple(
     {os.path.realpath(p) + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
     | {p + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
 )
-# By id: hashing a code object hashes its contents, which takes longer than the rest. The object is kept, so its id stays its own.
+# By id: hashing a code object hashes its contents, which takes longer than the rest. The object is kept, so its id is not reused.
 _kinds: dict[int, tuple[int, CodeType]] = {}
 _KINDS_MOST = 16_384  # code objects created in every step must not pile up
 _files: dict[str, str] = {}
@@ -35,7 +35,7 @@ _backend_folders: tuple[str, ...] = ()
 
 
 def backend_files(file: str, package: str | None) -> None:
-    """Treat a file as the code of a backend from now on; the rest of its package, too, unless that lies with the user's code.
+    """Treat a file as backend code from now on; the rest of its package, too, unless the user's code is in the same package.
 
     Args:
         file: The file that defines a process group.

@@ -1,7 +1,7 @@
-"""Which GPU of the machine a CUDA device of this process is.
+"""Finds out which GPU of the machine a CUDA device of this process is.
 
 CUDA and NVML number GPUs differently: CUDA_VISIBLE_DEVICES hides and reorders them (by number, UUID or MIG UUID), and CUDA's
-own default order is not that of the PCI bus. The UUID is the same on both sides.
+default order is not that of the PCI bus. The UUID is the same in both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def nvml_index(properties: Any, nvml: Any) -> int:
-    """NVML's index of a GPU, of the whole card for a MIG slice; -1 if NVML does not know it.
+    """Return NVML's index of a GPU (of the whole card for a MIG slice); -1 if NVML does not know it.
 
     Args:
         properties: `torch.cuda.get_device_properties(device)`.

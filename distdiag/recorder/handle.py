@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """What `attach()` returns; every method is optional and none raises into the job."""
+    """Returned by `attach()`. Every method is optional, and none raises into the job."""
 
     def __init__(self, session: Session | None) -> None:
         self._session = session  # None from `detach()` on
@@ -25,7 +25,7 @@ class Handle:
 
     @property
     def run_dir(self) -> Path | None:
-        """Directory of this run; None where nothing could be recorded."""
+        """Directory of this run; None if nothing could be recorded."""
         return self._run_dir
 
     @guarded
@@ -38,7 +38,7 @@ class Handle:
             ph.close_step(now_ns())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """`with handle.phase("validate"):` names what the rank does: init, validate, checkpoint, data, …"""
+        """Name what the rank does, as in `with handle.phase("validate"):`: init, validate, checkpoint, data, …"""
         return self._phase(name)
 
     @contextmanager
@@ -67,13 +67,13 @@ class Handle:
 
     @guarded
     def epoch(self, epoch: int) -> None:
-        """Number of the epoch that begins."""
+        """Set the number of the epoch that begins."""
         if self._session:
             self._session.recorder.h.epoch = epoch
 
     @guarded
     def log(self, **scalars: float) -> None:
-        """Values worth a line: `handle.log(loss=1.2, accuracy=0.4)`."""
+        """Record values that readers show: `handle.log(loss=1.2, accuracy=0.4)`."""
         if not self._session:
             return
         r, h = self._session.recorder, self._session.recorder.h
@@ -86,14 +86,14 @@ class Handle:
 
     @guarded
     def meta(self, **facts: Any) -> None:
-        """Facts about the job that belong into its record: data set, model, planned steps (`max_steps=…`)."""
+        """Record facts about the job: dataset, model, planned steps (`max_steps=…`)."""
         if self._session:
             if isinstance(facts.get("max_steps"), int):
                 self._session.recorder.h.max_steps = facts["max_steps"]
             self._session.note(**facts)
 
     def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:
-        """Watch an iterator of batches that is no DataLoader: its waits, its length, its end."""
+        """Return an iterator over batches from something other than a DataLoader; waits, length and end are recorded."""
         if self._session is None or self._session.phases is None:
             return iterable
         from distdiag.recorder.hooks.step import batches
@@ -102,7 +102,7 @@ class Handle:
 
     @guarded
     def detach(self) -> None:
-        """This rank has done its training: what follows is not watched."""
+        """Stop recording: this rank has finished its training."""
         session, self._session = self._session, None
         if session:
             session.detach()

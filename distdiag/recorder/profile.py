@@ -1,4 +1,4 @@
-"""A profile of this rank on request: torch's profiler for a few steps, started and stopped between two steps.
+"""Takes a profile of this rank on request: torch's profiler for a few steps, started and stopped between two steps.
 
 The pulse finds the request (`page/profile_files.py`) and imports this module; before that, nothing is imported and nothing
 runs. The training thread starts and stops the profiler, because it records the thread that starts it. Meanwhile, and until
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from distdiag.recorder.session import Session
 
 SAMPLE_S = 0.01  # 20 to 40 µs a sample
-MEMORY_SAMPLES = 10  # samples of the line for each of the memory
+MEMORY_SAMPLES = 10  # samples of the line per sample of the memory
 END_S = 30.0  # how long the end of the script waits for a trace that is being saved
-SPARE_BYTES = 256 << 20  # of the file system: a full disk is a fault that a profile must not cause
+SPARE_BYTES = 256 << 20  # free space required on the file system: a profile must not fill the disk
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @guarded
 def take(session: Session) -> None:
-    """Take the request in this rank's file; the profile begins at its step."""
+    """Accept the request in this rank's file; the profile begins at the requested step."""
     rank = session.recorder.h.rank
     request = profile_files.take_request(profile_files.request_path(session.pages, rank), now_ns())
     profile = Profile(session, request)
@@ -64,15 +64,15 @@ def _refusal(session: Session) -> str:
 
 
 def _profiler_of_job(torch: Any) -> bool:
-    """True if a `torch.profiler` of the job is warming up: it is enabled soon, and Kineto has one configuration.
+    """True if a `torch.profiler` of the job is warming up: it will be enabled soon, and Kineto has one configuration.
 
-    One that records is found when ours is to start: this is known in its own thread only.
+    One that is recording is found when ours starts: only its own thread knows about it.
     """
     cls, warmup = torch.profiler.profile, torch.profiler.ProfilerAction.WARMUP
     objects = gc.get_objects()
     types = {
         id(t): t for t in map(type, objects)
-    }  # some hundred: asking each of 200,000 objects takes five times as long
+    }  # some hundred: checking each of 200,000 objects takes five times as long
     ours = {i for i, t in types.items() if issubclass(t, cls)}
     for o in objects if ours else ():
         if id(type(o)) in ours and getattr(o, "current_action", None) == warmup:
@@ -96,13 +96,13 @@ class Profile:
         self._originals: dict[str, Any] = {}
 
     def given_up(self) -> bool:
-        """True if it is over, or has not begun by its deadline; then it never begins."""
+        """True if it is over, or has not begun by its deadline and never will."""
         if not self.over and self._profiler is None and not self._saved.locked():
             self.over = now_ns() > self.request.deadline_ns
         return self.over
 
     def answer(self, word: str, detail: str = "") -> None:
-        """Write how far the profile is; a file system that refuses costs only that."""
+        """Write the state of the profile; a file system error costs only that."""
         self.over = word in (DONE, FAILED)
         found = self._found
         found.state, found.detail, found.step = word, detail, int(self.r.h.step)
@@ -114,7 +114,7 @@ class Profile:
     # -- in the training thread -------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """Start, continue or stop, at the end of a step."""
+        """Start, continue or stop at the end of a step."""
         try:
             if threading.get_ident() != self.r.main_thread or self.over:
                 return
@@ -184,7 +184,7 @@ class Profile:
                 setattr(profiler, name, first(name))
 
     def _leave(self) -> Any:
-        """Stop the profiler and take everything back; return the profiler."""
+        """Stop the profiler and undo all changes; return the profiler."""
         self.session.phases.watch_steps(None)
         from torch.autograd import profiler
 
@@ -220,7 +220,7 @@ class Profile:
 
     @guarded
     def end(self) -> None:
-        """End with the script: stop recording, and wait until a trace that is being saved is complete."""
+        """End the profile with the script: stop recording, and wait until a trace that is being saved is complete."""
         if self._profiler is not None and threading.get_ident() == self.r.main_thread:
             self._stop(f"the script ended in step {self.r.h.step + 1}")
         elif not self.over and not self._saved.locked():
@@ -261,8 +261,8 @@ class Profile:
     def _save(self) -> None:
         """Write the trace into the run directory.
 
-        Kineto's `save` reports no error, so the file is checked. It keeps the GIL nearly all of its time: 99 ms for three steps
-        of a ResNet-18 (2.5 MB) on two overloaded cores.
+        Kineto's `save` reports no error, so the file is checked. It holds the GIL nearly all the time: 99 ms for three steps of a
+        ResNet-18 (2.5 MB) on two overloaded cores.
         """
         if self._failed or self._result is None:
             return
@@ -292,7 +292,7 @@ class Profile:
 
 
 def _complete(path: Path) -> bool:
-    """True if the file ends as a JSON object does."""
+    """True if the file ends like a JSON object."""
     with path.open("rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - 64))
         return f.read().rstrip().endswith(b"}")

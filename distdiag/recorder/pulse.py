@@ -1,8 +1,8 @@
-"""The pulse: a thread that records four times a second what the main thread cannot while it waits.
+"""The pulse: a thread that records four times a second what the main thread cannot record while it waits.
 
-It writes the heartbeat, the groups' counters and the main thread's user frames into the page, and holds the GIL for 0.1 ms
-a beat. If another thread holds the GIL it misses beats, which readers see. While the main thread goes from phase to phase,
-frames are read twice a second and counters once; `counted_ns` is the time of the last count.
+It writes the heartbeat, the groups' counters and the main thread's user frames into the page, and holds the GIL for 0.1 ms per
+beat. If another thread holds the GIL it misses beats, which readers notice. While the main thread changes phases, frames are read
+twice a second and counters once; `counted_ns` is the time of the last count.
 """
 
 from __future__ import annotations
@@ -23,35 +23,37 @@ from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
 WATCH_BEATS = 8  # between two checks that the monitor runs
-END_S = 2.0  # how long the end of the script waits for the beat that runs
+END_S = 2.0  # how long the end of the script waits for a running beat
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
-_BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it mostly computes
+_BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it is likely to compute
 _VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 8
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 _PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
 
 
 class Pulse:
-    """The thread is started below `threading`: a script that joins all of `threading.enumerate()` would wait for it."""
+    """The pulse thread. It is started below `threading`: a script that joins all of `threading.enumerate()` would wait for it."""
 
     def __init__(self, r: state.Recorder) -> None:
         self.r, self.h = r, r.h
         self.collectives: Any = None
         self.phases: Any = None
         self.checks: Any = None
-        self.watch: Any = None  # of the monitor
+        self.watch: Any = None  # the `Watch` of the monitor
         self.request = ""  # path of the file in which a reader asks for a profile
-        self.asked: Any = None  # called when that file is there
-        self._going_on = threading.Lock()  # held until the end: waiting for a lock is one call, for an Event many
+        self.asked: Any = None  # called when that file exists
+        self._going_on = (
+            threading.Lock()
+        )  # held until the end: waiting for a lock is one call, waiting for an Event many
         self._going_on.acquire()
         self._running = threading.Lock()  # held while the thread runs
         self._gpu: int | None = None  # NVML's index, once looked up
-        # by id of the code, which is kept, and whether a backend is in it
+        # by id of the code, which is kept: True if a backend is in it
         self._raw: dict[tuple[int, bool], tuple[int, CodeType]] = {}
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._running.acquire()
         try:
             _thread.start_new_thread(self._run, ())
@@ -67,9 +69,9 @@ class Pulse:
             self._running.release()
 
     def stop(self) -> None:
-        """End the thread, and wait until its last beat is over, at most `END_S`.
+        """End the thread, and wait at most `END_S` until its last beat is over.
 
-        A thread that comes back from C++ while Python shuts down is ended inside it, and that aborts the process.
+        A thread that returns from C++ while Python shuts down is ended inside C++, which aborts the process.
         """
         if self._going_on.locked():
             self._going_on.release()
@@ -77,7 +79,7 @@ class Pulse:
             self._running.release()
 
     def forked(self) -> None:
-        """For a forked child: the thread is not in it, and nothing else would release what it holds."""
+        """Release, in a forked child, what the thread held: the thread itself is not in the child."""
         self._running = threading.Lock()
         if self.watch is not None:
             self.watch.close()
@@ -91,7 +93,7 @@ class Pulse:
         if waits or beats % 2 == 0:
             self._sample()
         if (waits or beats % 4 == 0) and self.collectives is not None:
-            t = now_ns()  # after the frames were read, so that the operation they wait in is counted
+            t = now_ns()  # read after the frames, so that the operation that they wait in is counted
             self.collectives.refresh_groups()
             words[_COUNTED] = t
         if self.phases is not None:
@@ -131,7 +133,7 @@ class Pulse:
         words[_VERSION] += 1
 
     def _signals(self) -> None:
-        """Request no more signals once the script has its own handler for one of ours."""
+        """Stop using a signal once the script has its own handler for it."""
         number = self.h.trace_signal
         if number and any(signal.getsignal(n) is not signal.SIG_DFL for n in (number - 1, number)):
             self.h.trace_signal = 0

@@ -1,8 +1,8 @@
-"""Chooses the run directory and the page directory of a rank. All ranks of a job choose the same without communication.
+"""Chooses the run directory and the page directory of a rank. All ranks of a job make the same choice without communication.
 
-A job is identified by the environment that its launcher gave all ranks and, on one node, by the launcher process. Decisions are files
-that exactly one process can create (written under another name, then linked): the first decides, the others read.
-No lock is used: locks of network file systems are often local to a node.
+A job is identified by the environment that its launcher set for all ranks and, on one node, by the launcher process. A decision is
+a file that exactly one process can create (written under another name, then linked): the first decides, the others read. No lock
+is used: locks of network file systems are often local to a node.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from distdiag.page.layout import page_path
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
 _launcher_job: str | None = (
-    None  # the job of the launcher that spawned this process; not in the environment, see `belong_to`
+    None  # job of the launcher that spawned this process; not in the environment, see `belong_to`
 )
-READ_S = 5.0  # for the text of a decision on a file system without hard links
+READ_S = 5.0  # timeout for the text of a decision on a file system without hard links
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (
     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
@@ -38,12 +38,12 @@ _RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM
 
 @dataclass(frozen=True)
 class Claim:
-    """What a rank is given."""
+    """The directories of a rank."""
 
     run_dir: Path
     node: int
-    pages: Path  # of all ranks of this node
-    overflow: Path  # for a rank whose page does not fit there
+    pages: Path  # page directory of all ranks of this node
+    overflow: Path  # page directory for a rank whose page does not fit into `pages`
 
 
 def _stat_fields(pid: int | str) -> list[str]:
@@ -62,7 +62,7 @@ def _launcher() -> tuple[int, int] | None:
         try:
             theirs = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
         except OSError:
-            break  # another user's: the launcher
+            break  # another user's process: the launcher
         above = _stat_fields(pid)
         if not given <= theirs or len(above) < 2 or int(above[1]) <= 1:
             break
@@ -78,9 +78,9 @@ def launcher_id() -> str:
 
 
 def belong_to(job: str) -> None:
-    """Make this process part of `job`: what it or its spawned children become are ranks of that job.
+    """Make this process part of `job`: it, or its spawned children, become ranks of that job.
 
-    The environment would hand this on to every program that the script starts, and a second job among them would be
+    An environment variable would be inherited by every program that the script starts, and a second job among them would be
     recorded as part of this one.
     """
     global _launcher_job
@@ -88,7 +88,7 @@ def belong_to(job: str) -> None:
 
 
 def job_token() -> str:
-    """Return a text that is equal on all ranks of one attempt of a job, and differs in other jobs."""
+    """Return a text that is equal on all ranks of one attempt of a job, and different in other jobs."""
     env = os.environ.get
     restart = env("TORCHELASTIC_RESTART_COUNT", "0")
     given = _launcher_job or env(ENV_JOB)
@@ -177,10 +177,10 @@ def _create(path: Path, text: str) -> None:
 
 
 def claim(option: str | None, name: str) -> Path:
-    """Create and return the directory of this job and attempt; the first rank to ask decides.
+    """Create and return the directory of this job and attempt; the first rank decides.
 
-    A directory that holds an earlier run, or an earlier attempt of an elastic restart, keeps it: this one goes into
-    `attempt_<k>` in it. Nothing is overwritten.
+    A directory that holds an earlier run, or an earlier attempt of an elastic restart, is kept: this run goes into
+    `attempt_<k>` inside it. Nothing is overwritten.
 
     Raises:
         OSError: the directory cannot be created or written.
@@ -191,8 +191,8 @@ def claim(option: str | None, name: str) -> Path:
 def claim_rank(option: str | None, name: str, rank: int, world_size: int) -> Claim:
     """Return the run directory and the page directory of this rank.
 
-    A launch may reuse the ids of an earlier one (the same rendezvous, a second `srun`, a replaced node). So a directory that
-    already has this rank, or that another launcher on this node uses, is skipped.
+    A launch may reuse the ids of an earlier one (the same rendezvous, a second `srun`, a replaced node). So a directory is skipped
+    if it already has this rank, or if another launcher on this node uses it.
 
     Raises:
         OSError: no directory can be created or written.
@@ -226,7 +226,7 @@ def _attempts(base: Path, token: str) -> Iterator[Path]:
     records.mkdir(parents=True, exist_ok=True)
     for k in range(10_000):
         path = base if k == 0 else base / f"attempt_{k}"
-        # claimed before it is used: one that is used and not claimed is of a version without these records
+        # claimed before it is used: one that is used and not claimed is from a version without these records
         if decide(records / str(k), "-" if _used(path) else token) == token:
             path.mkdir(parents=True, exist_ok=True)
             yield path
@@ -268,7 +268,7 @@ def _used(path: Path) -> bool:
 
 
 def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
-    """Return this rank's part in a run directory of its job; None if it must try the next one."""
+    """Return this rank's directories in a run directory of its job; None if it must try the next one."""
     node, launcher = node_number(), launcher_id()
     record = place.node_record(run_dir, node)
     overflow = run_dir / f"pages.{node}"
@@ -308,13 +308,13 @@ def _choose_place(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
         if place.has_room(place.SHM, ranks):
             place.make(memory)
             return memory
-    except OSError:  # read-only, or another user's directory has our name
+    except OSError:  # read-only, or another user's directory has this name
         pass
     return overflow
 
 
 def link_pages(run_dir: Path, pages: Path) -> None:
-    """Link `RUN/pages` to the page directory, for people; not possible on file systems without symlinks."""
+    """Link `RUN/pages` to the page directory, for users; not possible on file systems without symlinks."""
     link = run_dir / "pages"
     try:
         if not link.is_symlink() and not link.exists():

@@ -1,7 +1,7 @@
-"""Turns a process into a recorded rank, and back.
+"""Makes a process a recorded rank, and ends the recording.
 
-The order is always the same: the page first (so that a crash in the next line is seen), then the monitor, then the hooks
-as soon as torch is imported. Nothing here may delay, print into, or end the user's job.
+The order is always the same: first the page (so that a crash in the next line is seen), then the monitor, then the hooks once torch
+is imported. Nothing here may delay the user's job, print into it, or end it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
 class Session:
-    """All that the recorder keeps in this process."""
+    """The recorder's state in this process."""
 
     def __init__(self, recorder: Recorder, run_dir: Path, pages: Path) -> None:
         self.recorder = recorder
         self.run_dir = run_dir
         self.pages = pages
-        self.held: list[Kept] = []  # locks that keep the page directories
-        self.written: list[Kept] = []  # by signal handlers of this process, not of its forked children
+        self.held: list[Kept] = []  # locks that protect the page directories from removal
+        self.written: list[Kept] = []  # files for signal handlers of this process, not of its forked children
         self.pulse = Pulse(recorder)
         self.phases: Any = None
         self.server: Any = None
-        self.profile: Any = None  # the last one that a reader asked for
+        self.profile: Any = None  # the last profile that a reader requested
         self._hook_before = sys.excepthook
 
     # -- hooks ---------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Session:
 
     @guarded
     def profile_asked(self) -> None:
-        """Take a reader's request for a profile of this rank."""
+        """Accept a reader's request for a profile of this rank."""
         from distdiag.recorder import profile
 
         profile.take(self)
@@ -117,10 +117,10 @@ class Session:
         r.h.facts = r.page.text(json.dumps(r.facts, default=str))
 
     @guarded
-    def last_words(self) -> None:
+    def stacks_on_signals(self) -> None:
         """Let faulthandler write stacks without the GIL, on a free signal and on fatal signals, into files next to the page.
 
-        It writes them in C, in the signal handler. If the job uses faulthandler itself, its settings stay.
+        It writes in C, in the signal handler. If the job uses faulthandler itself, its settings remain.
         """
         rank, h = self.recorder.h.rank, self.recorder.h
         number = signal.SIGRTMIN + 13
@@ -142,7 +142,7 @@ class Session:
         return self.written[-1].fd
 
     def _native_frames(self, number: int) -> None:
-        """Write the main thread's native frames to `r<rank>.native` on this signal; not without the compiled module."""
+        """Write the main thread's native frames to `r<rank>.native` on this signal; needs the compiled module."""
         try:
             _native = importlib.import_module("distdiag.recorder.fast._native")
         except ImportError:
@@ -158,13 +158,13 @@ class Session:
 
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
-        """Return the text of the exception that ends the script, and the user's frames, innermost first."""
+        """Record the exception that ends the script: its text and the user's frames, innermost first."""
         self.recorder.h.trace_signal = 0
         r, h = self.recorder, self.recorder.h
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
         inner: list[int] = []
         if " in DataLoader worker process" in last[:400]:
-            # the worker's own traceback is in the text: its last line is the error, its last user frame the place
+            # the text has the worker's own traceback: its last line is the error, its last user frame the site
             for file, line, function in _FRAME.findall(last):
                 if kind_of_file(file) == USER:
                     inner.insert(0, r.page.site(file, int(line), function))
@@ -176,7 +176,7 @@ class Session:
         h.exit_code = 1
 
     def _left_from(self, tb: TracebackType | None, inner: list[int]) -> None:
-        """Return the user's frames that an exception went through, innermost first, after those of `inner`."""
+        """Record the user's frames that an exception went through, innermost first, after those of `inner`."""
         r, h = self.recorder, self.recorder.h
         frames = []
         while tb is not None:
@@ -195,10 +195,10 @@ class Session:
 
     @guarded
     def exiting(self, code: int | None = None, tb: TracebackType | None = None) -> None:
-        """Record that the interpreter shuts down: an abort from here on is not how the script ended.
+        """Record that the interpreter shuts down: a later abort is not how the script ended.
 
         Args:
-            code: Exit code, where it is known.
+            code: Exit code, if known.
             tb: Traceback of the SystemExit, if there was one: the site that ended the script.
         """
         h = self.recorder.h
@@ -210,7 +210,7 @@ class Session:
             h.life = LifeWord.EXITING
             h.phase = Phase.DONE
             h.phase_since_ns = now_ns()
-        h.trace_signal = 0  # its handler goes with the interpreter
+        h.trace_signal = 0  # its handler ends with the interpreter
         if self.profile is not None:
             self.profile.end()
         self.pulse.stop()
@@ -227,11 +227,11 @@ class Session:
                 self.recorder.failed(e)
 
     def detach(self) -> None:
-        """Stop recording a script that continues. Its state is unknown from here on, while its process group exists."""
+        """Stop recording a script that continues. Its state is unknown from now on, while its process group exists."""
         h, group_left = self.recorder.h, self.recorder.h.life == LifeWord.LEFT_GROUP
         self.close()
         if self.phases is not None:
-            self.phases.ledger.main_thread = 0  # from now on the hooks take every thread for a foreign one
+            self.phases.ledger.main_thread = 0  # from now on the hooks ignore every thread
         dist = sys.modules.get("torch.distributed")
         if not group_left and dist is not None and dist.is_available() and dist.is_initialized():
             h.life = LifeWord.DETACHED
@@ -278,7 +278,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     held = [place.hold(pages)]
     try:
         writer = PageWriter(page_path(pages, rank))
-    except OSError:  # it filled up after it was chosen
+    except OSError:  # the directory filled up after it was chosen
         pages = claim.overflow
         place.make(pages)
         held.append(place.hold(pages))
@@ -307,7 +307,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     run_claim.link_pages(directory, claim.pages)
     from distdiag.recorder.start_monitor import Watch, start_monitor
 
-    session.last_words()
+    session.stacks_on_signals()
     of_node = directory, claim.pages, claim.node, claim.overflow
     start_monitor(*of_node)
     session.pulse.watch = Watch(*of_node)
@@ -339,7 +339,7 @@ def _in_child(session: Session) -> None:
     session.recorder.page.make_private()
     current = None
     state.current = None
-    session.server = None  # its threads stayed behind
+    session.server = None  # its threads are not in the child
     for lock in session.held:
         lock.close()
     session.held = []
@@ -358,7 +358,7 @@ def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
 
 
 def _from_environment() -> tuple[int, int, int]:
-    """Return (rank, world_size, local_rank) as torchrun, srun, mpirun or the initialised process group has it; else 0, 1, 0."""
+    """Return (rank, world_size, local_rank) as set by torchrun, srun, mpirun or the initialised process group; else 0, 1, 0."""
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Start the monitor: one per node, by the first rank that gets there, in its own session, not as the rank's child.
+"""Starts the monitor: one per node, by the first rank, in its own session, not as the rank's child.
 
-The monitor holds an exclusive lock on `monitor.lock` next to the pages while it lives. So a rank that can take the lock
-knows that no monitor runs, and starts one: at first, and again after the monitor was killed.
+The monitor holds an exclusive lock on `monitor.lock` next to the pages while it lives. So a rank that can take the lock knows that
+no monitor runs, and starts one: at first, and again after the monitor was killed.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from distdiag.recorder.descriptors import Kept
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line of `distdiag.run` asks of the monitor; not in the environment, which other jobs would inherit."""
+    """Options of `distdiag.run` for the monitor. They are not in the environment, which other jobs would inherit."""
 
     quiet: bool = False
     keep_bytes: int | None = None
 
 
-options = Options()  # of this process and of what it spawns
-STARTS = 6  # of one node's monitor: one that dies each time is a defect of ours, and costs the job CPU
+options = Options()  # for this process and its children
+STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
 
 
 def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:
     """Start this node's monitor unless one runs; True if this call started it.
 
-    The lock goes to the new process with its file descriptor, so there is no moment at which another rank could take it.
-    The process forks once more and its first half exits at once, so that the rank has no child left that its own
-    `os.wait()` could return.
+    The lock is passed to the new process with its file descriptor, so another rank cannot take it in between. The process
+    forks once more and its first half exits at once, so that the rank has no child that its own `os.wait()` could
+    return.
 
     Args:
-        run_dir: Of the job; every other node has its own run in it: one writer per database.
-        pages: Of this node; holds the lock.
+        run_dir: Run directory of the job; every other node has its own run in it: one writer per database.
+        pages: Page directory of this node, with the lock.
         node: Number of this node.
-        overflow: Second directory of pages, for ranks whose page does not fit into `pages`.
-        quiet: It prints nothing, because stderr is not the job's.
+        overflow: Second page directory, for ranks whose page does not fit into `pages`.
+        quiet: The monitor prints nothing, because stderr is not the job's.
 
     Raises:
         OSError: no process could be started.
@@ -54,7 +54,7 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
         except BlockingIOError:
             return False
         if quiet and place.ended_record(run_dir, node).exists():
-            return False  # it has closed the run meanwhile
+            return False  # a monitor has closed the run meanwhile
         if os.fstat(lock).st_size >= STARTS:
             return False
         os.write(lock, b".")  # one byte a start
@@ -65,7 +65,7 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
 
 
 def take_over(run_dir: Path) -> bool:
-    """Start monitors for a run whose monitors were killed, from a reader; True if one was started.
+    """Start monitors for a run whose monitors were killed; called by readers. True if one was started.
 
     Only for pages of this user on this host: a run directory may come from another user.
     """
@@ -103,7 +103,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
 
 
 class Watch:
-    """Notices from a rank that the node's monitor is gone, and starts another; a few system calls a check.
+    """Notices in a rank that the node's monitor is gone, and starts another; a check costs a few system calls.
 
     Args:
         run_dir, pages, node, overflow: As for `start_monitor`.

@@ -1,4 +1,4 @@
-"""The recorder of this process: its page, its failures, and the small helpers every hook uses.
+"""The recorder of this process: its page, its failures, and the small functions that every hook uses.
 
 Nothing here may raise into the job: hooks are wrapped by `guarded`, which counts a failure in the page and continues.
 Our own tests set DISTDIAG_RAISE=1: there a failure is raised.
@@ -35,9 +35,9 @@ class Recorder:
         self.h = writer.h
         self.main_thread = threading.main_thread().ident
         self.quiet = False
-        # CUDA device of the job's parameters, noted by the main thread: in any other thread the current device is 0
+        # CUDA device of the job's parameters, set by the main thread: in any other thread the current device is 0
         self.device: int | None = None
-        # by id of the code and its instruction: a line number has to be decoded, and the code's own hash is slow
+        # by id of the code and instruction: a line number must be decoded, and hashing a code object is slow
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.phase = int(Phase.INIT)
         self.facts: dict[str, Any] = {}
@@ -58,14 +58,14 @@ class Recorder:
 
     def user_site(self, frame: FrameType | None) -> int:
         """Return the heap offset of the innermost user site at or above `frame`."""
-        if frame is not None:  # mostly it is a user frame already
+        if frame is not None:  # fast path: it is a user frame already
             known = self._sites.get((id(frame.f_code), frame.f_lasti))
             if known is not None and kind_of(frame.f_code) == USER:
                 return known[0]
         return self.site(user_frame(frame))
 
     def failed(self, error: BaseException) -> None:
-        """Count a failure of ours; the reader shows the count and the last text."""
+        """Count a failure of the recorder; readers show the count and the last text."""
         try:
             self.h.errors += 1
             last = traceback.extract_tb(error.__traceback__)
@@ -88,7 +88,7 @@ def failed(error: Exception) -> None:
 
 
 def guarded(f: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorator: an exception of `f` is counted and never reaches the job (unless `RAISE`); no mode sees its operations.
+    """Decorator: an exception of `f` is counted and never reaches the job (unless `RAISE`); modes do not see its operations.
 
     Functions that run in every step catch their own exceptions: with cold caches a second frame costs as much as the work.
     """

@@ -1,8 +1,8 @@
-"""Keep the recorder's own reads of tensors out of sight of the user's modes and tensor subclasses.
+"""Hides the recorder's own reads of tensors from the user's modes and tensor subclasses.
 
 A `TorchFunctionMode` or `TorchDispatchMode` of the script, and a tensor subclass with `__torch_function__`, are called for every
-operation on a tensor, reading its shape included. They must see the job's operations only: profilers and flop counters are
-written this way. The guards cost about a microsecond, so they are entered only if a mode is active or a tensor is no plain one.
+operation on a tensor, even for reading its shape. They must see only the job's operations: profilers and flop counters depend on
+it. The guards cost about a microsecond, so they are entered only if a mode is active or a tensor is of a subclass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-# How many modes are active in this thread; torch's own functions once it is imported. `int()` is 0.
+# Number of modes active in this thread; torch's own functions once it is imported. `int()` is 0.
 function_modes: Any = int
 dispatch_modes: Any = int
 _disable_functions: Any = None
@@ -36,7 +36,7 @@ class unseen:
 
 
 def install() -> None:
-    """Take torch's functions; called when torch has been imported."""
+    """Use torch's functions; called when torch has been imported."""
     global function_modes, dispatch_modes, _disable_functions, _disable_dispatch, _NO_DISPATCH
     from torch import _C
 
@@ -51,7 +51,7 @@ def has_memory(cls: type) -> bool:
 
 
 def by_modes(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` as a function whose operations no mode sees."""
+    """Return `f` as a function whose operations are hidden from modes."""
 
     @functools.wraps(f)
     def inner(*args: Any) -> Any:

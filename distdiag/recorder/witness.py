@@ -1,4 +1,4 @@
-"""The witness: torch's C++ worker server on a unix socket, which answers even while a thread is stuck holding the GIL.
+"""The witness: torch's C++ worker server on a unix socket. It responds even while a thread holds the GIL and does not return.
 
 It serves the flight recorder and all stacks to the monitor. The socket is in a directory of mode 0700.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 MAX_SOCKET_PATH = 107  # sockaddr_un
-FATAL = 3  # of c10's log levels
+FATAL = 3  # a log level of c10
 ANSWER_S = 1.0
 
 
 def start(path: Path) -> Any:
-    """Start the server on `path` and return it, to be shut down later; None if this torch has none.
+    """Start the server on `path` and return it, to be shut down later; None if this version of torch has no server.
 
     Raises:
         RuntimeError, OSError: it could not listen.
@@ -33,21 +33,21 @@ def start(path: Path) -> Any:
     import torch.distributed.debug  # noqa: F401
 
     level = _log_level()
-    if level is None:  # it would print into the job's stderr
+    if level is None:  # the server would print into the job's stderr
         return None
     path.unlink(missing_ok=True)
     with _only_fatal(level):
         server = server_class(str(path))
-    # Never destroyed, only shut down: its destructor, run in a forked child (a DataLoader worker that drops its copy),
-    # would close the listening socket under the parent's thread, and that aborts the parent.
+    # Shut down, never destroyed: run in a forked child (a DataLoader worker that drops its copy), its destructor would close the
+    # listening socket under the parent's thread, which aborts the parent.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
     return server
 
 
 def stop(server: Any, path: Path) -> None:
-    """Shut the server down; leave it to the end of the process if it does not answer.
+    """Shut the server down; leave it to the end of the process if it does not respond.
 
-    A shutdown before the server's thread has begun to serve never returns.
+    A shutdown before the server's thread has started to serve never returns.
     """
     level = _log_level()
     if level is not None and _answers(path):
@@ -56,7 +56,7 @@ def stop(server: Any, path: Path) -> None:
 
 
 def _answers(path: Path) -> bool:
-    """True if the server on `path` answers a request within `ANSWER_S`."""
+    """True if the server on `path` responds to a request within `ANSWER_S`."""
     request = b"POST /handler/ping HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
@@ -75,7 +75,7 @@ def _log_level() -> ctypes.c_int | None:
     try:
         library = ctypes.CDLL(
             str(Path(torch.__file__).parent / "lib" / "libc10.so")
-        )  # already loaded: this is the same library
+        )  # already loaded: the same library
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
         return None

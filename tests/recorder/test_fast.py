@@ -156,7 +156,7 @@ def test_an_index_outside_the_page_is_not_followed(tmp_path: Path, monkeypatch: 
     asked: list[str] = []
 
     def hook(name: str, *args: Any) -> None:
-        accounts.usual(ledger, name, lambda *_: asked.append(name), place)(*args)
+        accounts.fast_hook(ledger, name, lambda *_: asked.append(name), place)(*args)
 
     class Module:
         require_backward_grad_sync = True
@@ -184,7 +184,7 @@ def test_a_gradient_is_looked_at_anew_each_time(tmp_path: Path, monkeypatch: pyt
     words = accounts.GradientWords()
     words.n, words.stride, words.plain = 4, 1, True
     ledger, asked = accounts.ledger(state.current.page, 0), []
-    ready = accounts.usual(ledger, "gradient_is_ready", asked.append, words)
+    ready = accounts.fast_hook(ledger, "gradient_is_ready", asked.append, words)
     memory = torch.zeros(8)
     whole, gaps = SimpleNamespace(grad=memory[:4]), SimpleNamespace(grad=memory[::2])
     ready(whole)
@@ -200,8 +200,8 @@ def test_what_goes_wrong_in_c_is_counted_and_leaves_the_job_alone(
     monkeypatch.setattr(state, "current", state.Recorder(page))
     ledger = accounts.ledger(page, 0)
     asked: list[tuple[Any, ...]] = []
-    ends = accounts.usual(ledger, "sync_ends", lambda *args: asked.append(args))
-    ends(1, 2)  # other arguments than a hook of that name has: the general function is asked
+    ends = accounts.fast_hook(ledger, "sync_ends", lambda *args: asked.append(args))
+    ends(1, 2)  # other arguments than a hook of that name has: the slow path is called
     assert asked == [(1, 2)]
     monkeypatch.setattr(state, "RAISE", False)
     assert ends("no time") is None and page.h.errors == 1
@@ -209,6 +209,6 @@ def test_what_goes_wrong_in_c_is_counted_and_leaves_the_job_alone(
     with pytest.raises(TypeError):
         ends("no time")  # in our own tests it is raised
     with pytest.raises(ValueError, match="no hook"):
-        accounts.usual(ledger, "no such hook", print)
+        accounts.fast_hook(ledger, "no such hook", print)
     with pytest.raises(TypeError, match="Place"):
-        accounts.usual(ledger, "backward_begins", print, object())
+        accounts.fast_hook(ledger, "backward_begins", print, object())

@@ -1,7 +1,7 @@
-"""The accounts of a step that the hooks share, and the choice between C and Python.
+"""The accounts of a step (times, counts, flags) that the hooks share, and the choice between C and Python.
 
 Between two hooks the step's computation empties the caches, and a Python function then costs ten times what it costs in a loop.
-So each hook is a `usual` callable around a Python function, the slow path, which can do everything. The fast path in `c/` handles
+So each hook is a `fast_hook` around a Python function, the slow path, which handles every case. The fast path in `c/` handles
 the common case (nothing new, nothing on a device, no error) and calls the slow path otherwise. Without the compiled module the
 slow path does everything, and the classes here replace those in C.
 """
@@ -33,43 +33,43 @@ FINGERPRINTS = 6  # batches of an epoch of which a fingerprint is taken
 
 
 class Ledger:
-    """The accounts of the current step, and other state that hooks share. Times are in ns."""
+    """The accounts of the current step, and other state shared by hooks. Times are in ns."""
 
     def __init__(self, page: PageWriter) -> None:
         self._page = page
         self.main_thread = 0
         self.idle = int(Phase.OTHER)  # phase after a hook's own phase ends: OTHER, or the one that the job named
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
-        self.wait_ns = 0  # of the main thread, for other ranks
-        self.forward_wait_ns = 0  # the part of it in forward: DDP's broadcast of buffers
+        self.wait_ns = 0  # the main thread's waiting for other ranks
+        self.forward_wait_ns = 0  # its part in forward: DDP's broadcast of buffers
         self.arrived_ns = 0  # when this step's first wait for other ranks began; 0: not yet
-        self.ready_ns = 0  # when the gradient that mostly comes last was ready
+        self.ready_ns = 0  # when the gradient that is typically the last was ready
         self.last_ready_ns = 0  # when the last wait for a collective began
         self.step_start_ns = now_ns()
         self.optimizer_start_ns = 0
         self.samples = self.batch = 0
         self.loss: float | None = None
         self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
-        self.next_look, self.always = (
+        self.next_event, self.always = (
             0,
             True,
         )  # the next step with a check before the optimizer, unless every step has one
-        self.bad_losses = 0  # one after the other
-        # id of the iterator whose batch came last, and the indices of its batch count and last time; 0: unknown
+        self.bad_losses = 0  # consecutive losses that are not finite
+        # id of the iterator of the newest batch, and the indices of its batch count and last time; 0: unknown
         self.loader = self.batches_at = self.active_at = 0
         self.trained = False  # a backward pass has followed a batch of the loader that gave the last one
-        # call site of the last backward that averaged gradients, and the index of its count; -1: not counted
+        # site of the last backward that averaged gradients, and the index of its count; -1: not counted
         self.counted_site, self.count_at = 0, -1
         self.cuda = False  # each forward may be the first on a device
         self.on_device = False  # phases are timed on a device
         self.newest: Callable[[], torch.Tensor | None] | None = (
-            None  # the first tensor of the last batch, while it lives
+            None  # the first tensor of the newest batch, while it exists
         )
         self.lead: Callable[[], Any] | None = None  # the optimizer whose steps are the job's
         self.lead_misses = 0
-        self.averaged_by: Any = None  # the model whose gradients were averaged last
+        self.averaged_by: Any = None  # the model with the last averaged gradients
         self.models: dict[int, Any] = {}  # by id of the DDP module
-        self.pending: list[Any] = []  # forward has run with gradients enabled, and no backward has averaged them yet
+        self.pending: list[Any] = []  # models after a forward with gradients whose backward has not averaged them yet
         self.later: list[Any] = []  # values being copied from a device
 
     def close_step(self, t: int) -> None:
@@ -106,7 +106,7 @@ class Place:
 
 
 class ModelWords:
-    """What a hook needs of a DDP module: weak reference, site of its forward, index of its counts in the page."""
+    """State of a DDP module that its hooks need: weak reference, site of its forward, index of its counts in the page."""
 
     def __init__(self) -> None:
         self.ref: Any = None
@@ -116,7 +116,7 @@ class ModelWords:
 
 
 class GradientWords:
-    """Elements of a gradient that are read: every `stride`-th of `n`.
+    """Which elements of a gradient are read: every `stride`-th of `n`.
 
     `plain`: the parameter is a dense float32 tensor on the CPU.
     """
@@ -129,7 +129,7 @@ _IN_PYTHON = Ledger, ModelWords, GradientWords, Place
 
 
 def assumed() -> dict[str, Any]:
-    """Return the constants of the page and of the classes here that the C code must have."""
+    """Return the constants of the page, and of the classes here, that the C code must have."""
     numbers = {field: word(field) - word("phase") for field in _WORDS}
     phases = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER, Phase.VALIDATE)
     for member in (*phases, Blocked.DDP, LifeWord.STARTING, LifeWord.RUNNING):
@@ -141,7 +141,7 @@ def assumed() -> dict[str, Any]:
 
 
 def misfit(module: Any) -> str:
-    """Return the first constant in which a compiled module differs from this package; "" if none."""
+    """Return a text about the first constant in which a compiled module differs from this package; "" if none does."""
     for name, value in assumed().items():
         if getattr(module, name, None) != value:
             return f"compiled hooks of another version: {name}"
@@ -154,7 +154,7 @@ def misfit(module: Any) -> str:
 
 
 def _compiled() -> tuple[Any, str]:
-    """Return the compiled module (None if it is not used), and why it is not used although it exists."""
+    """Return the compiled module (None if it is not used), and why an existing one is not used."""
     if os.environ.get("DISTDIAG_PURE") == "1" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None, ""
     try:
@@ -185,17 +185,17 @@ def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
     return made
 
 
-def usual(shared: Ledger, name: str, general: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """Return `general` as a hook that no mode of the job sees; its fast path, by its name in `c/hooks.c`, is in C.
+def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
+    """Return a hook: its fast path is the C function `name` in `c/hooks.c`; `slow` handles every other case, unseen by modes.
 
     Args:
-        of: What the fast path reads besides the ledger.
+        of: What the fast path reads in addition to the ledger.
     """
-    return unseen.by_modes(general) if _c is None else _c.usual(shared, name, general, of)
+    return unseen.by_modes(slow) if _c is None else _c.fast_hook(shared, name, slow, of)
 
 
 class LastPlace(Place):
-    """Call site from which the user last called one function of torch. Mostly the next call comes from there, at equal depth.
+    """Finds the call site from which the user last called one function of torch. The next call is likely at the same site and depth.
 
     With cold caches, walking up the stack with a lookup per frame takes longer than the rest of a hook.
     """
@@ -204,7 +204,7 @@ class LastPlace(Place):
         super().__init__()
         self._r = r
 
-    def look(self) -> int:
+    def find(self) -> int:
         """Return the heap offset of the innermost user frame; call it from the slow path of a hook only.
 
         The frame of the hook, which replaces torch's method, is the second above this one.

@@ -1,4 +1,4 @@
-"""What a call is written as in the rank page: its operation, tensor, message count, call site and the blocked word."""
+"""Writes the parts of a call into the rank page: operation, tensor, message count, call site and the `blocked` word."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.recorder.hooks.group_counters import Groups
 from distdiag.recorder.state import now_ns
 from distdiag.recorder.unseen import unseen
 
-BARRIER = -3  # in place of the peer, in the count of monitored barriers, which must last as long as the job
+BARRIER = -3  # stored in place of the peer, to count monitored barriers for the life of the job
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
 _BLOCKED_SITE, _BLOCKED_SINCE = word("blocked_site"), word("blocked_since_ns")
 _DDP = int(Blocked.DDP)
@@ -124,7 +124,7 @@ class CallEntries(Groups):
             self.block(_DDP, g.slot_index, site)
 
     def unblock(self) -> int:
-        """Record that the main thread waits no longer; return how long it did, in ns."""
+        """Record that the main thread no longer waits; return how long it waited, in ns."""
         words = self.page.words
         if not words[_BLOCKED]:
             return 0

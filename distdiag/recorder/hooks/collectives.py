@@ -122,7 +122,7 @@ class Collectives(CallEntries):
             peer, tag = _peer_and_tag(method, g, args, kwargs)
             nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
-            nth = self._peer(g.slot_index, True, BARRIER, 0)  # it is built of send and recv, and has no number
+            nth = self._peer(g.slot_index, True, BARRIER, 0)  # it is made of send and recv, and has no number
         else:
             seq = g.slot.enqueued = self._next_seq(g)
             if op in _ROOTED:
@@ -147,7 +147,7 @@ class Collectives(CallEntries):
         if batch is not None:
             batch.calls.append(number)
         elif g.on_device and main and (peer if flags & P2P else None) not in g.connected:
-            # The first operation creates the communicator inside the call, which blocks until all members have come.
+            # The first operation creates the communicator inside the call, which blocks until all members have arrived.
             self.block(_WAIT, number, site)
         if method in _COUNTED_APART and batch is None and g.may_count_messages:
             g.message_begins()
@@ -175,7 +175,7 @@ class Collectives(CallEntries):
 
     @guarded
     def issued(self, number: int, g: Group, main: bool, site: int, work: Any, method: str) -> None:
-        """The call has returned; its Work may still be in flight."""
+        """Record that the call has returned; its Work may still be in flight."""
         if g.coalescing is not None:
             return  # all operations of the group are issued when the block ends
         if method in _COUNTED_APART and g.may_count_messages:
@@ -205,7 +205,7 @@ class Collectives(CallEntries):
             self.in_flight.popitem(last=False)
 
     def _connected(self, g: Group, number: int) -> None:
-        """A call has returned, so the communicator of its group (or pair of ranks) exists."""
+        """Record that the communicator of a group (or pair of ranks) exists, since a call has returned."""
         if len(g.connected) > len(g.members):
             return
         slot = self.page.page.calls[(number - 1) % CALLS]
@@ -215,7 +215,7 @@ class Collectives(CallEntries):
 
     @guarded
     def coalescing_begins(self, pg: Any) -> None:
-        """`_start_coalescing` has returned: calls until `_end_coalescing` become one operation of the device."""
+        """Record that `_start_coalescing` has returned: calls until `_end_coalescing` become one operation of the device."""
         g = self.group(pg)
         if g is not None:
             g.coalescing = Batch(now_ns())
@@ -234,7 +234,7 @@ class Collectives(CallEntries):
 
     @guarded
     def coalesced(self, pg: Any, calls: list[int], work: Any) -> None:
-        """`_end_coalescing` has issued the group's calls."""
+        """Record that `_end_coalescing` has issued the group's calls."""
         g = self.group(pg)
         if g is None or not calls:
             return
@@ -255,7 +255,7 @@ class Collectives(CallEntries):
 
     @guarded
     def failed(self, number: int, g: Group, method: str, error: BaseException) -> None:
-        """The call has raised."""
+        """Record that the call has raised."""
         if method in _COUNTED_APART and g.may_count_messages and g.coalescing is None:
             g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
@@ -265,7 +265,7 @@ class Collectives(CallEntries):
 
     @guarded
     def wait_begins(self, work: Any) -> tuple[int, bool]:
-        """`Work.wait` is about to be called. Returns (number of the call or 0 if unknown, True if it blocks the main thread)."""
+        """Record that `Work.wait` is about to be called. Return (number of the call, 0 if unknown; True if it blocks the main thread)."""
         known = self.in_flight.pop(id(work), None)
         if known is None:
             return _UNKNOWN_WORK
@@ -280,7 +280,7 @@ class Collectives(CallEntries):
 
     @guarded
     def wait_ends(self, number: int, blocked: bool, error: BaseException | None) -> None:
-        """`Work.wait` has returned or raised; the arguments are what `wait_begins` returned."""
+        """Record that `Work.wait` has returned or raised. The first two arguments are what `wait_begins` returned."""
         waited = self.unblock() if blocked else 0
         self.ledger.wait_ns += waited
         if number:
@@ -305,9 +305,9 @@ class Collectives(CallEntries):
 
     @guarded
     def new_group(self, args: tuple, kwargs: dict) -> None:
-        """Record `new_group`. Its members wait for each other under a number that is the same on all ranks.
+        """Record `new_group`. Its members wait for each other under a number that is equal on all ranks.
 
-        Where the default group is bound to a device, the new communicator is split off its own, for which every rank comes.
+        If the default group is bound to a device, the new communicator is split off its own, which needs every rank.
         """
         self.h.new_groups += 1
         ranks = args[0] if args else kwargs.get("ranks")
@@ -318,14 +318,14 @@ class Collectives(CallEntries):
 
     @guarded
     def group_call_ends(self) -> None:
-        """`init_process_group` or `new_group` has returned."""
+        """Record that `init_process_group` or `new_group` has returned."""
         if self.page.words[_BLOCKED] == _GROUP:
             self.unblock()
             self.page.call_left(self.h.blocked_at, now_ns(), 0, failed=False)
 
     @guarded
     def group_destroyed(self, pg: Any) -> None:
-        """`destroy_process_group` was called; None is all groups."""
+        """Record a call of `destroy_process_group`; None means all groups."""
         if pg is None or pg is dist.group.WORLD:
             for g in self.groups.values():
                 g.slot.destroyed = 1
@@ -338,7 +338,7 @@ class Collectives(CallEntries):
 
 @guarded
 def note_caught(r: state.Recorder, error: BaseException) -> None:
-    """Write an exception that torch raises into the page: the script may catch it and exit without printing it."""
+    """Write an exception that torch raises into the page, since the script may catch it and exit without printing it."""
     r.h.caught = r.page.text(f"{type(error).__name__}: {str(error)[:400]}")
     r.h.caught_ns = now_ns()
 
@@ -352,7 +352,7 @@ def _peer_and_tag(method: str, g: Group, args: tuple, kwargs: dict) -> tuple[int
 
 
 def _equal_sizes(lists: Any) -> bool:
-    """True if the tensors of the first list all have as many elements: such an all_gather needs as many of every rank."""
+    """True if the tensors of the first list have equal sizes: such an all_gather requires that size on every rank."""
     return bool(lists) and len({t.numel() for t in lists[0]}) == 1
 
 

@@ -1,4 +1,4 @@
-"""DDP-wrapped modules of this process: what was wrapped, and what the hooks keep of each."""
+"""The DDP-wrapped modules of this process: what was wrapped, and the hooks' state for each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model(ModelWords):
         super().__init__()
         page = r.page
         self.ref = weakref.ref(ddp, self._gone)
-        # its parameters and where its buffers lie, once asked for; not kept beyond its life
+        # its parameters and the owners of its buffers, once requested; freed with the module
         self.named: list[tuple[str, Any]] | None = None
         self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
         self.frozen_next = self.frozen_forwards = 0
@@ -42,17 +42,17 @@ class Model(ModelWords):
         self.group_at = -1  # slot of its process group; -1: not registered
         self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
         self.forward = LastPlace(r)
-        self.forward_site, self.forward_count = 0, -1  # of the last forward, and where it is counted
+        self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
         self.next_check = 0  # the step at which to check gradients again
         self.hook: Any = None
         self.first_forward: FirstForward | None = None
         self.unused_texts: set[str] = set()
-        self.never: set[str] | None = None  # parameters without gradient at every check; None before the first
+        self.never: set[str] | None = None  # parameters without gradient at every check; None before the first check
         self.times: DdpTimes | None = None  # what its reducer measures
 
     @property
     def next_event(self) -> int:
-        """The next step before whose optimizer there is something to read or to check."""
+        """Return the next step before whose optimizer there is something to read or to check."""
         return self.next_check if self.times is None else min(self.next_check, self.times.next_read)
 
     def trained(self) -> list[tuple[str, Any]]:
@@ -73,7 +73,7 @@ class Model(ModelWords):
 
 @guarded
 def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
-    """Before DDP's constructor talks to the others: what is about to be wrapped."""
+    """Record what is about to be wrapped, before DDP's constructor communicates."""
     site = ph.r.user_site(caller)
     n = ph.h.n_models
     if n >= MODELS:
@@ -120,7 +120,7 @@ def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> Non
         if first is not None:
             m.hook = ph.watch_last_gradient(first)
             ph.checks.nonfinite.local_gradients = True
-    ph.ledger.next_look = 0
+    ph.ledger.next_event = 0
     m.times = DdpTimes(ddp, index_of(ph.page.page, slot), slot, m.synced_at)
 
 

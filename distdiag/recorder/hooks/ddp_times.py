@@ -1,8 +1,8 @@
-"""Read the times of DDP's communication, as its reducer measures them.
+"""Reads the times of DDP's communication from its reducer.
 
-DDP times one iteration in a while by itself: the first ten, then every hundredth. The newest result is copied by
-`_get_ddp_logging_data`, which waits for nothing: 17 µs, and 90 to 150 µs with cold caches. On the CPU, where DDP's timers only read
-a clock, it is asked to measure more often. On a device it reads events back with a synchronisation, so there the rate stays.
+DDP times some iterations itself: the first ten, then every hundredth. `_get_ddp_logging_data` copies the newest result without
+waiting: 17 µs, and 90 to 150 µs with cold caches. On the CPU, where DDP's timers only read a clock, it is set to measure more
+often. On a device it reads events back with a synchronisation, so the rate is left as it is.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from distdiag.page.writer import PageWriter
 
 FIRST = 10  # iterations that DDP always measures
-YOUNG, YOUNG_RATE = 128, 8  # up to this iteration every eighth is measured, so that short jobs have results
+YOUNG, YOUNG_RATE = 128, 8  # up to this iteration every 8th is measured, so that short jobs have results
 RATE, DEVICE_RATE = 32, 100  # the latter is torch's own
-BUCKET_TEXTS = 4  # the page's texts are never freed
+BUCKET_TEXTS = 4  # most texts that are written: the page never frees texts
 SIZES_KEPT = 256
 
 
 class DdpTimes:
-    """Copies what one DDP module's reducer has measured into the page."""
+    """Copies what one DDP module's reducer measures into the page."""
 
     def __init__(self, ddp: Any, index: int, slot: ModelSlot, synced_at: int) -> None:
         self._index, self._slot, self._synced_at = index, slot, synced_at
-        self._iteration = 0  # the newest one that was read
+        self._iteration = 0  # the newest iteration that was read
         self._read_at = 0, 0  # step and synchronised backward passes at the last read
         self._texts = 0
         self._text = ""
         self._rate = DEVICE_RATE
-        self.next_read = 1  # the step from which there may be a new result; never: no such interface
+        self.next_read = 1  # the step from which a new result is possible; never without the interface
         readable = callable(getattr(ddp, "_get_ddp_logging_data", None))
         if not readable:
             self.next_read = _NEVER
@@ -43,7 +43,7 @@ class DdpTimes:
             ddp._set_ddp_runtime_logging_sample_rate(YOUNG_RATE)
 
     def read(self, ddp: Any, page: PageWriter, step: int) -> None:
-        """Write the newest result, if there is one since the last read. Called before the optimizer of `step`."""
+        """Write the newest result if it was not read before. Called before the optimizer of `step`."""
         try:
             self._read(ddp, page, step)
         except Exception as e:  # a private interface of torch: without it nothing is measured
@@ -52,7 +52,7 @@ class DdpTimes:
 
     def _read(self, ddp: Any, page: PageWriter, step: int) -> None:
         synced = page.words[self._synced_at]
-        if synced <= self._iteration:  # not trained, or not since
+        if synced <= self._iteration:  # no training, or none since the last read
             self.next_read = step + YOUNG_RATE
             return
         data = ddp._get_ddp_logging_data()
@@ -70,7 +70,7 @@ class DdpTimes:
         if self._rate == YOUNG_RATE and iteration >= YOUNG:
             self._rate = RATE
             ddp._set_ddp_runtime_logging_sample_rate(RATE)
-        # the results of an iteration are there from the next forward on
+        # results of an iteration exist from the next forward on
         missing = self._next_measured(max(iteration, synced - 1)) + 1 - synced
         self.next_read = step + max(1, -(-missing // max(1, per_step)))
 
@@ -80,10 +80,10 @@ class DdpTimes:
         return (iteration // self._rate + 1) * self._rate
 
     def _per_step(self, step: int, synced: int) -> int:
-        """Return how many backward passes of a step average gradients, if any does; 0 if that is not known."""
+        """Return how many backward passes of a step average gradients; 0 if that is not known."""
         (before, synced_before), self._read_at = self._read_at, (step, synced)
         steps, backwards = step - before, synced - synced_before
-        if backwards <= steps:  # there may be steps without any
+        if backwards <= steps:  # some steps may have none
             return 1
         return backwards // steps if steps and backwards % steps == 0 else 0
 

@@ -1,11 +1,11 @@
-"""Device time of a step's phases on CUDA: pooled events that are queried, never synchronised.
+"""Measures the device time of a step's phases on CUDA: pooled events that are queried, never synchronised.
 
 The host runs ahead of the device, so a phase's host time is the time to launch it. Events are recorded on the current
 stream where a phase begins and ends; the step's record waits in a queue until its last event is seen to be done.
 
-While a CUDA graph is captured no event is recorded and none is queried: either would become part of the graph or end its
-capture with an error. Events are recorded with the model's device as the current one: a script that never sets the current
-device would otherwise get a context on GPU 0 in every rank.
+While a CUDA graph is captured, no event is recorded or queried: either would become part of the graph or abort its capture.
+Events are recorded with the model's device as the current one: if a script never sets the current device, every rank would
+otherwise get a context on GPU 0.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from distdiag.page.layout import Phase
 
-PENDING = 64  # steps whose events are outstanding; beyond it the device times of a step are given up
+PENDING = 64  # most steps with outstanding events; beyond that, the device times of a step are dropped
 
 
 class DeviceClock:
-    """Pairs of events by phase, read when they are done.
+    """Pairs of events by phase, read when the device has passed them.
 
     Args:
-        make_event: `torch.cuda.Event(enable_timing=True)`, or one like it (`record`, `query`, `elapsed_time` in ms).
+        make_event: `torch.cuda.Event(enable_timing=True)`, or an object with `record`, `query` and `elapsed_time` (ms).
         on_device: A context in which the device is the current one.
         capturing: True while a CUDA graph is captured on the current stream.
     """
@@ -75,7 +75,7 @@ class DeviceClock:
             late({})
 
     def poll(self) -> None:
-        """Hand over every step whose last event is done; never waits."""
+        """Pass on every step whose last event is done; never waits."""
         while self._pending and not self._capturing():
             pairs, write = self._pending[0]
             if pairs and not pairs[-1][2].query():
@@ -89,7 +89,7 @@ class DeviceClock:
 
 
 def cuda_clock(device: int) -> DeviceClock:
-    """A clock of a CUDA device."""
+    """Return a clock for a CUDA device."""
     return DeviceClock(
         lambda: torch.cuda.Event(enable_timing=True),
         lambda: torch.cuda.device(device),
@@ -98,5 +98,5 @@ def cuda_clock(device: int) -> DeviceClock:
 
 
 def cuda_index(tensors: Iterable[Any]) -> int | None:
-    """Index of the CUDA device of the first of `tensors` that is on one; None if none is."""
+    """Return the CUDA device index of the first tensor that is on CUDA; None if none is."""
     return next((t.device.index for t in tensors if t.device.type == "cuda"), None)

@@ -1,5 +1,5 @@
-"""Which modules the first training forward of a model enters: shows why a parameter is unused: never called, or not in the
-loss. Only that one forward is watched, and none where torch.compile is in use: its guards would see the hook go.
+"""Records which modules the first training forward of a model enters: an unused parameter's module was never called, or its output
+is not in the loss. Only that forward is watched, and none if torch.compile is in use: its guards would notice the hook's removal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 class FirstForward:
-    """Notes modules from its making to `end()`."""
+    """Collects the modules that are entered until `end()`."""
 
     def __init__(self) -> None:
         self._called: set[int] = set()
@@ -24,14 +24,14 @@ class FirstForward:
         self._hook.remove()
 
     def never_called(self, model: Any, parameters: list[str]) -> list[str]:
-        """Names of the modules of `model` that own one of `parameters` and were not entered."""
+        """Return the names of the modules of `model` that own one of `parameters` and were not entered."""
         modules = dict(model.named_modules())
         owners = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
         return [name for name in owners if name in modules and id(modules[name]) not in self._called]
 
 
 def watch() -> FirstForward | None:
-    """Begin to watch; None where something is compiled."""
+    """Start to record; return None if something is compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None:
         backends = getattr(dynamo, "cached_backends", None)

@@ -1,8 +1,8 @@
-"""Process groups of this rank: who is in them, and how far their counters have come.
+"""Process groups of this rank: their members, and the newest issued and completed collective of each.
 
-Sequence numbers are those of the collectives of one group, from 1: the same on all its members. gloo's own, which its flight
-recorder shows, count point-to-point calls, too, of which ranks make different numbers; those are learned from the counter's step
-at each of them and taken off again.
+A sequence number is the position of a collective in its group, from 1; it is equal on all members. gloo's own numbers, which its
+flight recorder shows, also count point-to-point calls, and ranks make different numbers of those. So each such call's effect on
+the counter is measured and subtracted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
 
 SECOND_RECORDER = 1 << 32
-OFFSETS_KEPT = 16  # the flight recorder's newest numbers are few collectives old
+OFFSETS_KEPT = 16  # offsets kept; the flight recorder's newest numbers are only a few collectives old
 
 
 class Batch:
@@ -36,11 +36,11 @@ class Batch:
     def __init__(self, begun_ns: int) -> None:
         self.begun_ns = begun_ns
         self.calls: list[int] = []
-        self.seq = 0  # of its collectives
+        self.seq = 0  # number shared by its collectives
 
 
 class Group:
-    """What is known of one process group in this process."""
+    """One process group in this process."""
 
     __slots__ = (
         "_offsets", "coalescing", "connected", "counter", "may_count_messages", "members", "offset", "on_device", "open_messages", "pg", "slot",
@@ -49,21 +49,21 @@ class Group:
 
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
         self.pg, self.slot, self.slot_index = pg, slot, slot_index
-        # Of the backend's collectives. None: it counts none, and those that Python issues are counted.
+        # The backend's counter of collectives. None: it has none, and those that Python issues are counted.
         self.counter = _counter(pg)
         self.members = members
         self.to_global = dict(enumerate(members))
-        self.offset = 0  # of the backend's counter over the number of collectives
+        self.offset = 0  # backend's counter minus the number of collectives
         self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
-        self.may_count_messages = True  # in the counter of its collectives
+        self.may_count_messages = True  # in its counter of collectives
         self.on_device = False  # its collectives do not block the host
         self.coalescing: Batch | None = None  # between _start_coalescing and _end_coalescing
-        # With whom a communicator exists: None for the whole group, else the peer of a pair. Only kept on a device.
+        # Existing communicators: None for the whole group, else the peer of a pair. Only for devices.
         self.connected: set[int | None] = set()
-        self.open_messages = 0  # point-to-point calls that have begun and not come back: the counter may be ahead
+        self.open_messages = 0  # point-to-point calls that have not returned: the counter may be ahead
 
     def shift(self, offset: int) -> None:
-        """From the next collective on the backend counts so much more than collectives."""
+        """Use this offset of the backend's counter from the next collective on."""
         issued = self.slot.enqueued
         self.offset = self.slot.offset = offset
         if self._offsets[-1][0] == issued:
@@ -72,7 +72,7 @@ class Group:
             self._offsets.append((issued, offset))
 
     def number(self, raw: int) -> int:
-        """How many collectives of the group were issued up to the one with this sequence number of the backend's.
+        """Return how many collectives of the group were issued up to the backend's sequence number `raw`.
 
         gloo counts point-to-point calls in the same counter, and its flight recorder numbers collectives by it.
         """
@@ -85,8 +85,8 @@ class Group:
         return raw - offset
 
     def message_begins(self) -> None:
-        """A point-to-point call: what the counter shows beyond the collectives issued so far will be the offset."""
-        if not self.open_messages and self.counter is not None:  # DDP may have issued some since the last beat
+        """Note that a point-to-point call begins: the counter minus the collectives issued so far will be the offset."""
+        if not self.open_messages and self.counter is not None:  # DDP may have issued collectives since the last beat
             self.slot.enqueued = self.counter() - self.offset
         self.open_messages += 1
 
@@ -110,7 +110,7 @@ class Groups:
         self._lock = threading.Lock()
 
     def group(self, pg: Any) -> Group | None:
-        """The slot of a process group, registered when first seen."""
+        """Return the group of a ProcessGroup; it is registered when first seen."""
         g = self.groups.get(id(pg))
         if g is None or g.pg is not pg:
             g = self._register(pg)
@@ -148,7 +148,7 @@ class Groups:
             return g
 
     def _calibrate(self, g: Group) -> None:
-        """Where the backend's counter and the flight recorder's differ already (we came late), take the difference."""
+        """Set the offset if the backend's counter and the flight recorder's already differ (the recorder attached late)."""
         count = g.counter() if g.counter is not None else 0
         if count <= 0:
             return
@@ -161,7 +161,7 @@ class Groups:
 
     @guarded
     def refresh_groups(self) -> None:
-        """From the pulse: newest issued and completed collective of every group."""
+        """Write the newest issued and completed collective of every group; called by the pulse."""
         before = {id(g): issued for g in list(self.groups.values()) if (issued := _issued(g)) is not None}
         status = flight_recorder_status()
         for g in list(self.groups.values()):
@@ -177,10 +177,10 @@ class Groups:
                 g.slot.completed = -1
 
     def _recorder_entry(self, g: Group, status: dict[str, Any], at_least: int, at_most: int) -> dict[str, Any] | None:
-        """Return the flight recorder's counters of a group; it numbers the groups in its own way.
+        """Return the flight recorder's counters of a group, which the recorder identifies by other numbers.
 
-        The counts identify the group: groups in step with each other can be told apart once one of them is ahead. The main
-        thread continues meanwhile, so the counts must lie between the group's own before and after.
+        The counts identify the group: groups with equal counts can be distinguished once one of them is ahead. The main thread
+        continues meanwhile, so the counts must be between the group's own before and after.
         """
 
         def count(counters: dict[str, Any]) -> int:
@@ -190,7 +190,7 @@ class Groups:
         if g.open_messages or (known is not None and at_least <= count(known) <= at_most):
             return known
         if known is not None and count(known) == at_least - 1:
-            return None  # a call has begun that is not in it yet: NCCL's first makes its connections before
+            return None  # a running call is not recorded yet: NCCL's first call connects before it is recorded
         taken = {str(other.slot.flight_recorder_id) for other in self.groups.values() if other is not g}
         found = (
             []
@@ -202,21 +202,21 @@ class Groups:
 
 
 def _issued(g: Group) -> int | None:
-    """Collectives of a group so far; None where it is no more."""
+    """Return the number of collectives issued in a group so far; None if the group no longer exists."""
     if g.slot.destroyed:
         return None
     if g.counter is None:
         return g.slot.enqueued
     try:
         return g.counter() - g.offset
-    except RuntimeError:  # it was shut down between two beats
+    except RuntimeError:  # the group was shut down between two beats
         return None
 
 
 def _counter(pg: Any) -> Callable[[], int] | None:
-    """Return what counts a group's collectives; None if its backend has no sequence numbers.
+    """Return a function that returns a group's collective count; None if its backend has no sequence numbers.
 
-    torch asks the backends that it knows by name only; of others, the backend itself is asked.
+    torch only queries backends that it knows by name; others are queried directly.
     """
     counters = [lambda: pg._get_sequence_number_for_group()]
     if hasattr(pg, "_get_backend"):
@@ -248,7 +248,7 @@ def _own_code(pg: Any, backend: str) -> None:
 
 
 def flight_recorder_status() -> dict[str, Any]:
-    """Newest enqueued / completed collective by the flight recorder's own group number; {} where there is none.
+    """Return newest enqueued / completed collective by the flight recorder's own group number; {} if there is no recorder.
 
     A job may have NCCL and gloo at once, each with its own recorder and numbers: those of the second recorder
     are moved by `SECOND_RECORDER`.

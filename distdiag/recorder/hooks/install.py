@@ -1,6 +1,6 @@
-"""Install the hooks: put our functions around those of torch's DataLoader, DDP, autograd and optimizers.
+"""Installs the hooks: wraps torch's DataLoader, DDP, autograd and optimizers.
 
-Methods of `torch.Tensor` are not wrapped, on no device: compiled code calls them.
+Methods of `torch.Tensor` are not wrapped on any device, because compiled code calls them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def install(r: state.Recorder, col: Collectives) -> Phases:
 
 
 def _hook_optimizers(ph: Phases) -> None:
-    """Be called before and after every optimizer's step; a compiled step contains neither call."""
+    """Call the hooks before and after every optimizer's step; a compiled step contains neither call."""
     begins, ends = ph.optimizer_begins, ph.optimizer_ends
 
     @wraps(_not_traced, traced=_not_traced)
@@ -53,7 +53,7 @@ def _hook_optimizers(ph: Phases) -> None:
 
 
 def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """What torch.compile traces in place of a hook."""
+    """Traced by torch.compile in place of a hook: does nothing."""
 
 
 def _wrap_ddp(ph: Phases) -> None:

@@ -1,8 +1,8 @@
 """Records each DataLoader (or watched iterator): length, batches handed out, end of the epoch, fingerprints of batches.
 
 A fingerprint is 64 bits of the first batches of an epoch: the upper half from the first integer tensor (labels survive
-random augmentation), the lower half from the first floating tensor that is not the same nearly everywhere. 64 elements of
-each are read, scattered over it (evenly spread ones would hit the same black corner of every image), and only in the first
+random augmentation), the lower half from the first floating tensor that is not nearly constant. 64 elements of each are read,
+scattered over it (evenly spaced ones would fall on the same black corner of every image), and only in the first
 six batches.
 """
 
@@ -30,7 +30,7 @@ from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.recorder.unseen import has_memory, unseen
 
-POLLS = 16  # newest polls of a loader's workers that count
+POLLS = 16  # newest polls of a loader's workers that are averaged
 _SCATTERED = [
     i * 2654435761 % 2**31 for i in range(1, 65)
 ]  # spread by the golden ratio, so that no period of the data matches
@@ -80,7 +80,7 @@ class Loaders:
         slot.dataset = self.page.text(type(loader.dataset).__name__)
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", None)
-        if sampler is None:  # not `or`: whether a sampler is true depends on its length, which is the job's code
+        if sampler is None:  # not `or`: a sampler's truth depends on its length, which runs the job's code
             sampler = getattr(loader, "sampler", None)
         slot.length, slot.dataset_length = _lengths(loader, batch_sampler, sampler)
         size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
@@ -146,7 +146,7 @@ class Loaders:
                 with unseen():
                     slot.first[n - 1] = fingerprint(batch)
                 slot.n_first = n
-        x = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders give them
+        x = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders return them
         if type(x) is not torch.Tensor or not (shape := x.shape):
             with unseen():
                 x = first_tensor(batch, _has_samples)
@@ -176,10 +176,10 @@ class Loaders:
 
     @guarded
     def poll_workers(self) -> None:
-        """From the pulse: record how many workers of the loader in use fetch a batch; the others wait until one is taken.
+        """Record how many workers of the loader in use fetch a batch; the others wait until one is taken. Called by the pulse.
 
-        A loader that is faster than the job has a full queue and idle workers. Of two loaders that are equally slow, one has a
-        full queue, too, as its rank waits for the other; but its workers never rest.
+        A loader that is faster than the job has a full queue and idle workers. Of two equally slow loaders one has a full queue, too,
+        as its rank waits for the other, but its workers are never idle.
         """
         slot = self._last
         found = self._iterators.get(slot.site) if slot is not None else None
@@ -191,7 +191,12 @@ class Loaders:
             if iterator._data_queue is not iterator._worker_result_queue:  # a thread pins memory
                 ready += len(iterator._data_queue.queue)  # without its lock, which a fork could copy while it is held
             fetching = iterator._tasks_outstanding - ready
-        except (AttributeError, NotImplementedError, OSError, ValueError):  # another torch, macOS, it is being closed
+        except (
+            AttributeError,
+            NotImplementedError,
+            OSError,
+            ValueError,
+        ):  # another version of torch, macOS, or the loader is being closed
             return
         share = 1000 * min(max(fetching, 0), slot.workers) // slot.workers
         n = slot.polls = slot.polls + 1
@@ -220,7 +225,7 @@ def _fits(sampler: Any) -> bool:
 def _lengths(loader: Any, batch_sampler: Any, sampler: Any) -> tuple[int, int]:
     """Return (batches of an epoch, samples of the data set); -1: unknown.
 
-    `__len__` of a data set is the job's code, and may be slow or have effects. It is called once; torch's own samplers
+    `__len__` of a dataset is the job's code, and may be slow or have side effects. It is called once; torch's own samplers
     would call it again.
     """
     if isinstance(loader.dataset, IterableDataset):
@@ -242,7 +247,7 @@ def _lengths(loader: Any, batch_sampler: Any, sampler: Any) -> tuple[int, int]:
 def _length(x: Any) -> int:
     try:
         return len(x)
-    except Exception:  # the job's own code: the job does not call it, or gets this exception itself
+    except Exception:  # `__len__` is the job's code: the job never calls it, or gets this exception itself
         return -1
 
 
@@ -295,7 +300,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def _in_turn(values: list[Any]) -> bool:
-    """True if the values repeat: 0, 1, … 9, 0, 1, …"""
+    """True if the values repeat cyclically: 0, 1, … 9, 0, 1, …"""
     return any(values[period:] == values[:-period] for period in range(1, len(values) - 2))
 
 

@@ -15,7 +15,7 @@ from distdiag.recorder.hooks.tensor_samples import PLAIN, Samples, capturing, ow
 from distdiag.recorder.unseen import has_memory, unseen
 
 REPORTS = 4
-BAD_LOSSES = 8  # in a row, none of them followed by a step: more than a scaler needs to settle
+BAD_LOSSES = 8  # consecutive losses without an optimizer step: more than a GradScaler needs to find its scale
 
 
 class NonFinite:
@@ -42,7 +42,7 @@ class NonFinite:
         if t.dim() and t.numel() != 1:
             return None
         if t.is_cpu:
-            read = sampled(t, 1)  # from memory: an operator would show in the profile of the job
+            read = sampled(t, 1)  # from memory: an operator would appear in the job's profile
             value = t.item() if read is None else read[0]
             if self.ledger.bad_losses or value - value:  # NaN if it is not finite
                 self._loss_value(value, site, BAD_LOSSES)
@@ -57,7 +57,7 @@ class NonFinite:
     def _loss_value(self, value: float, site: int, at_most: int) -> None:
         """Suspect a loss that is not finite; report it when the optimizer steps, or after `at_most` such losses in a row.
 
-        A scaler drops the step of such a loss; then it does no harm.
+        A scaler drops the step of such a loss, which is then harmless.
         """
         if isfinite(value):
             self.ledger.bad_losses = 0
@@ -67,10 +67,10 @@ class NonFinite:
             self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
             self._check_input(site)
         elif self.ledger.bad_losses == at_most:
-            self._convict()
+            self._report_suspects()
 
     def _check_input(self, site: int) -> None:
-        """Record a batch that itself holds NaN: then the NaN began there, whatever else the loss depends on."""
+        """Record a batch that contains NaN itself: the NaN began there, whatever else the loss depends on."""
         if capturing():
             return
         t, step = self.ledger.newest and self.ledger.newest(), self.h.step + 1
@@ -90,7 +90,7 @@ class NonFinite:
         if len(self.suspects) < REPORTS:
             self.suspects.append((kind, self.h.step + 1, value, p, site))
 
-    def _convict(self) -> None:
+    def _report_suspects(self) -> None:
         for kind, step, value, p, site in self.suspects:
             if self._reported < REPORTS:
                 self._reported += 1
@@ -110,7 +110,7 @@ class NonFinite:
         found = (own_part(p.grad) for p in checked)
         gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
         if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
-            self._convict()
+            self._report_suspects()
         # a loss that stays NaN is reported even if the gradients are finite
         self.suspects = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
 
@@ -136,9 +136,9 @@ class NonFinite:
                 return
 
     def local_gradient(self, p: Any, total: float, site: int) -> None:
-        """Report the last gradient before it is averaged if it is not finite: that began on this rank.
+        """Report the last gradient before it is averaged if it is not finite: the NaN began on this rank.
 
-        Backward carries NaN down to the first layers, so the gradient that comes last has seen them all.
+        Backward propagates NaN to the first layers, so the gradient that is computed last shows it.
         """
         if self._reported < REPORTS:
             self._suspect(SampleKind.NONFINITE_LOCAL_GRADIENT, total, p, site)

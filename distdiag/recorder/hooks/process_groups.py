@@ -1,4 +1,4 @@
-"""Hooks on the creation and the end of process groups, at the functions that every caller reaches by module attribute."""
+"""Hooks on the creation and destruction of process groups, at the functions that every caller reaches by module attribute."""
 
 from __future__ import annotations
 

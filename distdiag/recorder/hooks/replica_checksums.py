@@ -26,12 +26,12 @@ def checksum_due(step: int) -> bool:
 
 
 class ReplicaChecksums:
-    """Checksums of what must be equal on all ranks."""
+    """Checksums of values that must be equal on all ranks."""
 
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
         self.reduced = 0  # elements all-reduced since the last step
-        self.averaged_elements = 0  # the most that were all-reduced between a step and the next backward
+        self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
             weakref.WeakKeyDictionary()
         )
@@ -57,10 +57,10 @@ class ReplicaChecksums:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
     def _parameters(self, optimizer: Any) -> tuple[list[Any], int]:
-        """Return (parameters, elements) of an optimizer that must be equal on all ranks; cached while their number stays.
+        """Return (parameters, their elements) of an optimizer that must be equal on all ranks; cached while their number is unchanged.
 
-        With DDP: those that DDP wraps (layers that it ignores, such as experts, differ by design). None if some are sharded
-        (DTensor), as shards differ by design.
+        With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design). None if some are sharded
+        (DTensor): shards differ by design.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
         mark = (n, len(self.ledger.models))

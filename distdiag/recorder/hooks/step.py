@@ -1,7 +1,7 @@
-"""Hooks on the methods of torch that run in every step: the next batch, forward, DDP's broadcast of buffers, backward.
+"""Hooks on torch's methods that run in every step: the next batch, forward, DDP's broadcast of buffers, backward.
 
-Each is a thin wrapper with one call before the original and one after. `accounts.usual` makes these two calls: the fast path in C,
-or the functions `general_*` here, the slow path. They write the page word by word, which is cheapest with cold caches.
+Each is a thin wrapper with one call before the original and one after. `accounts.fast_hook` makes these two calls: the fast path in
+C, or the functions `slow_*` here. They write the page word by word, which is cheapest with cold caches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import is_grad_enabled
 
 from distdiag.page.layout import Blocked, Phase, word
-from distdiag.recorder.fast.accounts import usual
+from distdiag.recorder.fast.accounts import fast_hook
 from distdiag.recorder.hooks import first_forward
 from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.ddp_models import Model
@@ -40,16 +40,16 @@ def loader_next(ph: Phases, original: Method) -> Method:
     """Return the hook of `_BaseDataLoaderIter.__next__`, or of `next` for any iterator whose batches are counted."""
     led, words, loaders = ph.ledger, ph.words, ph.loaders
 
-    def general_begins(_iterator: Any) -> int:
+    def slow_begins(_iterator: Any) -> int:
         if get_ident() != led.main_thread:
             return 0
         words[_PHASE] = _DATA
         words[_SINCE] = began = now_ns()
         return began
 
-    def general_ends(iterator: Any, batch: Any, began: int) -> None:
+    def slow_ends(iterator: Any, batch: Any, began: int) -> None:
         try:
-            # times first: reading a batch of an unknown type may raise
+            # write times first: reading a batch of an unknown type may raise
             words[_PHASE] = led.idle
             words[_SINCE] = t = now_ns()
             led.data_ns += t - began
@@ -60,7 +60,7 @@ def loader_next(ph: Phases, original: Method) -> Method:
         except Exception as e:
             failed(e)
 
-    begins, ends = usual(led, "data_begins", general_begins), usual(led, "data_ends", general_ends)
+    begins, ends = fast_hook(led, "data_begins", slow_begins), fast_hook(led, "data_ends", slow_ends)
 
     @wraps(original)
     def __next__(self: Any) -> Any:
@@ -81,7 +81,7 @@ def loader_next(ph: Phases, original: Method) -> Method:
 
 
 def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator[Any]:
-    """Yield the batches of an iterable that is no DataLoader, and count them."""
+    """Yield the batches of an iterable other than a DataLoader, and count them."""
     iterator = iter(iterable)
     ph.loaders.starts_plain(iterator, iterable, length, sys._getframe(1))
     following = loader_next(ph, next)
@@ -110,15 +110,15 @@ def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
     led, words, samples = ph.ledger, ph.words, ph.checks.samples
     models, later = led.models, led.later
 
-    def general_begins(module: Any, inputs: tuple[Any, ...]) -> int:
-        """Return the time in ns, made odd if gradients are wanted and even if not; 0: not recorded."""
+    def slow_begins(module: Any, inputs: tuple[Any, ...]) -> int:
+        """Return the time in ns, made odd if gradients are enabled and even if not; 0: not recorded."""
         try:
             if get_ident() != led.main_thread:
                 return 0
             training, first, m = is_grad_enabled(), False, models.get(id(module))
             if m is not None:
-                site = m.forward.look()
-                # buffers are broadcast in C++ before the module runs, whether gradients are wanted or not
+                site = m.forward.find()
+                # buffers are broadcast in C++ before the module runs, with or without gradients
                 if site == m.forward_site and m.forward_count >= 0:
                     words[m.forward_count] += 1
                 else:
@@ -126,7 +126,7 @@ def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
                 if training:
                     words[m.forwards_at] = n = words[m.forwards_at] + 1
                     first = n == 1
-                    # batches from no DataLoader: the first dimension of the first tensor
+                    # no DataLoader: the batch size is the first dimension of the first tensor
                     if inputs and not led.batch:
                         led.batch = ph.loaders.fed(module, inputs, site)
                         led.samples += led.batch
@@ -136,21 +136,21 @@ def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
                 _on_device(ph, inputs if m is not None else ())
             words[_PHASE] = _FORWARD if training else _VALIDATE
             words[_SINCE] = began = now_ns()
-            if first and m is not None:  # last: general_ends ends it
+            if first and m is not None:  # last: slow_ends ends it
                 m.first_forward = first_forward.watch()
             return began | 1 if training else began & ~1
         except Exception as e:
             failed(e)
         return 0
 
-    return usual(led, "forward_begins", general_begins)
+    return fast_hook(led, "forward_begins", slow_begins)
 
 
 def _forward_ends(ph: Phases) -> Callable[[Any, int], None]:
     led, words = ph.ledger, ph.words
     models, pending = led.models, led.pending
 
-    def general_ends(module: Any, began: int) -> None:
+    def slow_ends(module: Any, began: int) -> None:
         try:
             words[_PHASE] = led.idle
             words[_BLOCKED] = 0
@@ -168,7 +168,7 @@ def _forward_ends(ph: Phases) -> Callable[[Any, int], None]:
         except Exception as e:
             failed(e)
 
-    return usual(led, "forward_ends", general_ends)
+    return fast_hook(led, "forward_ends", slow_ends)
 
 
 def ddp_forward(ph: Phases, original: Method) -> Method:
@@ -217,7 +217,7 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
     """Return the hook of `DistributedDataParallel._sync_buffers`, in which ranks wait for the rank that broadcasts its buffers."""
     led, words, models = ph.ledger, ph.words, ph.ledger.models
 
-    def general_begins(module: Any) -> int:
+    def slow_begins(module: Any) -> int:
         try:
             m = models.get(id(module))
             if m is not None and m.group_at >= 0 and get_ident() == led.main_thread:
@@ -231,14 +231,14 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
             failed(e)
         return 0
 
-    def general_ends(began: int) -> None:
+    def slow_ends(began: int) -> None:
         words[_BLOCKED] = 0
         waited = now_ns() - began
         led.wait_ns += waited
         if words[_PHASE] == _FORWARD:  # the forward of a validation is not in forward_ns
             led.forward_wait_ns += waited
 
-    begins, ends = usual(led, "sync_begins", general_begins), usual(led, "sync_ends", general_ends)
+    begins, ends = fast_hook(led, "sync_begins", slow_begins), fast_hook(led, "sync_ends", slow_ends)
 
     @wraps(original)
     def _sync_buffers(self: Any) -> Any:
@@ -260,17 +260,17 @@ def _backward_begins(ph: Phases) -> Callable[[Any], int]:
     nonfinite, replicas = ph.checks.nonfinite, ph.checks.replicas
     pending = led.pending
 
-    def general_begins(tensors: Any) -> int:
+    def slow_begins(tensors: Any) -> int:
         try:
             if get_ident() != led.main_thread:
                 return 0
-            site = place.look()
+            site = place.find()
             micro_step = words[_MICRO_STEPS]
             words[_MICRO_STEPS] = micro_step + 1
             led.loss = nonfinite.loss(tensors, site, micro_step)
             if not led.trained:
                 loaders.trains()
-            if led.reduced_elements:  # since the last step: parameters, averaged by hand
+            if led.reduced_elements:  # elements reduced since the last step: parameters, averaged by hand
                 replicas.averaged_elements = max(replicas.averaged_elements, led.reduced_elements)
                 led.reduced_elements = 0
             led.ready_ns = 0
@@ -299,13 +299,13 @@ def _backward_begins(ph: Phases) -> Callable[[Any], int]:
             failed(e)
         return 0
 
-    return usual(led, "backward_begins", general_begins, place)
+    return fast_hook(led, "backward_begins", slow_begins, place)
 
 
 def _backward_ends(ph: Phases) -> Callable[[int], None]:
     led, words = ph.ledger, ph.words
 
-    def general_ends(began: int) -> None:
+    def slow_ends(began: int) -> None:
         try:
             words[_PHASE] = led.idle
             words[_BLOCKED] = 0
@@ -318,7 +318,7 @@ def _backward_ends(ph: Phases) -> Callable[[int], None]:
         except Exception as e:
             failed(e)
 
-    return usual(led, "backward_ends", general_ends)
+    return fast_hook(led, "backward_ends", slow_ends)
 
 
 def autograd_backward(ph: Phases, original: Method) -> Method:

@@ -1,8 +1,8 @@
-"""Phases of a training step, by hooks on the DataLoader, DDP, autograd and the optimizers.
+"""Measures the phases of a training step, by hooks on the DataLoader, DDP, autograd and the optimizers.
 
-A step is an optimizer step (of the optimizer that leads: the first seen to step), so gradient accumulation and `no_sync`
-need nothing special: their micro-batches add up. Everything between the phases is "other": the user's own code.
-The time a rank waits for others is taken off where it can be seen: inside `Work.wait`, in DDP's buffer broadcast, and in
+A step is an optimizer step (of the leading optimizer: the first that is seen to step), so gradient accumulation and `no_sync` need
+no special case: the times of their micro-batches are added. Everything between the phases is "other": the user's own code. The
+time that a rank waits for others is subtracted where it can be measured: inside `Work.wait`, in DDP's buffer broadcast, and in
 backward from the moment its last gradient is ready to the end.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from distdiag.page.layout import Phase, word
 from distdiag.recorder import state
-from distdiag.recorder.fast.accounts import LastPlace, usual
+from distdiag.recorder.fast.accounts import LastPlace, fast_hook
 from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
@@ -24,7 +24,7 @@ from distdiag.recorder.hooks.tensor_samples import Gradients
 from distdiag.recorder.state import failed, guarded, now_ns
 from distdiag.recorder.unseen import unseen
 
-# Plain numbers and words of the header: what is written many times a step is written the cheapest way there is.
+# Plain numbers and words of the header: they are written many times a step, in the cheapest way.
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
 _DEVICE_BYTES, _EPOCH = word("device_bytes"), word("epoch")
 OPTIMIZER = int(Phase.OPTIMIZER)
@@ -41,17 +41,17 @@ class Phases:
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self.backward = LastPlace(r)
         self._watcher: Callable[[int], None] | None = None
-        self.optimizer_begins = usual(self.ledger, "optimizer_begins", self._optimizer_begins)
-        self.optimizer_ends = usual(self.ledger, "optimizer_ends", self._optimizer_ends)
+        self.optimizer_begins = fast_hook(self.ledger, "optimizer_begins", self._optimizer_begins)
+        self.optimizer_ends = fast_hook(self.ledger, "optimizer_ends", self._optimizer_ends)
 
     def poll(self) -> None:
-        """From the pulse: record what changes without a call of ours."""
+        """Record what changes without a call of a hook; called by the pulse."""
         self.loaders.poll_workers()
         self._poll_models()
 
     @guarded
     def _poll_models(self) -> None:
-        """Record whether models are in eval mode: a rank that validates alone does so with the module that DDP wraps."""
+        """Record whether models are in eval mode: a rank that validates alone uses the module that DDP wraps."""
         for m in list(self.ledger.models.values()):
             ddp = m.ref()
             if ddp is not None:
@@ -60,14 +60,14 @@ class Phases:
     # -- phase word ---------------------------------------------------------------------------------
 
     def enter(self, phase: int) -> int:
-        """Set the phase shown; returns the time, for the caller's accounting."""
+        """Set the phase shown; return the time in ns, for the caller's accounting."""
         words = self.words
         words[_PHASE] = phase
         words[_SINCE] = t = now_ns()
         return t
 
     def leave(self) -> int:
-        """Back to what lies between the phases; returns the time."""
+        """Return to the phase between the named ones; return the time in ns."""
         return self.enter(self.ledger.idle)
 
     def user_phase(self, name: str) -> int:
@@ -97,7 +97,7 @@ class Phases:
             if self.device is not None:
                 self.device.begin(Phase.OPTIMIZER)
             step = words[_STEP] + 1
-            if step >= led.next_look or led.always or led.reduced_elements:
+            if step >= led.next_event or led.always or led.reduced_elements:
                 with unseen():
                     self.checks.before_optimizer(optimizer, step)
         except Exception as e:
@@ -118,7 +118,7 @@ class Phases:
                 led.lead_misses = 0
                 self.close_step(t)
                 step = words[_STEP]
-                if step < 64 or step & 31 == 0:  # `checksum_due` is true for some of them; a call costs much here
+                if step < 64 or step & 31 == 0:  # `checksum_due` is true for some of them; a call is expensive here
                     with unseen():
                         self.checks.replicas.after_optimizer(optimizer, step)
         except Exception as e:
@@ -132,13 +132,13 @@ class Phases:
                 self.r.device = cuda_index(p for group in optimizer.param_groups for p in group["params"])
             return True
         led.lead_misses += 1
-        if led.lead_misses > 32:  # the first one is not used any more
+        if led.lead_misses > 32:  # the leading optimizer is no longer used
             led.lead = weakref.ref(optimizer)
             led.lead_misses = 0
         return False
 
     def close_step(self, t: int) -> None:
-        """End the step and begin the next one; its record is written now, or once the device has done it."""
+        """End the step and begin the next one; its record is written now, or once the device has finished it."""
         led, words = self.ledger, self.words
         if self.device is None:
             led.close_step(t)
@@ -152,7 +152,7 @@ class Phases:
             watcher(words[_STEP])
 
     def watch_steps(self, watcher: Callable[[int], None] | None) -> None:
-        """Call `watcher` with the number of each step when it ends; None: no more.
+        """Call `watcher` with the number of each step when it ends; None stops that.
 
         Meanwhile steps take the slow path, which sees each end.
         """
@@ -160,7 +160,7 @@ class Phases:
         self.ledger.on_device = watcher is not None or self.device is not None
 
     def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
-        """Return what writes the step that ends now, once the device's times are known: they replace the host's."""
+        """Return a function that writes the record of the step that ends now, with the device's times in place of the host's."""
         led = self.ledger
         start_ns, data_ns, forward_ns, backward_ns = led.step_start_ns, led.data_ns, led.forward_ns, led.backward_ns
         optimizer_ns, wait_ns, samples, batch = led.optimizer_ns, led.wait_ns, led.samples, led.batch
@@ -170,7 +170,7 @@ class Phases:
         ready = ready if ready > start_ns else 0
 
         def write(device: dict[Phase, int] | None) -> None:
-            of = device or {}  # None: it did not say
+            of = device or {}  # None: times are unknown
             self.page.write_step(
                 step, epoch, start_ns, t, data_ns, of.get(Phase.H2D, 0), of.get(Phase.FORWARD, forward_ns),
                 of.get(Phase.BACKWARD, backward_ns), of.get(Phase.OPTIMIZER, optimizer_ns), wait_ns, ready, samples, batch,
@@ -182,7 +182,7 @@ class Phases:
     # -- backward ---------------------------------------------------------------------------------------
 
     def watch_last_gradient(self, parameter: Any) -> Any:
-        """Be called when the parameter that is usually the last has its gradient: what follows in backward is waiting."""
+        """Register a hook on the parameter whose gradient is typically the last: the rest of backward is waiting."""
         gradients, nonfinite, led = Gradients(parameter), self.checks.nonfinite, self.ledger
 
         def ready(p: Any) -> None:
@@ -193,9 +193,9 @@ class Phases:
                     if g is None:
                         return
                     total = gradients.sum(g)
-                if total - total:  # NaN where it is not finite
+                if total - total:  # NaN if it is not finite
                     nonfinite.local_gradient(p, total, self.backward.site)
             except Exception as e:
                 failed(e)
 
-        return parameter.register_post_accumulate_grad_hook(usual(led, "gradient_is_ready", ready, gradients))
+        return parameter.register_post_accumulate_grad_hook(fast_hook(led, "gradient_is_ready", ready, gradients))

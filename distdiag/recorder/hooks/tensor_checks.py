@@ -1,4 +1,4 @@
-"""The checks inside the rank, before and after the optimizer's step: non-finite values, unused parameters, replicas.
+"""Runs the checks inside the rank, before and after the optimizer's step: non-finite values, unused parameters, replicas.
 
 Each costs microseconds, runs rarely and adds no communication.
 """
@@ -16,7 +16,7 @@ from distdiag.recorder.hooks.unused_parameters import UnusedParameters
 
 
 class Checks:
-    """Runs the checks that are due before an optimizer step."""
+    """Runs the scheduled checks before an optimizer step."""
 
     def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
         self.page, self.ledger = r.page, ledger
@@ -39,5 +39,5 @@ class Checks:
                     m.times = None
                 else:
                     m.times.read(ddp, self.page, step)
-        led.next_look = min((m.next_event for m in models.values()), default=0)
+        led.next_event = min((m.next_event for m in models.values()), default=0)
         led.always = bool(nonfinite.suspects or self.replicas.reduced or not nonfinite.local_gradients)

@@ -1,6 +1,6 @@
-"""Reads a few elements of the job's tensors at little cost, and writes what they show into the page as samples.
+"""Reads a few elements of the job's tensors at low cost, and writes the results into the page as samples.
 
-A GPU is never waited for: values are copied to pinned memory and read once the copy is done.
+It never waits for a GPU: values are copied to pinned memory and read once the copy is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def capturing() -> bool:
 
 
 def own_part(g: Any) -> Any:
-    """Return this rank's part of a sharded gradient (DTensor), any other gradient itself; None if there is no memory to read."""
+    """Return this rank's part of a sharded gradient (DTensor), or another gradient itself; None if it has no readable memory."""
     part = getattr(g, "_local_tensor", g)
     return part if has_memory(type(part)) else None
 
@@ -33,7 +33,7 @@ def own_part(g: Any) -> Any:
 def sampled(t: torch.Tensor, most: int) -> list[float] | None:
     """Return up to `most` elements of `t`, evenly spread in memory; None unless it is a plain, dense float32 tensor on the CPU.
 
-    Read straight from memory: one torch operator takes longer than reading all of them.
+    Reads memory directly: one torch operator takes longer than reading all of them.
     """
     if not t.is_cpu or t.dtype is not _FLOAT32 or type(t) not in PLAIN:
         return None
@@ -48,8 +48,8 @@ def sampled(t: torch.Tensor, most: int) -> list[float] | None:
 class Gradients(GradientWords):
     """Reads a few elements of a parameter's gradients in as few calls as possible.
 
-    A gradient has the memory layout of its parameter (autograd keeps it so), and the next one mostly reuses the address of the
-    last. Asking torch for this each time takes longer than all else that we do in a step: caches are cold here.
+    A gradient has the memory layout of its parameter (autograd keeps it so), and the next one typically reuses the address of the
+    last. Asking torch for this each time takes longer than everything else the recorder does in a step: caches are cold here.
     """
 
     def __init__(self, p: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class Gradients(GradientWords):
         self.stride = 1 if n <= 64 else n // 16 if n < 100_000 else n // 64
         self._type = ctypes.c_float * n if sampled(p.detach(), 1) is not None else None
         self.plain = self._type is not None and p.is_contiguous()
-        self._memory: tuple[int, Any] = (0, ())  # address, and what lies there
+        self._memory: tuple[int, Any] = (0, ())  # address, and the memory there
 
     def sum(self, g: torch.Tensor) -> float:
         """Return the sum of some elements: not finite if one of them is not; 0 if they cannot be read."""
@@ -92,7 +92,9 @@ class Samples:
     def when_copied(self, t: torch.Tensor, then: Any) -> None:
         if len(self._later) > 16 or t.device.type != "cuda":
             return
-        host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)  # whatever the job's default device
+        host = torch.empty(
+            t.shape, dtype=t.dtype, device="cpu", pin_memory=True
+        )  # explicit: the job may have another default device
         with torch.cuda.device(t.device):
             host.copy_(t, non_blocking=True)
             event = torch.cuda.Event()

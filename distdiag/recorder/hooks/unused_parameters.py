@@ -17,7 +17,7 @@ NAMES_KEPT = 200
 UNUSED_TEXTS = 16
 # Parameters checked per step for a gradient, while the model is new and later; if there are more, they take turns.
 CHECKED, CHECKED_LATER, NEW_CHECKS = 64, 2, 128
-LATER_STEPS = 8  # at least, between two later checks
+LATER_STEPS = 8  # minimum between two later checks
 _INDICES = re.compile(r"did not receive grad for rank \d+:\s*([\d\s]+)")
 
 
@@ -35,11 +35,11 @@ class UnusedParameters:
         slot.unused_checks = checks = slot.unused_checks + 1
         each = 1 if checks < 4 else len(named) // (CHECKED if checks < NEW_CHECKS else CHECKED_LATER)
         m.next_check = step + max(1 if checks < NEW_CHECKS else LATER_STEPS, each)
-        for _, p in named:  # mostly all have a gradient
+        for _, p in named:  # fast path: all have a gradient
             if p.grad is None:
                 if slot.find_unused == 0 and not slot.static_graph:
-                    # A script may drop a gradient itself before the step. If backward left one out, DDP refuses the next
-                    # forward and names it: that is the proof. Until then it is unknown whether all have gradients.
+                    # A script may drop a gradient itself before the step. If backward left one out, DDP refuses the next forward and
+                    # names it: that is the proof. Until then it is unknown whether all have gradients.
                     slot.unused_checks = checks - 1
                     return
                 missing = [(n, p.numel()) for n, p in named if p.grad is None]
@@ -51,10 +51,10 @@ class UnusedParameters:
             self._write_never(m, [])
 
     def _unfrozen(self, m: Model, step: int) -> None:
-        """Report parameters that were frozen when DDP was built and have a gradient now: DDP averages none of them."""
+        """Report parameters that were frozen when DDP was built and have a gradient now: DDP does not average them."""
         forwards = m.slot.forwards
         if forwards == m.frozen_forwards:
-            return  # not in use any more: the module may have been wrapped again
+            return  # no longer in use: the module may have been wrapped again
         m.frozen_forwards = forwards
         frozen, at = m.frozen, m.frozen_next
         m.frozen_next = at + CHECKED if at + CHECKED < len(frozen) else 0
@@ -96,6 +96,6 @@ class UnusedParameters:
             indices = [int(i) for i in found.group(1).split()]
             missing = [(named[i][0], named[i][1].numel()) for i in indices if i < len(named)]
         m.slot.unused_site = site
-        m.unused_texts.clear()  # reported
+        m.unused_texts.clear()  # already reported
         if missing:
             self._write_unused(m, missing, self.h.step)

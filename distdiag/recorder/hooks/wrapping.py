@@ -1,12 +1,12 @@
-"""Wraps torch's functions in the recorder's without the job noticing.
+"""Wraps torch's functions without the job noticing.
 
-Three things would notice. `torch.compile` would trace the wrapper: graph breaks, recompilations, errors under `fullgraph=True`.
-A traceback would show the wrapper's frame. Introspection would find another name and docstring.
+Three things would notice. `torch.compile` would trace the wrapper: graph breaks, recompilations, errors under `fullgraph=True`. A
+traceback would show the wrapper's frame. Introspection would find another name and docstring.
 
-torch.compile is kept away in two ways, and neither imports `torch._dynamo`. A wrapper has the attribute `_torchdynamo_inline`,
-with which torch itself marks functions that are to be traced in place of their wrappers: compiled code contains the original
-and nothing of ours. And every code object of the recorder is marked to be skipped as a frame, for the frames that run between
-two compiled graphs. The mark is the C function behind `torch.compiler.disable`; it costs nothing at run time.
+torch.compile is kept away in two ways, without importing `torch._dynamo`. A wrapper has the attribute `_torchdynamo_inline`, with
+which torch marks functions to be traced in place of their wrappers: compiled code contains the original and nothing of ours. And
+every code object of the recorder is marked to be skipped as a frame, for frames that run between two compiled graphs. The mark is
+the C function behind `torch.compiler.disable`; it costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _OURS = ("distdiag.recorder", "distdiag.page", "distdiag.terms")
 
 
 def wraps(original: Callable[..., Any], traced: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Decorator for a Python function that calls `original` and takes its place; `torch.compile` traces `traced` instead.
+    """Decorator for a Python function that calls and replaces `original`; `torch.compile` traces `traced` instead.
 
     Args:
-        original: What is wrapped; gives name and docstring.
-        traced: What compiled code runs in place of the wrapper; `original` if None.
+        original: The wrapped function, which provides name and docstring.
+        traced: The function that compiled code runs in place of the wrapper; `original` if None.
     """
 
     def decorate(wrapper: F) -> F:
         functools.update_wrapper(wrapper, original)
         wrapper._torchdynamo_inline = traced or original  # type: ignore[attr-defined]
         code = getattr(original, "__code__", None)
-        if code is not None:  # torch.compile looks at the file of a module's `forward` to decide how to call it
+        if code is not None:  # torch.compile decides by the file of a module's `forward` how to call it
             wrapper.__code__ = wrapper.__code__.replace(  # type: ignore[attr-defined]
                 co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
             )
@@ -46,7 +46,7 @@ def wraps(original: Callable[..., Any], traced: Callable[..., Any] | None = None
 
 
 def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Any:
-    """`wrapper` as a method of a class in C++, of the type that pybind11 gives methods.
+    """Return `wrapper` as a method of a C++ class, of the type that pybind11 uses for methods.
 
     torch.compile does not trace such a method; it handles it like the original, by its name.
     """
@@ -58,7 +58,7 @@ def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> An
 
 
 def hide_frame(error: BaseException) -> None:
-    """Take the calling wrapper's frame out of the traceback of `error`; the wrapper then re-raises with a bare `raise`."""
+    """Remove the calling wrapper's frame from the traceback of `error`; the wrapper then re-raises with a bare `raise`."""
     if error.__traceback__ is not None:
         error.__traceback__ = error.__traceback__.tb_next
 

@@ -1,4 +1,4 @@
-/* The hooks of a step, as far as they are usual; see hot.h. */
+/* The fast path of a step's hooks; see hot.h. */
 
 #include "hot.h"
 
@@ -18,7 +18,7 @@ static inline void block(Ledger *s, uint64_t group, uint64_t site) {
   s->head[BLOCKED] = IN_DDP;
 }
 
-/* The object of a weak reference, new; NULL, without an error, where it is gone. */
+/* Return a new reference to a weak reference's object; NULL without an error if it is gone. */
 static PyObject *alive(PyObject *ref) {
   if (ref == NULL || !PyWeakref_Check(ref)) return NULL;
 #if PY_VERSION_HEX >= 0x030D0000
@@ -31,7 +31,7 @@ static PyObject *alive(PyObject *ref) {
 #endif
 }
 
-/* Whether the user's code calls from where it called last: so many frames above the one that called us. */
+/* 1 if the user calls from the last site, at the same distance from our frame. */
 static int same_place(Place *p) {
   if (p->code == NULL || p->code == Py_None) return 0;
   PyObject *depth = PyLong_FromLong(p->depth);
@@ -50,7 +50,7 @@ static int same_place(Place *p) {
   return same;
 }
 
-static ModelWords *model_of(Ledger *s, PyObject *module) { /* borrowed; NULL, mostly without an error, where not known */
+static ModelWords *model_of(Ledger *s, PyObject *module) { /* borrowed; NULL if unknown, or with an error */
   PyObject *key = PyLong_FromVoidPtr(module);
   if (key == NULL) return NULL;
   PyObject *found = PyDict_GetItemWithError(s->models, key);
@@ -106,7 +106,7 @@ void begin_step(Ledger *s, uint64_t t) {
   if (s->head[LIFE] == STARTING) s->head[LIFE] = RUNNING;
 }
 
-/* -- the hooks: 1 done, with its result; 0 not the usual case, nothing done; -1 an error ----------------------------------- */
+/* -- the hooks: 1 done, with its result; 0 not the common case, nothing done; -1 an error ----------------------------------- */
 
 static int begins(uint64_t t, PyObject **result) { return (*result = PyLong_FromUnsignedLongLong(t)) == NULL ? -1 : 1; }
 
@@ -115,11 +115,11 @@ static int done(PyObject **result) {
   return 1;
 }
 
-static int data_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) {
+static int data_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) {
   return begins(elsewhere(s) ? 0 : enter(s, DATA), result);
 }
 
-static int data_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* iterator, batch, began */
+static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* iterator, batch, began */
   uint64_t began;
   PyObject *batch = args[1];
   if (s->loader == 0 || s->loader != (ull)(uintptr_t)args[0]) return 0;
@@ -153,8 +153,8 @@ static int data_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **resu
   return done(result);
 }
 
-/* The time, odd where gradients are wanted: a nanosecond more or less. 0: nothing is to be ended. */
-static int forward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* module, inputs */
+/* Return the time, made odd if gradients are enabled and even if not (by a nanosecond). 0: not recorded. */
+static int forward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* module, inputs */
   if (elsewhere(s) || s->cuda || PyList_GET_SIZE(s->later)) return 0;
   ModelWords *m = model_of(s, args[0]);
   if (m == NULL) return PyErr_Occurred() ? -1 : 0;
@@ -172,7 +172,7 @@ static int forward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject *
   return begins(training ? t | 1 : t & ~(uint64_t)1, result);
 }
 
-static int forward_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* module, began */
+static int forward_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* module, began */
   uint64_t began;
   if (s->on_device) return 0;
   if (time_of(args[1], &began) < 0) return -1;
@@ -192,7 +192,7 @@ static int forward_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **r
   return done(result);
 }
 
-static int sync_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* module */
+static int sync_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* module */
   if (elsewhere(s)) return begins(0, result);
   ModelWords *m = model_of(s, args[0]);
   if (m == NULL && PyErr_Occurred()) return -1;
@@ -202,7 +202,7 @@ static int sync_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **re
   return begins(s->head[BLOCKED_SINCE], result);
 }
 
-static int sync_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* began */
+static int sync_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* began */
   uint64_t began;
   if (time_of(args[0], &began) < 0) return -1;
   s->head[BLOCKED] = 0;
@@ -212,14 +212,14 @@ static int sync_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **resu
   return done(result);
 }
 
-/* Whether an attribute is this very object. */
+/* 1 if an attribute is this object. */
 static int is(PyObject *of, PyObject *name, PyObject *what) {
   PyObject *found = PyObject_GetAttr(of, name);
   Py_XDECREF(found); /* only to be compared */
   return found == NULL ? -1 : found == what;
 }
 
-/* Where a tensor's elements lie; 0, without an error, where it has no memory of its own. */
+/* Return the address of a tensor's elements; 0 without an error if it has no memory of its own. */
 static ull address_of(PyObject *t) {
   PyObject *at = PyObject_CallMethodNoArgs(t, s_data_ptr);
   ull address = at == NULL ? 0 : PyLong_AsUnsignedLongLong(at);
@@ -228,8 +228,7 @@ static ull address_of(PyObject *t) {
   return address;
 }
 
-/* The value of a loss as most are: one float32 on the CPU, finite. Read from memory: to ask torch for it takes three times
-   as long. */
+/* Read a loss of the common kind: one finite float32 on the CPU. Reads memory directly: asking torch takes three times as long. */
 static int plain_loss(Ledger *s, PyObject *t, double *value) {
   if (PyTuple_CheckExact(t) && PyTuple_GET_SIZE(t) == 1) t = PyTuple_GET_ITEM(t, 0);
   if (s->bad_losses || (PyObject *)Py_TYPE(t) != s->tensor) return 0;
@@ -244,10 +243,10 @@ static int plain_loss(Ledger *s, PyObject *t, double *value) {
   ull at = address_of(t);
   if (at == 0) return 0;
   *value = *(const float *)(uintptr_t)at;
-  return *value - *value == 0.0; /* NaN where it is not finite */
+  return *value - *value == 0.0; /* NaN if it is not finite */
 }
 
-static int backward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* tensors */
+static int backward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* tensors */
   if (elsewhere(s) || s->on_device || !s->trained || s->reduced_elements) return 0;
   Py_ssize_t waiting = PyList_GET_SIZE(s->pending);
   if (waiting > 1) return 0;
@@ -289,7 +288,7 @@ static int backward_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject 
   return begins(enter(s, BACKWARD), result);
 }
 
-static int backward_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* began */
+static int backward_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* began */
   uint64_t began;
   if (s->on_device) return 0;
   if (time_of(args[0], &began) < 0) return -1;
@@ -308,7 +307,7 @@ static int has_elements(PyObject *t, long long wanted) {
   return PyErr_Occurred() ? -1 : elements == wanted;
 }
 
-/* Whether a tensor lies in the CPU's memory without a gap. */
+/* 1 if a tensor is contiguous in the CPU's memory. */
 static int dense_in_memory(PyObject *g) {
   int r = is(g, s_is_cpu, Py_True);
   if (r < 1) return r;
@@ -317,39 +316,39 @@ static int dense_in_memory(PyObject *g) {
   return dense == NULL ? -1 : dense == Py_True;
 }
 
-static int gradient_is_ready(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* parameter */
+static int gradient_is_ready(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* parameter */
   GradientWords *w = (GradientWords *)u->of;
   s->ready_ns = now_ns();
   if (!w->plain || w->stride < 1) return 0;
   PyObject *g = PyObject_GetAttr(args[0], s_grad);
   if (g == NULL) return -1;
   double total = 0;
-  int usual = (PyObject *)Py_TYPE(g) == s->tensor;
-  if (usual) usual = is(g, s_layout, s->strided);
-  if (usual > 0) usual = is(g, s_dtype, s->float32);
-  if (usual > 0) usual = has_elements(g, w->n);
-  if (usual > 0) {
+  int fits = (PyObject *)Py_TYPE(g) == s->tensor;
+  if (fits) fits = is(g, s_layout, s->strided);
+  if (fits > 0) fits = is(g, s_dtype, s->float32);
+  if (fits > 0) fits = has_elements(g, w->n);
+  if (fits > 0) {
     ull address = address_of(g);
-    usual = address != 0;
-    if (usual) usual = dense_in_memory(g); /* each time: another tensor may have the address of the last */
-    if (usual > 0)
+    fits = address != 0;
+    if (fits) fits = dense_in_memory(g); /* each time: another tensor may have the address of the last */
+    if (fits > 0)
       for (long long i = 0; i < w->n; i += w->stride) total += ((const float *)(uintptr_t)address)[i];
   }
   Py_DECREF(g);
-  return usual > 0 ? (total - total == 0.0 ? done(result) : 0) : usual;
+  return fits > 0 ? (total - total == 0.0 ? done(result) : 0) : fits;
 }
 
-static int optimizer_begins(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) {
+static int optimizer_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) {
   if (elsewhere(s)) return done(result);
-  if (s->on_device || s->always || s->reduced_elements || s->head[STEP] + 1 >= s->next_look) return 0;
+  if (s->on_device || s->always || s->reduced_elements || s->head[STEP] + 1 >= s->next_event) return 0;
   s->optimizer_start_ns = enter(s, OPTIMIZER);
   return done(result);
 }
 
-static int optimizer_ends(Ledger *s, Usual *u, PyObject *const *args, PyObject **result) { /* optimizer, … */
+static int optimizer_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* optimizer, … */
   if (s->optimizer_start_ns == 0 || elsewhere(s)) return done(result);
   uint64_t step = s->head[STEP] + 1;
-  if (s->on_device || step < 64 || (step & (step < 256 ? 31 : 63)) == 0) return 0; /* checksums may be due */
+  if (s->on_device || step < 64 || (step & (step < 256 ? 31 : 63)) == 0) return 0; /* a checksum step is possible */
   PyObject *lead = alive(s->lead);
   Py_XDECREF(lead); /* only to be compared */
   if (lead != args[0]) return 0;

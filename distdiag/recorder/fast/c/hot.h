@@ -1,6 +1,6 @@
 /* The fast path of every step's hooks, in C: what accounts.py and hooks/step.py do in Python.
 
-   Each hook is a `usual` object around a Python function that handles every case. The C code handles the common case, after it
+   Each hook is a `fast_hook` object around a Python function that handles every case. The C code handles the common case, after it
    has checked every condition for it; otherwise it writes nothing and calls the Python function. Between two hooks a step's
    computation empties the caches, and then a Python function costs ten times what it costs in a loop.
 
@@ -36,7 +36,7 @@ typedef struct {
   uint64_t records, n_words;
   ull main_thread, idle, data_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns, last_ready_ns;
   ull forward_wait_ns, arrived_ns;
-  ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_look, loader, batches_at, active_at;
+  ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_event, loader, batches_at, active_at;
   ull counted_site;
   long long count_at, bad_losses, lead_misses;
   double loss;
@@ -68,25 +68,25 @@ typedef struct {
   char plain;
 } GradientWords;
 
-typedef struct Usual Usual;
-typedef int (*Hook)(Ledger *, Usual *, PyObject *const *, PyObject **);
-struct Usual {
+typedef struct FastHook FastHook;
+typedef int (*Hook)(Ledger *, FastHook *, PyObject *const *, PyObject **);
+struct FastHook {
   PyObject_HEAD
   vectorcallfunc call;
   Ledger *ledger;
-  PyObject *general, *of;
+  PyObject *slow, *of;
   Hook hook;
   Py_ssize_t arguments;
   int reads;
 };
 
-extern PyTypeObject LedgerType, PlaceType, ModelWordsType, GradientWordsType, UsualType;
+extern PyTypeObject LedgerType, PlaceType, ModelWordsType, GradientWordsType, FastHookType;
 
 typedef struct {
   const char *name;
   Hook hook;
   Py_ssize_t arguments;
-  PyTypeObject *of; /* what it looks at; NULL: nothing but the ledger */
+  PyTypeObject *of; /* type of the object that it reads; NULL: only the ledger */
   int reads;        /* the C code reads a tensor: not while a mode would see it */
 } NamedHook;
 extern const NamedHook HOOKS[];
@@ -104,10 +104,10 @@ static inline uint64_t now_ns(void) {
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* Whether an index that Python has set lies in the page; if not, the Python function raises, and that is counted. */
+/* 1 if an index that Python set is inside the page. If not, the Python function raises, which is counted. */
 static inline int in_page(const Ledger *s, uint64_t index) { return index < s->n_words; }
 
-/* A time that Python hands over. */
+/* Read a time argument. */
 static inline int time_of(PyObject *argument, uint64_t *t) {
   *t = PyLong_AsUnsignedLongLong(argument);
   return *t == (uint64_t)-1 && PyErr_Occurred() ? -1 : 1;

@@ -1,10 +1,10 @@
-/* The types that Python sees: usual, Ledger, and the bases of LastPlace, Model and Gradients; see hot.h. */
+/* The types that Python sees: fast_hook, Ledger, and the bases of LastPlace, Model and Gradients; see hot.h. */
 
 #include "hot.h"
 
-/* -- Usual ------------------------------------------------------------------------------------------------------------- */
+/* -- FastHook ------------------------------------------------------------------------------------------------------------- */
 
-static PyObject *count_failure(Usual *u) {
+static PyObject *count_failure(FastHook *u) {
   PyObject *kind, *error, *tb;
   PyErr_Fetch(&kind, &error, &tb);
   PyErr_NormalizeException(&kind, &error, &tb);
@@ -29,7 +29,7 @@ static int mode_active(Ledger *s) {
   return 0;
 }
 
-/* Enter the context that hides our reads of tensors; new. */
+/* Enter the context that hides our reads of tensors; returns a new reference. */
 static PyObject *hide(Ledger *s) {
   PyObject *context = PyObject_CallNoArgs(s->unseen);
   PyObject *entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
@@ -38,7 +38,7 @@ static PyObject *hide(Ledger *s) {
   return context;
 }
 
-/* Leave it, with or without an error set. */
+/* Leave that context, with or without an error set. */
 static void show(PyObject *context) {
   PyObject *kind, *error, *tb;
   PyErr_Fetch(&kind, &error, &tb);
@@ -49,16 +49,16 @@ static void show(PyObject *context) {
   PyErr_Restore(kind, error, tb);
 }
 
-/* The hook in C if `fits`, else, or if it is not the usual case, the Python function. */
-static PyObject *either(Usual *u, int fits, PyObject *const *args, size_t nargsf, PyObject *names) {
+/* Call the hook in C if `fits`; call the Python function if not, or if the hook declines. */
+static PyObject *either(FastHook *u, int fits, PyObject *const *args, size_t nargsf, PyObject *names) {
   PyObject *result = NULL;
   int r = fits ? u->hook(u->ledger, u, args, &result) : 0;
   if (r > 0) return result;
-  return r < 0 ? count_failure(u) : PyObject_Vectorcall(u->general, args, nargsf, names);
+  return r < 0 ? count_failure(u) : PyObject_Vectorcall(u->slow, args, nargsf, names);
 }
 
-static PyObject *usual_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
-  Usual *u = (Usual *)self;
+static PyObject *fast_hook_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
+  FastHook *u = (FastHook *)self;
   int fits = names == NULL && PyVectorcall_NARGS(nargsf) == u->arguments;
   if (fits && !u->reads) {
     PyObject *result = NULL;
@@ -76,20 +76,20 @@ static PyObject *usual_call(PyObject *self, PyObject *const *args, size_t nargsf
   return result;
 }
 
-static PyObject *usual_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"ledger", "name", "general", "of", NULL};
-  PyObject *ledger, *general, *of = Py_None;
+static PyObject *fast_hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"ledger", "name", "slow", "of", NULL};
+  PyObject *ledger, *slow, *of = Py_None;
   const char *name;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!sO|O", names, &LedgerType, &ledger, &name, &general, &of)) return NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!sO|O", names, &LedgerType, &ledger, &name, &slow, &of)) return NULL;
   for (size_t i = 0; i < N_HOOKS; i++) {
     if (strcmp(name, HOOKS[i].name)) continue;
     if (HOOKS[i].of != NULL && !PyObject_TypeCheck(of, HOOKS[i].of))
       return PyErr_Format(PyExc_TypeError, "%s: of %s, not %s", name, HOOKS[i].of->tp_name, Py_TYPE(of)->tp_name);
-    Usual *u = PyObject_GC_New(Usual, type);
+    FastHook *u = PyObject_GC_New(FastHook, type);
     if (u == NULL) return NULL;
-    u->call = usual_call;
+    u->call = fast_hook_call;
     u->ledger = (Ledger *)Py_NewRef(ledger);
-    u->general = Py_NewRef(general);
+    u->slow = Py_NewRef(slow);
     u->of = Py_NewRef(of);
     u->hook = HOOKS[i].hook;
     u->arguments = HOOKS[i].arguments;
@@ -100,32 +100,32 @@ static PyObject *usual_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
   return PyErr_Format(PyExc_ValueError, "no hook '%s'", name);
 }
 
-/* There is no clear: what torch has hooked may yet be called, and `general` answers then. */
-static int usual_traverse(Usual *u, visitproc visit, void *arg) {
+/* There is no clear: torch may still call the hook, which then needs `slow`. */
+static int fast_hook_traverse(FastHook *u, visitproc visit, void *arg) {
   Py_VISIT(u->ledger);
-  Py_VISIT(u->general);
+  Py_VISIT(u->slow);
   Py_VISIT(u->of);
   return 0;
 }
 
-static void usual_dealloc(Usual *u) {
+static void fast_hook_dealloc(FastHook *u) {
   PyObject_GC_UnTrack(u);
   Py_CLEAR(u->ledger);
-  Py_CLEAR(u->general);
+  Py_CLEAR(u->slow);
   Py_CLEAR(u->of);
   PyObject_GC_Del(u);
 }
 
-PyTypeObject UsualType = {
-  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot.usual",
-  .tp_doc = "usual(ledger, name, general, of=None): `general` as a callable, whose usual case is done here.",
-  .tp_basicsize = sizeof(Usual),
+PyTypeObject FastHookType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot.fast_hook",
+  .tp_doc = "fast_hook(ledger, name, slow, of=None): a hook; handles the common case in C and calls `slow` for the rest.",
+  .tp_basicsize = sizeof(FastHook),
   .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC,
-  .tp_vectorcall_offset = offsetof(Usual, call),
+  .tp_vectorcall_offset = offsetof(FastHook, call),
   .tp_call = PyVectorcall_Call,
-  .tp_new = usual_new,
-  .tp_traverse = (traverseproc)usual_traverse,
-  .tp_dealloc = (destructor)usual_dealloc,
+  .tp_new = fast_hook_new,
+  .tp_traverse = (traverseproc)fast_hook_traverse,
+  .tp_dealloc = (destructor)fast_hook_dealloc,
 };
 
 /* -- Ledger ------------------------------------------------------------------------------------------------------------ */
@@ -136,7 +136,7 @@ static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
   PyObject *words, *failed, *tensor, *float32, *strided, *enabled, *functions, *dispatches, *unseen;
   Py_ssize_t head, ring, records;
   if (s->view.obj != NULL) {
-    PyErr_SetString(PyExc_TypeError, "a ledger is made once");
+    PyErr_SetString(PyExc_TypeError, "a ledger is initialised once");
     return -1;
   }
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnOOOOOOOO", names, &words, &head, &ring, &records, &failed, &tensor,
@@ -145,7 +145,7 @@ static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
   if (PyObject_GetBuffer(words, &s->view, PyBUF_WRITABLE) < 0) return -1;
   if (head < 0 || ring < 0 || records < 1 || head > s->view.len / 8 - LIFE - 1 ||
       ring > s->view.len / 8 - records * RECORD_WORDS) {
-    PyErr_SetString(PyExc_ValueError, "the words do not lie in the page");
+    PyErr_SetString(PyExc_ValueError, "the words are not inside the page");
     return -1;
   }
   s->words = s->view.buf;
@@ -189,7 +189,7 @@ static int ledger_traverse(Ledger *s, visitproc visit, void *arg) {
   return 0;
 }
 
-static int ledger_clear(Ledger *s) { /* what a hook needs to run at all stays */
+static int ledger_clear(Ledger *s) { /* keeps what a hook needs to run */
   Py_CLEAR(s->newest);
   Py_CLEAR(s->lead);
   Py_CLEAR(s->averaged_by);
@@ -249,7 +249,7 @@ static PyObject *ledger_begin(Ledger *s, PyObject *time) {
 static PyMemberDef ledger_members[] = {
   NUMBER(main_thread), NUMBER(idle), NUMBER(data_ns), NUMBER(forward_ns), NUMBER(backward_ns), NUMBER(optimizer_ns),
   NUMBER(wait_ns), NUMBER(ready_ns), NUMBER(last_ready_ns), NUMBER(forward_wait_ns), NUMBER(arrived_ns), NUMBER(step_start_ns), NUMBER(samples), NUMBER(batch),
-  NUMBER(optimizer_start_ns), NUMBER(reduced_elements), NUMBER(next_look), NUMBER(loader), NUMBER(batches_at),
+  NUMBER(optimizer_start_ns), NUMBER(reduced_elements), NUMBER(next_event), NUMBER(loader), NUMBER(batches_at),
   NUMBER(active_at), NUMBER(counted_site), SIGNED(count_at), SIGNED(bad_losses), SIGNED(lead_misses), TRUTH(always),
   TRUTH(trained), TRUTH(cuda), TRUTH(on_device), OBJECT(newest), OBJECT(lead), OBJECT(averaged_by), KEPT(models),
   KEPT(pending), KEPT(later), {NULL},
@@ -328,7 +328,7 @@ static PyMemberDef gradient_members[] = {
 PyTypeObject GradientWordsType = BASE(GradientWords, NULL, gradient_members);
 
 static struct PyModuleDef module = {
-  PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder.fast._hot", .m_doc = "The usual way of the hooks, in C; see hot.py.", .m_size = -1,
+  PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder.fast._hot", .m_doc = "The fast path of the hooks, in C; see accounts.py.", .m_size = -1,
 };
 
 /* CONSTANTS: words of the header, counted from `phase`, and members of the enumerations in layout.py. RECORD: fields of a step
@@ -364,7 +364,7 @@ static int export_constants(PyObject *m) {
 PyMODINIT_FUNC PyInit__hot(void) {
   static const struct { PyTypeObject *type; const char *name; } types[] = {
     {&LedgerType, "Ledger"}, {&PlaceType, "Place"}, {&ModelWordsType, "ModelWords"},
-    {&GradientWordsType, "GradientWords"}, {&UsualType, "usual"},
+    {&GradientWordsType, "GradientWords"}, {&FastHookType, "fast_hook"},
   };
   if (intern_names() < 0) return NULL;
   PyObject *m = PyModule_Create(&module);

@@ -1,7 +1,7 @@
 /* The native frames of the main thread, written by a signal handler for the monitor to read.
 
-   On a device no host blocks in a collective: it blocks later, in whatever first needs the device. Only its native frames tell
-   such a wait (cudaStreamSynchronize) from a computation. The handler unwinds the stack and writes the return addresses into a
+   On a device backend no host blocks in a collective: it blocks later, in the first call that needs the device. Only native frames
+   distinguish such a wait (cudaStreamSynchronize) from a computation. The handler unwinds the stack and writes the return addresses into a
    file; names are looked up by the monitor. It takes no lock, allocates nothing and needs no GIL: `backtrace` was called once at
    install, so that its library is loaded.
 
@@ -42,7 +42,7 @@ static void on_signal(int number, siginfo_t *info, void *context) {
     s.taken_ns = (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
     int n = backtrace((void **)s.address, FRAMES);
     s.frames = n > 0 ? (uint64_t)n : 0;
-    if (pwrite(file, &s, sizeof s, 0) < 0) { /* the reader sees no newer sample */
+    if (pwrite(file, &s, sizeof s, 0) < 0) { /* the reader then sees no new sample */
     }
   }
   errno = saved;
@@ -53,7 +53,7 @@ static PyObject *install(PyObject *self, PyObject *args) {
   int number, fd;
   if (!PyArg_ParseTuple(args, "ii", &number, &fd)) return NULL;
   void *first[4];
-  backtrace(first, 4); /* loads what it needs now, not in the handler */
+  backtrace(first, 4); /* loads its library now, not in the handler */
   main_thread = getpid();
   file = fd;
   struct sigaction action;
