@@ -1,4 +1,4 @@
-"""`distdiag diagnose`: the verdict on a run, or on flight-recorder dumps from any cluster."""
+"""`distdiag diagnose`: the verdict on a run, or on flight-recorder dumps and logs from any cluster."""
 
 from __future__ import annotations
 
@@ -23,30 +23,48 @@ JUDGED_S = 2.5  # for a new monitor to judge a running job
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
-def _of_dumps(targets: tuple[str, ...]) -> Report:
+def _of_files(targets: tuple[str, ...]) -> Report:
+    """Return the verdict on flight-recorder dumps and log files; with both, the dumps show who waits, the logs who failed."""
+    import msgspec
+
     from distdiag.diagnosis.dumps.verdict import NoDumps, diagnose_dumps
-    from distdiag.diagnosis.text.finding import printable
+    from distdiag.diagnosis.logs.files import find_logs
+    from distdiag.diagnosis.logs.verdict import diagnose_logs, failures_first
+    from distdiag.store import rundir
 
+    logs = find_logs(targets)
+    named = {str(path) for path in logs}
+    others = tuple(t for t in targets if t not in named)
     try:
-        return diagnose_dumps(targets)
+        report = diagnose_dumps(others)
     except NoDumps as e:
-        from distdiag.store import rundir
-
         for target in targets:
             if (runs := rundir.runs_below(Path(target))) is not None:
                 raise runs from e
-        if not e.report.bad:
-            what = f"no flight-recorder dump in {', '.join(targets)}"
-        else:
-            path, reason = e.report.bad[0]
-            more = f" (and {len(e.report.bad) - 1} more)" if len(e.report.bad) > 1 else ""
-            what = f"{path}: {reason}{more}"
-        raise DistdiagError(
-            printable(what),
-            "give the directory that TORCH_NCCL_DEBUG_INFO_TEMP_FILE points to, its files, or a run directory",
-            ExitCode.NO_DATA if not e.report.bad else ExitCode.USAGE,
-            "no_dumps",
-        ) from e
+        if (report := diagnose_logs(targets, logs)) is not None:
+            return report
+        raise _nothing_to_read(others, e.report.bad) from e
+    in_logs = diagnose_logs(targets, logs)
+    if in_logs is None:
+        return report
+    return failures_first(msgspec.structs.replace(report, run=", ".join(targets)), in_logs)
+
+
+def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> DistdiagError:
+    """Return the error for files of which none is a dump or a log."""
+    from distdiag.diagnosis.text.finding import printable
+
+    if not bad:
+        what = f"no flight-recorder dump in {', '.join(targets)}, and no log"
+    else:
+        path, reason = bad[0]
+        what = f"{path}: {reason}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+    return DistdiagError(
+        printable(what),
+        "give the directory that TORCH_NCCL_DEBUG_INFO_TEMP_FILE points to, its files, logs of the ranks or the launcher, or a run directory",
+        ExitCode.NO_DATA if not bad else ExitCode.USAGE,
+        "no_dumps",
+    )
 
 
 def _of_run(target: str | None) -> Report:
@@ -137,7 +155,7 @@ def _report(targets: tuple[str, ...]) -> Report:
     if absent:
         raise DistdiagError(
             f"{absent[0]}: no such file or directory",
-            "give a run directory, a directory of flight-recorder dumps, or dump files",
+            "give a run directory, or flight-recorder dumps and logs: files or directories",
             ExitCode.NO_DATA if len(targets) == 1 else ExitCode.USAGE,
             "no_run",
         )
@@ -146,7 +164,7 @@ def _report(targets: tuple[str, ...]) -> Report:
         raise DistdiagError(
             f"{mixed[0]} is a run; it cannot be combined with other files", "give one run, or only dumps"
         )
-    return _of_dumps(targets)
+    return _of_files(targets)
 
 
 def verdict(report: Report) -> str:
@@ -311,7 +329,7 @@ def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | FILES…]", type=click.Path())
+@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | LOG-DIR | FILES…]", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(
     "--fail-on",
@@ -323,10 +341,13 @@ def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
 @click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
 def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | None, ascii: bool) -> int:
-    """Print the verdict on a running job, a finished one, or flight-recorder dumps from any cluster.
+    """Print the verdict on a running job, a finished one, or flight-recorder dumps and logs from any cluster.
 
     RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any torch 2.x, with
     the rank in their name or content. No code in them is run. Ranks without a dump are listed.
+
+    Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the launcher and the kernel
+    report in them is put in order.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
     judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.

@@ -272,6 +272,29 @@ def test_a_directory_above_runs_names_the_newest_and_its_dumps_are_not_judged(
     assert main(["diagnose", str(newest / "flight_recorder")]) == ExitCode.FAILED
 
 
+def test_a_log_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("mpirun noticed that process rank 2 with PID 0 on node n1 exited on signal 9 (Killed).\n")
+    assert main(["diagnose", str(log)]) == ExitCode.FAILED
+    assert "rank 2 on n1 was killed by SIGKILL" in capsys.readouterr().out
+    log.write_text("step 1 loss 0.5\n")
+    assert main(["diagnose", str(log)]) == ExitCode.INCONCLUSIVE
+    assert "no error that distdiag knows in 1 log" in capsys.readouterr().out
+
+
+def test_dumps_and_logs_together_give_one_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(4)
+    job.collective()
+    job.collective(ranks=(0, 1, 3), line=91)
+    write(tmp_path / "job", job)
+    (tmp_path / "job" / "_dump_2").unlink()
+    log = tmp_path / "job" / "launcher.log"
+    log.write_text("mpirun noticed that process rank 2 with PID 0 on node n1 exited on signal 9 (Killed).\n")
+    assert main(["diagnose", str(tmp_path / "job"), "--json"]) == ExitCode.FAILED
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [(f["cause"], f["culprits"]) for f in found if f["severity"] == "error"] == [("killed", [2])]
+
+
 def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", a_run(tmp_path / "run", ranks=0)]) == ExitCode.NO_DATA
     assert "no rank has written" in capsys.readouterr().err
@@ -284,7 +307,7 @@ def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["nowhere"], 4, "nowhere: no such file or directory"),
         (["a", "b"], 2, "a: no such file or directory"),
         (["empty"], 4, "no flight-recorder dump in empty"),
-        (["text.txt"], 2, "text.txt: not a flight-recorder dump"),
+        (["other.bin"], 2, "other.bin: not a flight-recorder dump"),
         (["--fail-on", "sometimes"], 2, "'sometimes' is not one of"),
     ],
 )
@@ -292,7 +315,7 @@ def test_bad_input_is_two_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("hello\n")
+    (tmp_path / "other.bin").write_bytes(b"\0hello\n")
     assert main(["diagnose", *args]) == code
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,0 +1,79 @@
+"""What a failure in a log means, and what to do: one row for each message or exception that people meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What an event is reported as.
+
+    Attributes:
+        kind, cause: Of the finding.
+        text: The message after `rank 3`, with the event's fields in braces.
+        advice: What to do.
+    """
+
+    kind: str
+    cause: str
+    text: str
+    advice: str
+
+
+_CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
+MEANINGS: Mapping[str, Meaning] = MappingProxyType({
+    "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", "lower the batch or sequence length of that rank's largest batch, or use checkpointing; "
+                        "other processes on that GPU: `nvidia-smi`"),
+    "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
+    "ecc": Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"),
+    "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
+    "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
+    "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"),
+    "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker, killed by {signal}", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
+    "port_in_use": Meaning("rank_lost", "crashed", "could not listen: the port is in use", "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"),
+    "duplicate_gpu": Meaning("rank_lost", "crashed", "uses the same GPU as another rank (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
+    "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made another call than the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+    "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
+    "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
+})  # fmt: skip
+KILLED = "the kernel kills for memory: `dmesg -T | grep -i oom`, memory.events of the cgroup; else a person or the scheduler did"
+SIGNALS: Mapping[str, str] = MappingProxyType({
+    "SIGKILL": KILLED,
+    "SIGSEGV": "a fault in native code: run with faulthandler (`python -X faulthandler`), and check that torch, CUDA and extensions fit each other",
+    "SIGBUS": "mostly /dev/shm is full (`df -h /dev/shm`), or a mapped file was cut; give the container more shared memory",
+    "SIGABRT": "an assertion in native code, or torch's watchdog: see the lines above in this rank's log",
+    "SIGILL": "the binary is built for another CPU than this node's",
+    "SIGFPE": "a division by zero in native code: run with faulthandler",
+})  # fmt: skip
+SAME_EVERYWHERE = "it is no fault of one rank: correct it in the program or the environment"
+SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3); @record of torch.distributed.elastic on main puts the traceback into torchrun's table"
+CONNECTION = "see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
+IB_STATUS: Mapping[str, str] = MappingProxyType({
+    "12": "no answer after all retries: a link, switch or port is down, or the peer's process ended",
+    "5": "flushed: the connection was broken before",
+    "4": "local protection error: a memory registration is invalid",
+    "10": "remote access error",
+    "13": "receiver not ready, after all retries",
+})  # fmt: skip
+
+# By an exception's text: what to do, where its type says too little.
+_BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"No module named|cannot import name"), "install it in the environment of all nodes"),
+    (re.compile(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
+    (re.compile(r"Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
+    (re.compile(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
+    (re.compile(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
+    (re.compile(r"torch\.distributed|Default process group has not been initialized"), "call init_process_group before it, on every rank"),
+)  # fmt: skip
+
+
+def advice_for(text: str, alone: bool) -> str:
+    """Return what to do about an exception: by its text, else in general."""
+    found = next((advice for regex, advice in _BY_TEXT if regex.search(text)), None)
+    return found or (
+        "read its traceback: that rank's data and code path differ from the others'" if alone else SAME_EVERYWHERE
+    )

@@ -1,0 +1,258 @@
+"""Reads the lines of all log files into events: what happened, to which rank, on which line. Bounded in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distdiag.diagnosis.dumps.entries import user_site
+from distdiag.diagnosis.logs import files, tables
+from distdiag.diagnosis.logs.patterns import TABLE, Role, may_matter
+from distdiag.diagnosis.logs.prefixes import Writer, messages, plain, writer
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.terms.untrusted import MAX_RANKS, is_rank
+
+MAX_EVENTS = 50_000
+MAX_OF_ONE = 8  # events of one kind by one writer; the rest are counted
+MAX_FRAMES = 64  # of one traceback
+MAX_WRITERS = 1 << 16
+
+_FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
+_CALL = re.compile(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
+_EXCEPTION = re.compile(
+    r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
+)
+_SPAWNED = re.compile(r"-- Process (\d{1,6}) terminated with the following error")
+# exceptions of a launcher, or with which a rank follows others
+_FOLLOWERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
+              "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Event:
+    """One line of interest, or one exception.
+
+    Attributes:
+        name, role: Of its row in the table; `exception` for one that no row knows.
+        fields: What the line says, by the names of the table's groups.
+        order: Of the line among all that were read, for events of one file.
+    """
+
+    name: str
+    role: Role
+    fields: dict[str, str]
+    who: Writer
+    path: Path
+    line: int
+    order: int
+    text: str = ""
+    rank: int | None = None
+    site: Site | None = None
+    count: int = 1
+
+
+@dataclass(slots=True)
+class _Trace:
+    """A traceback that is being printed."""
+
+    frames: list[dict[str, object]] = field(default_factory=list)
+    rank: int | None = None
+
+
+@dataclass
+class Collected:
+    """What all files of a job say.
+
+    Attributes:
+        ranks: That wrote a line, or that a line is about.
+        world_size: The largest number of ranks that a line gives.
+        exits: How processes ended, by the launchers' tables.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    exits: list[tables.Exit] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    world_size: int | None = None
+    restarts: int = 0
+    torchrun: bool = False  # it started the ranks: a task of srun is a node
+    dropped: int = 0
+    files: list[Path] = field(default_factory=list)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    lines: int = 0
+
+
+class Collector:
+    """Reads files one after the other; `result` has what they say."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.result = Collected()
+        self.paths = list(paths)
+        self._of_one: dict[tuple[object, ...], int] = {}
+        self._rank_of: dict[str, int] = {}  # process -> rank, by NCCL's own lines
+        self._size_of: dict[str, int] = {}  # and the size of the communicator that says so
+        self._traces: dict[tuple[object, ...], _Trace] = {}
+        self._stacks: dict[tuple[object, ...], list[dict[str, object]]] = {}
+        self._table = tables.Tables()
+        self._spawned: int | None = None
+        self._order = 0
+        self._by_path: dict[Path, set[int]] = {}  # ranks that lines of a file name themselves
+
+    def read(self) -> Collected:
+        out = self.result
+        for path in self.paths:
+            try:
+                for number, text in files.lines(path):
+                    for message, rank in messages(plain(text)):
+                        self._line(path, number, message, rank)
+                    out.lines = max(out.lines, number)
+            except OSError as e:
+                out.bad.append((str(path), e.strerror or str(e)))
+            out.files.append(path)
+            self._traces.clear()
+            self._spawned = None
+            out.exits += self._table.take()
+        self._name_ranks()
+        return out
+
+    def _line(self, path: Path, number: int, text: str, rank: int | None) -> None:
+        self._order += 1
+        if not may_matter(text):
+            return
+        who = writer(text)
+        if rank is not None:
+            who.rank = rank
+        if who.rank is not None and len(self._by_path) < MAX_WRITERS:
+            self._by_path.setdefault(path, set()).add(who.rank)
+        if self._table.line(text, str(path), number):
+            return
+        source = (path, who.rank, who.process or who.task)
+        if (found := _SPAWNED.search(text)) is not None:
+            self._spawned = int(found[1])
+        if self._trace(source, text, who, path, number):
+            return
+        for row in TABLE:
+            if row.needle in text and (m := row.regex.search(text)) is not None:
+                fields = {k: v for k, v in m.groupdict().items() if v is not None}
+                self._add(row.name, row.role, fields, who, path, number, text)
+                if row.role is not Role.FACT:
+                    break
+
+    def _trace(self, source: tuple[object, ...], text: str, who: Writer, path: Path, number: int) -> bool:
+        """Follow tracebacks; True if the line is a frame of one."""
+        if "Traceback (most recent call last)" in text:
+            if len(self._traces) < MAX_WRITERS:
+                self._traces[source] = _Trace(rank=self._spawned)
+                self._spawned = None
+            return True
+        if "Stack trace of the failed" in text and len(self._stacks) < MAX_WRITERS:
+            self._stacks[source] = []
+            return True
+        if "#" in text and source in self._stacks and (m := _CALL.search(text)) is not None:
+            self._keep_frame(self._stacks[source], m, innermost_first=True)
+            return True
+        if 'File "' in text and (m := _FRAME.search(text)) is not None:
+            trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
+            self._keep_frame(trace.frames, m)
+            return True
+        trace = self._traces.get(source)
+        m = _EXCEPTION.search(text) if "Err" in text or "Exc" in text or trace is not None else None
+        if m is None:
+            return False
+        known = trace is not None and bool(trace.frames)
+        site = user_site(trace.frames[::-1]) if trace is not None else None
+        if trace is not None:
+            if trace.rank is not None and who.rank is None:
+                who.rank = trace.rank
+            if m["type"] is not None:
+                del self._traces[source]
+        self._exception(m, known, site, who, path, number, text)
+        return True
+
+    def _exception(
+        self, m: re.Match[str], known: bool, site: Site | None, who: Writer, path: Path, number: int, text: str
+    ) -> None:
+        """Add an exception by the table's row for its message; as such if no row knows it and it ended a traceback."""
+        for row in TABLE:
+            if (
+                row.role not in (Role.FACT, Role.ECHO)
+                and row.needle in text
+                and (f := row.regex.search(text)) is not None
+            ):
+                fields = {k: v for k, v in f.groupdict().items() if v is not None}
+                self._add(row.name, row.role, fields, who, path, number, text, site)
+                return
+        short = m["type"].rpartition(".")[2]
+        if known and short not in _FOLLOWERS and not m["type"].endswith("Warning"):
+            fields = {"type": short, "what": (m["what"] or "")[:300]}
+            role = (
+                Role.VICTIM
+                if short in ("DistBackendError", "DistNetworkError", "BrokenPipeError", "ConnectionResetError")
+                else Role.CAUSE
+            )
+            self._add("exception", role, fields, who, path, number, text, site)
+
+    def _keep_frame(self, frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:
+        frame: dict[str, object] = {"filename": m["filename"], "line": int(m["line"]), "name": m["name"] or ""}
+        frames.append(frame)
+        if len(frames) > MAX_FRAMES:
+            del frames[-1 if innermost_first else 0]
+
+    def _add(
+        self, name: str, role: Role, fields: dict[str, str], who: Writer, path: Path, number: int, text: str,
+        site: Site | None = None,
+    ) -> None:  # fmt: skip
+        out = self.result
+        if name in ("nccl_rank", "lightning"):
+            self._fact(fields, who)
+            return
+        if name == "torchrun":
+            out.torchrun = True
+            return
+        if name == "restart":
+            out.restarts += 1
+            return
+        for key in ("a", "b", "r", "waiter"):  # the ranks that a message is about exist
+            if key in fields and fields[key].isdigit() and len(fields[key]) < 7 and name != "unique_id":
+                out.ranks.add(int(fields[key]))
+        key = (name, path, who.rank, who.process, who.task, who.group)
+        seen = self._of_one[key] = self._of_one.get(key, 0) + 1
+        if seen > MAX_OF_ONE or len(out.events) >= MAX_EVENTS:
+            out.dropped += 1
+            return
+        out.events.append(Event(name, role, fields, who, path, number, self._order, text[:500], who.rank, site))
+
+    def _fact(self, fields: dict[str, str], who: Writer) -> None:
+        out = self.result
+        rank, world = int(fields["r"][:7]), int(fields["world"][:7])
+        if not (is_rank(rank) and rank < world <= MAX_RANKS):
+            return
+        out.world_size = max(out.world_size or 0, world)
+        if who.process and world >= self._size_of.get(who.process, 0) and len(self._rank_of) < MAX_WRITERS:
+            self._rank_of[who.process], self._size_of[who.process] = rank, world
+
+    def _name_ranks(self) -> None:
+        """Fill in the ranks of events: by the process that wrote the line, the file's name, srun's task, the only node."""
+        out = self.result
+        of_file = {p: r for p, r in files.ranks_of(self.paths).items() if self._by_path.get(p, set()) <= {r}}
+        world = out.world_size or 0
+        of_process = {p: r for p, r in self._rank_of.items() if self._size_of[p] == world}
+        tasks = {e.who.task for e in out.events if e.who.task is not None}
+        for e in out.events:
+            if e.rank is None:
+                e.rank = of_process.get(e.who.process, of_file.get(e.path))
+            if e.rank is None and not out.torchrun and len(tasks) > 1:
+                e.rank = e.who.task
+            if e.rank is None and e.who.local is not None and len(out.files) == 1:
+                e.rank = e.who.local
+            if (
+                (call := self._stacks.get((e.path, e.rank, e.who.process or e.who.task)))
+                and e.site is None
+                and e.name == "timeout"
+            ):
+                e.site = user_site(call)
+        out.ranks |= {r for e in out.events if (r := e.rank) is not None and is_rank(r)}
+        out.ranks |= {r for ranks in self._by_path.values() for r in ranks if is_rank(r)}
+        out.ranks |= set(of_process.values()) | set(of_file.values())
+        out.ranks |= {x.rank for x in out.exits if x.rank is not None}

@@ -1,0 +1,193 @@
+"""Findings on ranks that lost each other, never found each other, or whose watchdog was stuck."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from distdiag.diagnosis.logs import advice
+from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.timeouts import evidence
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
+
+LOCAL_ADDRESSES = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
+
+
+def who(events: list[Event]) -> tuple[tuple[int, ...], str]:
+    """Return (ranks, text) of the writers of events: `ranks 0, 2`, else hosts with GPUs or processes."""
+    ranks = tuple(sorted({e.rank for e in events if e.rank is not None}))
+    if ranks:
+        return ranks, rank_list(ranks)
+    names = list(dict.fromkeys(
+        f"GPU {e.who.device} of {e.who.host}" if e.who.device is not None and e.who.host else e.who.process for e in events
+    ))  # fmt: skip
+    names = [n for n in names if n]
+    return (), ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "") if names else "a rank"
+
+
+def _site(events: list[Event]) -> Site | None:
+    return next((e.site for e in events if e.site is not None), None)
+
+
+def _finding(
+    events: list[Event],
+    message: str,
+    todo: str,
+    culprits: tuple[int, ...] = (),
+    kind: str = "rank_lost",
+    cause: str = "silent",
+) -> Finding:
+    ranks, _ = who(events)
+    site = _site(events)
+    victims = tuple(r for r in ranks if r not in culprits)
+    return Finding(
+        kind=kind,
+        cause=cause,
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        where=tuple(
+            Where(r, site.file, site.line, site.function or None) if site else Where(r) for r in culprits or victims
+        ),
+        message=message,
+        cost=NO_PROGRESS_MADE,
+        advice=todo,
+        evidence=evidence(events),
+    )
+
+
+def stuck(found: Collected) -> list[Finding]:
+    """Return the finding on watchdogs that made no progress: a thread in CUDA or NCCL, or one that holds the GIL there."""
+    events = [e for e in found.events if e.name == "stuck_watchdog"]
+    if not events:
+        return []
+    ranks, text = who(events)
+    longest_s = max(int(e.fields["stuck_s"][:9]) for e in events)
+    alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
+    message = f"the watchdog of {text} made no progress for {rough_time(longest_s)}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one"
+    todo = "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"
+    return [_finding(events, message, todo, ranks if alone else (), "stall", "unknown")]
+
+
+def starts(found: Collected) -> list[Finding]:
+    """Return the finding on ranks that did not find each other when the job began."""
+    by_name: dict[str, list[Event]] = {}
+    for e in found.events:
+        by_name.setdefault(e.name, []).append(e)
+    if events := by_name.get("clients"):
+        e = max(events, key=lambda x: int(x.fields["joined"][:7]))
+        joined, expected = int(e.fields["joined"][:7]), int(e.fields["expected"][:7])
+        left = expected - joined
+        message = f"{left:,} of {expected:,} ranks had not joined after {rough_time(float(e.fields['after'][:9]))}{at(_site(events))}: the log does not say which"
+        todo = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
+        return [_finding(events, message, todo)]
+    if events := by_name.get("store_connect"):
+        e = events[0]
+        peer, port = e.fields["peer"], e.fields["port"]
+        _, text = who(events)
+        here = peer in LOCAL_ADDRESSES
+        message = f"{text} could not reach the job's store at {shortened(peer, 80)}:{port}{at(_site(events))}: rank 0, or torchrun's first node, does not listen there"
+        todo = (
+            "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start"
+            if here
+            else f"see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {shortened(peer, 80)} {port}`"
+        )
+        return [_finding(events, message, todo)]
+    if events := by_name.get("full_mesh"):
+        _, text = who(events)
+        hosts = list(dict.fromkeys(e.who.host for e in events if e.who.host))
+        on = f" on {', '.join(hosts[:3])}" if hosts else ""
+        message = (
+            f"gloo on {text}{on} could not connect to every other rank: {shortened(events[0].fields['reason'], 120)}"
+        )
+        todo = "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"
+        return [_finding(events, message, todo)]
+    if events := by_name.get("rendezvous"):
+        message = f"{who(events)[1]} did not complete torchrun's rendezvous ({events[0].fields['what']})"
+        todo = "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"
+        return [_finding(events, message, todo)]
+    return []
+
+
+def lost(found: Collected) -> list[Finding]:
+    """Return the finding on connections that broke, without a message of the process at the other end."""
+    links = [e for e in found.events if e.name == "ib"]
+    closed = [e for e in found.events if e.name in ("closed", "store_lost", "refused")]
+    errors = [
+        e
+        for e in found.events
+        if e.name == "nccl_error"
+        or (e.name == "exception" and e.fields.get("type") in ("DistBackendError", "DistNetworkError"))
+    ]
+    warnings = [e for e in found.events if e.name == "nccl_warning"]
+    if links:
+        e = links[0]
+        _, text = who(links)
+        peers = list(dict.fromkeys(x.fields["peer"] for x in links))
+        status = e.fields["status"]
+        meaning = advice.IB_STATUS.get(status, f"status {status}")
+        message = f"NCCL on {text} lost its RDMA connection to {', '.join(peers[:3])}{' …' if len(peers) > 3 else ''} (status {status}: {meaning})"
+        todo = "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"
+        return [_finding(links, message, todo)]
+    if closed:
+        return [_closed(found, closed, warnings)]
+    if errors:
+        _, text = who(errors)
+        first = next((w.fields["what"] for w in warnings), "")
+        reason = f": {shortened(first, 160)}" if first else ""
+        name = (
+            errors[0].fields.get("what", "")[:160]
+            if errors[0].name == "nccl_error"
+            else shortened(errors[0].fields.get("what", ""), 160)
+        )
+        message = f"NCCL failed on {text} with {name}{at(_site(errors))}{reason}"
+        todo = (
+            "run again with NCCL_DEBUG=WARN, which prints the reason"
+            if not first
+            else "see the first NCCL WARN of each rank: it is the reason, the exceptions follow"
+        )
+        return [_finding([*errors, *warnings[:4]], message, todo, kind="rank_lost", cause="crashed")]
+    if warnings:
+        _, text = who(warnings)
+        return [
+            _finding(
+                warnings,
+                f"NCCL warns on {text}: {shortened(warnings[0].fields['what'], 200)}",
+                "see the lines around it in the log",
+                kind="rank_lost",
+                cause="crashed",
+            )
+        ]
+    gloo = [e for e in found.events if e.name == "gloo_timeout"]
+    if gloo:
+        _, text = who(gloo)
+        s = int(gloo[0].fields["limit"][:12]) / 1e3
+        message = f"{text} waited {rough_time(s)} for a message of another rank in a gloo collective{at(_site(gloo))}; the log does not name that rank"
+        todo = "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank"
+        return [_finding(gloo, message, todo, kind="timeout", cause="late_rank")]
+    return []
+
+
+def _closed(found: Collected, events: list[Event], warnings: list[Event]) -> Finding:
+    ranks, text = who(events)
+    peers = Counter(p for e in events if (p := e.fields.get("peer", "").rstrip(".,")))
+    expected = {*found.ranks, *range(found.world_size or 0)}
+    quiet = tuple(sorted(expected - set(ranks)))
+    culprits = quiet if found.world_size and ranks and 0 < len(quiet) <= len(ranks) // 2 else ()
+    shown = [p for p, _ in peers.most_common(3)]
+    to = f" to {', '.join(shown)}" if shown else ""
+    store = all(e.name == "store_lost" for e in events)
+    what = "the job's store" if store else "a connection"
+    message = f"{text} lost {what}{to}{at(_site(events))}: "
+    message += (
+        "the process at the other end had ended, or the network broke"
+        if not store
+        else "the process that serves it, rank 0 or torchrun's, had ended"
+    )
+    if culprits:
+        message += f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing"
+    first = f"look at {', '.join(shown)} first: " if shown else ""
+    return _finding(events, message, first + advice.CONNECTION, culprits)

@@ -1,0 +1,247 @@
+"""Findings on what torch itself reports about several ranks: calls or models that differ, unused parameters, late ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.timeouts import evidence, op_name
+from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
+from distdiag.terms.ranks import fold_ranks
+
+MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
+LOST = re.compile(r"reset by peer|Broken pipe|got 0 bytes|Connection closed", re.IGNORECASE)
+
+_SEQ = re.compile(r"SequenceNumber=(\d{1,18})")
+_OP = re.compile(r"OpType=(\w+)")
+_SHAPE = re.compile(r"TensorShape=\[([\d, ]{0,99})\]")
+_DTYPE = re.compile(r"TensorDtypes=(\w+)")
+
+
+def findings(found: Collected) -> list[Finding]:
+    """Return what torch reports, most specific first."""
+    by_name: dict[str, list[Event]] = {}
+    for e in found.events:
+        by_name.setdefault(e.name, []).append(e)
+    out: list[Finding] = []
+    if "fingerprints" in by_name:
+        out.append(_fingerprints(by_name["fingerprints"]))
+    if "ddp_params" in by_name or "ddp_shape" in by_name:
+        out.append(_models(by_name.get("ddp_params", []), by_name.get("ddp_shape", [])))
+    if "ddp_unused" in by_name or "ddp_unused_index" in by_name:
+        out.append(_unused(found, by_name.get("ddp_unused", []), by_name.get("ddp_unused_index", [])))
+    return out
+
+
+def late(found: Collected) -> list[Finding]:
+    """Return the findings on ranks that torch names as missing in a barrier or in the creation of a communicator."""
+    barrier = [e for e in found.events if e.name == "barrier_late"]
+    reached = [e for e in found.events if e.name == "barrier_reached"]
+    if barrier or reached:
+        return [_barrier(barrier, reached)]
+    ids = [e for e in found.events if e.name == "unique_id"]
+    return [_unique_id(found, ids)] if ids else []
+
+
+def _site(events: list[Event]) -> Site | None:
+    return next((e.site for e in events if e.site is not None), None)
+
+
+def _where(ranks: tuple[int, ...], site: Site | None) -> tuple[Where, ...]:
+    return tuple(Where(r, site.file, site.line, site.function or None) if site else Where(r) for r in ranks)
+
+
+def _call(text: str) -> dict[str, str]:
+    """Return operation, shape, type and number of a fingerprint."""
+    out: dict[str, str] = {}
+    for key, regex in (("number", _SEQ), ("op", _OP), ("shape", _SHAPE), ("dtype", _DTYPE)):
+        if m := regex.search(text):
+            out[key] = op_name(m[1]) if key == "op" else m[1]
+    return out
+
+
+def _fingerprints(events: list[Event]) -> Finding:
+    e = next((e for e in events if "fb" in e.fields), events[0])
+    sides: dict[str, set[int]] = {}
+    for x in events:
+        for rank, text in (("a", "fa"), ("b", "fb")):
+            if rank in x.fields and text in x.fields:
+                c = _call(x.fields[text])
+                shown = (
+                    c.get("op", "a call")
+                    + (f" of shape [{c['shape']}]" if c.get("shape") else "")
+                    + (f" {c['dtype']}" if "dtype" in c else "")
+                )
+                sides.setdefault(shown + (f" (#{c['number']})" if "number" in c else ""), set()).add(
+                    int(x.fields[rank])
+                )
+    a, b = _call(e.fields.get("fa", "")), _call(e.fields.get("fb", ""))
+    cause = next((k for k in ("op", "shape", "dtype") if k in a and k in b and a[k] != b[k]), "op")
+    ranks = tuple(sorted(set().union(*sides.values())))
+    texts = [f"{rank_list(sorted(rs))} in {shown}" for shown, rs in sorted(sides.items(), key=lambda s: min(s[1]))[:4]]
+    if len(sides) < 2:
+        texts.append("the other side is not in the message")
+    site = _site(events)
+    numbers = {c["number"] for c in (a, b) if "number" in c}
+    skipped = "; their numbers differ, so one rank has made a call more or less before" if len(numbers) > 1 else ""
+    return Finding(
+        kind="mismatch",
+        cause=cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        victims=ranks,
+        collective=CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None,
+        where=_where(ranks, site),
+        message=f"ranks met in one collective with different calls: {', '.join(texts)}{skipped}{at(site)}",
+        cost=NO_PROGRESS_MADE,
+        advice="look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in one order",
+        evidence=evidence(events),
+    )
+
+
+def _models(counts: list[Event], shapes: list[Event]) -> Finding:
+    """DDP compares the number of parameters, then their sizes.
+
+    A count of 0, or of millions, is not the other rank's: it has read what another collective of that rank sent.
+    """
+    site = _site(shapes or counts)
+    if shapes:
+        e = shapes[0]
+        ranks = tuple(sorted({int(x.fields[k]) for x in shapes for k in ("a", "b")}))
+        message = (
+            f"the wrapped model differs: parameter {e.fields['index']} has {e.fields['what']} {e.fields['sa']} on rank {e.fields['a']}, "
+            f"others on rank {e.fields['b']}"
+        )
+        advice = "build the same model on every rank: the same arguments, vocabulary and number of classes"
+    else:
+        own = {int(e.fields["a"]): int(e.fields["na"]) for e in counts}
+        theirs = {int(e.fields["b"]): int(e.fields["nb"][:18]) for e in counts}
+        ranks = tuple(sorted({*own, *theirs}))
+        real = {**{r: n for r, n in theirs.items() if 0 < n < MANY_PARAMETERS}, **own}
+        if len(set(real.values())) > 1:
+            texts = [
+                f"{n:,} on {rank_list([r for r, m in real.items() if m == n])}" for n in sorted(set(real.values()))
+            ]
+            message = f"the wrapped model differs: DDP found {', '.join(texts)} parameters"
+            advice = (
+                "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
+            )
+        else:
+            n = next(iter(own.values()))
+            odd = ", ".join(f"{c:,} on rank {r}" for r, c in sorted(theirs.items())[:3])
+            message = (
+                f"DDP could not compare the models: {rank_list(sorted(own))} {verb(tuple(own), 'has', 'have')} {n:,} parameters and read {odd}, "
+                "which no model has: those ranks were in another collective, or had ended"
+            )
+            advice = "see what those ranks did at that moment: an exception, a collective that only some ranks call, two DDP modules in another order; then NCCL_DEBUG=WARN"
+    return Finding(
+        kind="mismatch",
+        cause="model",
+        certainty=Certainty.PROVED if shapes or "differs" in message else Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        victims=ranks,
+        where=_where(ranks[:1], site),
+        message=f"{message} (DDP is made{at(site)})" if site else message,
+        cost="the job ends before its first step",
+        advice=advice,
+        evidence=evidence(shapes or counts),
+    )
+
+
+def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Finding:
+    by_rank: dict[int, str] = {int(e.fields["r"]): " ".join(e.fields["indices"].split()) for e in indexed}
+    names = [n.strip() for e in named[:1] for n in e.fields["names"].split(",") if n.strip()]
+    ranks = tuple(sorted({*by_rank, *(int(e.fields["r"]) for e in named)}))
+    differs = len(set(by_rank.values())) > 1
+    first = next(iter(by_rank.values()), "")
+    count = len(names) or len(first.split())
+    numbers = [int(n) for n in first.split() if len(n) < 7]
+    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "") if names else f"number {fold_ranks(numbers)[:80]}"
+    if differs:
+        what = f"other parameters on each of {rank_list(ranks)} got no gradient; on rank {ranks[0]}: {shown}"
+    else:
+        what = f"{count:,} {'parameter' if count == 1 else 'parameters'} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
+    site = _site([e for e in found.events if e.name == "exception" and "finished reduction" in e.text])
+    call = f"; the next forward was called{at(site)}" if site else ""
+    how = "" if names else "; TORCH_DISTRIBUTED_DEBUG=DETAIL prints their names"
+    return Finding(
+        kind="unused_parameters",
+        cause="differs_between_ranks" if differs else "never_used",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        victims=ranks,
+        names=tuple(names[:50]),
+        where=_where(ranks[:1], site),
+        message=f"DDP stopped: {what}{call}",
+        cost="the job ended",
+        advice=f"use them in the loss, freeze them (requires_grad=False before DDP), or pass find_unused_parameters=True{how}",
+        evidence=evidence(named or indexed),
+    )
+
+
+def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
+    culprits = tuple(sorted({int(r) for e in barrier for r in e.fields["ranks"].split(", ") if len(r) < 7}))
+    waiting = {int(e.fields["waiter"]) for e in reached} | {e.rank for e in barrier if e.rank is not None}
+    victims = tuple(sorted(waiting - set(culprits)))
+    site = _site([*barrier, *reached])
+    limit_s = next((int(e.fields["limit"]) / 1e3 for e in barrier), None)
+    if culprits:
+        message = f"{rank_list(culprits)} did not come to monitored_barrier in {rough_time(limit_s or 0)}{at(site)}"
+        advice = f"read the log of {rank_list(culprits)}, and take {verb(culprits, 'its', 'their')} stack the next time before the barrier times out"
+    else:
+        message = f"{rank_list(victims)} reached monitored_barrier{at(site)} and then lost rank 0, which knows the missing rank"
+        advice = (
+            "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended"
+        )
+    return Finding(
+        kind="timeout",
+        cause="late_rank",
+        certainty=Certainty.PROVED if culprits else Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        collective=CollectiveRef("monitored_barrier", ""),
+        where=_where(culprits, None),
+        waiting=_where(victims, site),
+        message=message,
+        cost=NO_PROGRESS_MADE,
+        advice=advice,
+        evidence=evidence(barrier or reached),
+    )
+
+
+def _unique_id(found: Collected, events: list[Event]) -> Finding:
+    """The first rank of a group makes the communicator's id in its first collective; the others wait for it in the store."""
+    awaited = Counter(int(e.fields["awaited"][:6]) for e in events).most_common(1)[0][0]
+    waiters = tuple(sorted({e.rank if e.rank is not None else int(e.fields["waiter"][:6]) for e in events}))
+    reason = shortened(events[0].fields.get("reason", ""), 100)
+    site = _site(events)
+    lost = bool(LOST.search(reason))
+    culprits = () if lost or awaited in waiters else (awaited,)
+    if lost:
+        message = f"{rank_list(waiters)} lost the store while a communicator was made{at(site)} ({reason}): the process that serves it, rank 0 or torchrun's, ended first"
+        advice = "read the log of rank 0 and of its node's launcher: its failure came before these"
+    else:
+        message = f"rank {awaited} did not come to the first collective of a group, where {rank_list(waiters)} {verb(waiters, 'waits', 'wait')} for it{at(site)} ({reason})"
+        advice = (
+            f"see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
+            "or a collective that only the others call; give long work a longer timeout in init_process_group"
+        )
+    return Finding(
+        kind="timeout",
+        cause="late_rank",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=waiters,
+        where=_where(culprits, None),
+        waiting=_where(waiters, site),
+        message=message,
+        cost=NO_PROGRESS_MADE,
+        advice=advice,
+        evidence=evidence(events),
+    )

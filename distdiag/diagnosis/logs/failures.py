@@ -1,0 +1,280 @@
+"""Ranks that failed by themselves, by their own messages and their launcher's tables: one finding for each reason."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from distdiag.diagnosis.logs import advice
+from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.patterns import Role
+from distdiag.diagnosis.logs.tables import Exit
+from distdiag.diagnosis.logs.timeouts import evidence
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.text.phrases import at, shortened
+from distdiag.terms.untrusted import is_rank
+
+_HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(slots=True)
+class Reason:
+    """One reason for which ranks failed.
+
+    Attributes:
+        ranks: Those known to have failed so.
+        unnamed: Writers without a known rank, as text.
+    """
+
+    meaning: advice.Meaning
+    text: str
+    advice: str
+    order: float
+    ranks: set[int] = field(default_factory=set)
+    unnamed: list[str] = field(default_factory=list)
+    sites: dict[int, Site] = field(default_factory=dict)
+    site: Site | None = None
+    events: list[Event] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+
+def of_events(found: Collected) -> list[Reason]:
+    """Return the reasons of ranks whose first event is a failure of their own, in the order of the log."""
+    reasons: dict[tuple[str, str], Reason] = {}
+    before = _first_waits(found.events)
+    for e in found.events:
+        meaning = advice.MEANINGS.get(e.name)
+        if e.role is not Role.CAUSE or meaning is None or _followed(e, before):
+            continue
+        text = meaning.text.format_map(_Fields(e))
+        key = (e.name, _NUMBER.sub("#", text) if e.name not in ("xid",) else text)
+        r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, e.order))
+        r.events.append(e)
+        ranks = (
+            {int(e.fields[k]) for k in ("a", "b") if k in e.fields} if e.name == "duplicate_gpu" else {e.rank} - {None}
+        )
+        if e.name == "nccl_mismatch":
+            ranks = {int(e.fields["near"][:6])}
+        r.ranks |= {q for q in ranks if is_rank(q)}  # type: ignore[misc]
+        if not ranks and (name := _unnamed(e)) and name not in r.unnamed:
+            r.unnamed.append(name)
+        if e.site is not None:
+            r.site = r.site or e.site
+            if e.rank is not None:
+                r.sites.setdefault(e.rank, e.site)
+        if e.name == "exception":
+            r.advice = advice.advice_for(e.text, len(r.ranks) < 2)
+    return sorted(reasons.values(), key=lambda r: r.order)
+
+
+class _Fields(dict[str, str]):
+    """The fields of an event, for a message."""
+
+    def __init__(self, e: Event) -> None:
+        super().__init__(e.fields)
+        if e.name == "exception":
+            self["what"] = f": {shortened(e.fields['what'], 160)}" if e.fields.get("what") else ""
+        elif e.name == "xid":
+            self["text"] = f": {shortened(e.fields['text'], 80).rstrip('.')}" if e.fields.get("text") else ""
+        elif "what" in self:
+            self["what"] = shortened(self["what"], 120)
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+def _first_waits(events: Iterable[Event]) -> dict[tuple[object, ...], int]:
+    """Return the order of each writer's first wait or lost connection: what it raises after that follows from it."""
+    out: dict[tuple[object, ...], int] = {}
+    for e in events:
+        if e.role in (Role.WAIT, Role.VICTIM):
+            for writer in _writers(e):
+                out.setdefault(writer, e.order)
+    return out
+
+
+def _writers(e: Event) -> list[tuple[object, ...]]:
+    out: list[tuple[object, ...]] = []
+    if e.rank is not None:
+        out.append(("rank", e.rank))
+    if e.who.process:
+        out.append(("process", e.path, e.who.process))
+    return out or [("file", e.path)]
+
+
+def _followed(e: Event, before: dict[tuple[object, ...], int]) -> bool:
+    """True if this writer had already waited in vain, or lost a connection."""
+    if e.name in ("xid", "ecc", "device_lost", "shm_full"):
+        return False  # reported by the device, whenever
+    return any(before.get(w, e.order) < e.order for w in _writers(e))
+
+
+def _unnamed(e: Event) -> str:
+    if e.who.device is not None and e.who.host:
+        return f"GPU {e.who.device} of {e.who.host}"
+    if e.who.local is not None:
+        return f"local rank {e.who.local}"
+    return e.who.process or (f"task {e.who.task}" if e.who.task is not None else "")
+
+
+def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Reason]:
+    """Return the reasons that launchers give for ranks that left no message of their own.
+
+    Args:
+        explained: Ranks whose failure is known.
+        waited: Ranks that timed out or lost a connection: their own end follows from that.
+    """
+    by_how: dict[tuple[str, str], Reason] = {}
+    memory = [e for e in found.events if e.name == "host_oom"]
+    exits = [*found.exits, *_single(found, {x.pid for x in found.exits})]
+    root = {x.rank for x in exits if x.rank is not None}
+    for i, x in enumerate(exits):
+        how = _signal(x)
+        if x.rank in explained or (x.rank is None and explained and root):
+            continue
+        if how in _HANDLED and (waited or how != "SIGABRT"):
+            continue
+        if x.rank in waited and not _by_kernel(how):
+            continue
+        if how:
+            cause, text = "killed", f"was killed by {how}"
+            todo = (
+                advice.MEANINGS["host_oom"].advice
+                if how == "SIGKILL" and memory
+                else advice.SIGNALS.get(how, advice.SEE_LOG)
+            )
+            text += ": out of memory" if how == "SIGKILL" and memory else ""
+        else:
+            cause, todo = "crashed", advice.SEE_LOG
+            text = (
+                f"raised {shortened(x.what, 160)}"
+                if x.what
+                else f"ended with exit code {x.code}; its exception is not in the log"
+            )
+            if x.what:
+                todo = advice.advice_for(x.what, True)
+        r = by_how.setdefault((cause, text), Reason(advice.Meaning("rank_lost", cause, text, todo), text, todo, i))
+        r.paths.append(f"{x.path}:{x.line}")
+        r.hosts |= {x.host} if x.rank is not None and x.host else set()
+        if x.rank is not None:
+            r.ranks.add(x.rank)
+        else:
+            where = f"local rank {x.local}" if x.local is not None else "a process"
+            r.unnamed.append(where + (f" of {x.host}" if x.host else ""))
+    if memory and not by_how and not explained:
+        m = advice.MEANINGS["host_oom"]
+        r = by_how["killed", m.text] = Reason(m, m.text, m.advice, 0.0)
+        r.events += memory
+        r.ranks |= {e.rank for e in memory if e.rank is not None}
+    return _kernel_first(list(by_how.values()))
+
+
+def _kernel_first(reasons: list[Reason]) -> list[Reason]:
+    """Return what the kernel ended, if anything; else exits with a code. The launcher's order shows no cause."""
+    killed = [r for r in reasons if r.meaning.cause == "killed"]
+    return killed or reasons
+
+
+def _by_kernel(how: str) -> bool:
+    return how in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+
+
+def _single(found: Collected, known_pids: set[int | None]) -> list[Exit]:
+    """Return exits that launchers report on one line, if no table has them."""
+    out: list[Exit] = []
+    for e in found.events:
+        if e.role is not Role.EXIT or e.name == "host_oom":
+            continue
+        pid = e.fields.get("pid", "")
+        if pid.isdecimal() and int(pid[:18]) in known_pids:
+            continue
+        base = Exit("line", path=str(e.path), line=e.line, host=e.fields.get("host", ""))
+        if e.name == "exit_tasks":
+            how = e.fields["how"]
+            code = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}.get(
+                how
+            )
+            base.code = code if code is not None else int(how.rpartition(" ")[2][:6])
+            tasks = [None] if found.torchrun else _tasks(e.fields["tasks"])  # a node, if torchrun started the ranks
+            out += [Exit("srun", t, None, base.host, base.code, path=base.path, line=base.line) for t in tasks]
+            continue
+        if "r" in e.fields:
+            base.rank = int(e.fields["r"][:6])
+        elif e.rank is not None:
+            base.rank = e.rank
+        base.local = int(e.fields["local"][:6]) if "local" in e.fields else None
+        name = e.fields.get("signal")
+        if name:
+            number = int(name[:4]) if name.isdecimal() else getattr(signal, name, 0)
+            base.code = -int(number)
+        else:
+            base.code = int(e.fields.get("code", "1")[:9])
+        if base.code:
+            out.append(base)
+    return out
+
+
+def _tasks(text: str) -> list[int]:
+    """Return the tasks in `1-3`, `[0,2]`."""
+    out: list[int] = []
+    for part in text.strip("[]").split(","):
+        first, _, last = part.strip("[]").partition("-")
+        if first.isdecimal() and (last or first).isdecimal() and len(first) < 7 and len(last) < 7:
+            out += range(int(first), min(int(last or first), int(first) + 4096) + 1)
+    return out
+
+
+def _signal(x: Exit) -> str:
+    """Return the name of the signal that ended a process; empty if it exited."""
+    code = x.code or 0
+    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
+    try:
+        return signal.Signals(number).name if number else ""
+    except ValueError:
+        return f"signal {number}"
+
+
+def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
+    """Return the finding on one reason.
+
+    Args:
+        victims: Ranks that waited or lost their connections meanwhile.
+    """
+    ranks = tuple(sorted(r.ranks))
+    others = tuple(sorted(victims - r.ranks))
+    everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
+    shown = ", ".join(r.unnamed[:3]) + (f" and {len(r.unnamed) - 3:,} more" if len(r.unnamed) > 3 else "")
+    who = rank_list(ranks) if ranks else shown or "a rank that the log does not name"
+    site = r.site
+    text = r.text
+    if len(ranks) > 1 and r.meaning.kind != "mismatch":
+        text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
+    if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
+        who += f" on {min(r.hosts)}"
+    message = f"{who} {text}{at(site)}"
+    if everyone and r.meaning.cause == "crashed":
+        message += f": the same on all {len(ranks):,} ranks in the log"
+    elif others:
+        message += f"; {rank_list(others)} then waited in vain or lost their connections"
+    todo = advice.SAME_EVERYWHERE if everyone and not r.advice else r.advice
+    return Finding(
+        kind=r.meaning.kind,
+        cause=r.meaning.cause,
+        certainty=Certainty.SUSPECTED if r.meaning.kind == "mismatch" or not ranks else Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=ranks,
+        victims=others,
+        where=tuple(
+            Where(q, s.file, s.line, s.function or None) if (s := r.sites.get(q, site)) is not None else Where(q)
+            for q in ranks
+        ),
+        message=message,
+        cost="the job ended, or hangs without it",
+        advice=todo,
+        evidence=(*evidence(r.events), *dict.fromkeys(r.paths))[:8],
+    )

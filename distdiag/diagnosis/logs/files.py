@@ -1,0 +1,184 @@
+"""Log files of a job: finding them, and reading their lines in bounded memory.
+
+Plain or compressed, of any encoding. Most lines of a log are of no interest: a block without any needle is skipped
+without being split into lines.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISREG
+from typing import IO
+
+from distdiag.diagnosis.dumps.content import DumpFile
+from distdiag.diagnosis.dumps.files import find
+from distdiag.diagnosis.dumps.naming import name_ranks
+from distdiag.diagnosis.logs.patterns import NEEDLES
+from distdiag.diagnosis.logs.prefixes import is_record
+from distdiag.terms.untrusted import is_rank
+
+BLOCK_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
+MAX_BYTES = 32 << 30  # of one file, unpacked
+MAX_FILES = 1 << 16
+_SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
+_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
+_LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
+_WORKER = re.compile(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchrun: the number is the local rank
+_BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+_JSON = re.compile(rb"\s*(?:\{|\[\s*[{\]\"])")
+_TEXT = bytes(range(32, 127)) + b"\n\r\t\x1b\b\f"
+
+
+def find_logs(given: Sequence[str]) -> list[Path]:
+    """Return the log files among `given` and below its directories; a file that was named itself counts if it holds text."""
+    found: list[Path] = []
+    for path, named in find(map(Path, given)):
+        if len(found) >= MAX_FILES:
+            break
+        if (named or _named_like_a_log(path)) and is_log(path):
+            found.append(path)
+    return found
+
+
+def _named_like_a_log(path: Path) -> bool:
+    name = path.name.lower()
+    suffix = Path(name).suffix
+    if suffix in (".gz", ".bz2", ".xz"):
+        name = name[: -len(suffix)]
+    if name in _LOG_NAMES:
+        return True
+    suffixes = Path(name).suffixes
+    numbered = bool(suffixes) and suffixes[-1][1:].isdigit()  # train.log.3
+    return bool(suffixes) and suffixes[-2 if numbered and len(suffixes) > 1 else -1] in _SUFFIXES
+
+
+def is_log(path: Path) -> bool:
+    """True if the file begins with text, in whatever encoding, that is no JSON document (but may be JSON records, one a line)."""
+    try:
+        with opened(path) as f:
+            head = f.read(4096)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        return False
+    if not head:
+        return False
+    if _encoding(head) != "utf-8":
+        return True
+    if b"\0" in head or head[:1] == b"\x80":
+        return False
+    if _JSON.match(head) and not _is_record(head.lstrip().partition(b"\n")[0]):
+        return False
+    controls = len(head.translate(None, _TEXT + bytes(range(128, 256))))
+    return controls <= len(head) // 20
+
+
+def _is_record(line: bytes) -> bool:
+    """True for a JSON record of a log: an object on one line with a message."""
+    return is_record(line.decode("utf-8", "replace"))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, unpacked if it is compressed, by its first bytes.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as raw:  # a FIFO must not block
+        if not S_ISREG(os.fstat(raw.fileno()).st_mode):
+            raise OSError(f"{path} is not a file")
+        head = raw.peek(8)
+        unpack = next((unpack for magic, unpack in _PACKED if head.startswith(magic)), None)
+        if unpack is None:
+            yield raw
+        else:
+            with unpack(raw) as unpacked:
+                yield unpacked  # type: ignore[misc]
+
+
+def _encoding(head: bytes) -> str:
+    """Return the encoding that a file's first bytes show: UTF-8 unless it is UTF-16 or UTF-32."""
+    for mark, name in _BOMS:
+        if head.startswith(mark):
+            return name
+    if len(head) >= 64:  # without a mark: PowerShell's `>` writes such files
+        for name, zeros in (("utf-16-le", head[1:64:2]), ("utf-16-be", head[0:64:2])):
+            if zeros.count(0) > len(zeros) * 3 // 4 and head[:64].count(0) <= 36:
+                return name
+    return "utf-8"
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, text) of the lines of all blocks that hold a needle, without their ends.
+
+    A carriage return ends a line, too: a progress bar writes the next message after it.
+
+    Raises:
+        OSError: the file cannot be read any further; lines before that were yielded.
+    """
+    number = 1
+    with opened(path) as f:
+        for block in _blocks(f):
+            count = block.count(b"\n")
+            if any(needle in block for needle in NEEDLES):
+                at = number
+                for raw in block.split(b"\n"):
+                    for part in raw.split(b"\r") if b"\r" in raw else (raw,):
+                        if part:
+                            yield at, part[:MAX_LINE_BYTES].decode("utf-8", "replace")
+                    at += 1
+            number += count
+
+
+def _blocks(f: IO[bytes]) -> Iterator[bytes]:
+    """Yield blocks of whole lines, as UTF-8."""
+    rest, read, encoding = b"", 0, ""
+    while read < MAX_BYTES:
+        try:
+            block = f.read(BLOCK_BYTES)
+        except (EOFError, zlib.error, lzma.LZMAError) as e:  # cut short: what was read before is judged
+            if rest:
+                yield rest
+            raise OSError(f"damaged: {e}") from e
+        if not block:
+            break
+        read += len(block)
+        encoding = encoding or _encoding(block)
+        if encoding != "utf-8":
+            block = block.decode(encoding, "replace").encode()
+        block = rest + block
+        end = block.rfind(b"\n") + 1
+        if end == 0 and len(block) < 4 * MAX_LINE_BYTES:
+            rest = block
+            continue
+        end = end or len(block)
+        rest = block[end:]
+        yield block[:end]
+    if rest:
+        yield rest
+
+
+def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
+    """Return the rank of each file that holds one rank's lines: by `rank3` in its name or path, or by its number among others."""
+    files = [DumpFile(path, None, "", {}, {}, []) for path in dict.fromkeys(paths)]
+    out: dict[Path, int] = {}
+    workers = {f.path: int(m[2]) for f in files if (m := _WORKER.search(f.path.as_posix()))}
+    if len(set(workers.values())) == len({p.parent for p in workers}):  # else of several nodes: local ranks only
+        out = workers
+    name_ranks(files)
+    named = {f.path: f.rank for f in files if f.rank is not None and is_rank(f.rank)}
+    numbered = set(named.values())
+    for path, rank in named.items():
+        if re.search(r"rank[-_.=]?\d", str(path), re.IGNORECASE) or (
+            len(files) > 1 and path not in out and numbered <= set(range(len(files) + 1))
+        ):
+            out[path] = rank
+    return out

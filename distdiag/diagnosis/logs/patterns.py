@@ -1,0 +1,140 @@
+"""The messages of torch, NCCL, launchers, Slurm and the kernel that tell what happened to a job: one table.
+
+Each row is a fixed format of a library, with the fields that a rule uses. Wording differs between versions of torch
+(1.9 to 2.10); where it does, one row matches all. `role` says what such a line means for the rank that wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    CAUSE = "cause"  # this rank, or its device, failed by itself
+    WAIT = "wait"  # this rank waited for others in vain
+    VICTIM = "victim"  # another process ended first, or the network did
+    START = "start"  # the ranks did not find each other
+    STOP = "stop"  # stopped from outside
+    EXIT = "exit"  # how a process ended, by its launcher
+    FACT = "fact"  # nothing is wrong: who is who
+    ECHO = "echo"  # repeats another message
+    HINT = "hint"  # what went wrong below an exception
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One message format.
+
+    Attributes:
+        name: What rules call it.
+        needle: A literal part of every such line: most lines are dismissed by these alone.
+        regex: Searched in the line; its named groups are the event's fields.
+    """
+
+    name: str
+    role: Role
+    needle: str
+    regex: re.Pattern[str] = field(repr=False)
+
+
+def _row(name: str, role: Role, needle: str, regex: str) -> Pattern:
+    return Pattern(name, role, needle, re.compile(regex))
+
+
+C, W, V, S, X, E, F, O, H = (  # noqa: E741
+    Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.ECHO, Role.HINT,
+)  # fmt: skip
+_PEER = r"(?P<peer>[^\s<>\]]+?)(?:<\d+>|\]?:\d+|\s|$)"
+
+TABLE: tuple[Pattern, ...] = (
+    # -- collectives that timed out: ProcessGroupNCCL.cpp
+    _row("timeout", W, "Watchdog caught", r"Watchdog caught collective operation timeout: Work\w+\((?:SeqNum=(?P<seq>\d+), )?"
+         r"OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[^\]]{0,99})\])?(?:, NumelIn=(?P<nin>\d+), NumelOut=(?P<nout>\d+))?"
+         r", Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+) milliseconds"),
+    _row("counters", W, "last enqueued", r"(?:detected by watchdog at work(?: sequence id)?|Timeout at NCCL work): (?P<at>\d+).{0,40}?"
+         r"last enqueued (?:NCCL )?work: (?P<enq>-?\d+)(?:.{0,60}?)last completed (?:NCCL )?work: (?P<done>-?\d+)"),
+    _row("dump_signal", W, "Received a dump signal", r"Received a dump signal due to a collective timeout from\s+(?:this local rank|rank (?P<first>\d+))"
+         r".{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"),
+    _row("stuck_watchdog", W, "watchdog got stuck", r"watchdog got stuck for (?P<stuck_s>\d+) seconds"),
+    _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
+    # -- the communicator could not be made
+    _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
+         r".{0,200}?got error: (?P<reason>.*)"),
+    _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
+    _row("barrier_reached", W, "successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier"),
+    _row("clients", S, " joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"),
+    _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
+    _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
+    _row("rendezvous", S, "Rendezvous", r"\b(?P<what>RendezvousTimeoutError|RendezvousConnectionError)\b"),
+    _row("port_in_use", C, "server socket has failed to listen", r"server socket has failed to listen on any local network address"),
+    _row("port_in_use", C, "EADDRINUSE", r"EADDRINUSE"),
+    _row("full_mesh", S, "connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?P<reason>.*)"),
+    # -- calls that differ: ProcessGroupWrapper.cpp, DDP's reducer, NCCL
+    _row("fingerprints", C, "Detected mismatch between collectives", r"Detected mismatch between collectives on ranks\. Rank (?P<a>\d+) is running (?:inconsistent )?collective: "
+         r"CollectiveFingerPrint\((?P<fa>.*?)\)?(?:, but Rank (?P<b>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\((?P<fb>.*))?$"),
+    _row("ddp_params", C, "DDP expects same model", r"DDP expects same model across all ranks, but Rank (?P<a>\d+) has (?P<na>\d+) params, while rank (?P<b>\d+) has inconsistent (?P<nb>-?\d+) params"),
+    _row("ddp_shape", C, "appears not to match", r"\[(?P<a>\d+)\]: params\[(?P<index>\d+)\] in this process with (?P<what>sizes|strides) (?P<sa>\[[^\]]{0,99}\]) appears not to match (?:sizes|strides) of the same param in process (?P<b>\d+)"),
+    _row("ddp_unused", C, "did not receive grad for rank", r"Parameters which did not receive grad for rank (?P<r>\d+): (?P<names>.+)"),
+    _row("ddp_unused_index", C, "did not receive grad for rank", r"Parameter indices which did not receive grad for rank (?P<r>\d+): (?P<indices>[\d ]+)"),
+    _row("nccl_mismatch", C, "Mismatched collective", r"NCCL WARN Mismatched collective detected.{0,80}rank (?P<near>\d+)"),
+    _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
+    # -- devices
+    _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
+    _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
+    _row("device_lost", C, "has fallen off the bus", r"GPU has fallen off the bus"),
+    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,200})"),
+    _row("cuda_oom", C, "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'out of memory'"),
+    _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable)[^\n]{1,120})"),
+    _row("cuda_error", C, "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
+    # -- memory and signals of the host
+    _row("shm_full", C, "creating shared memory segment", r"NCCL WARN Error while creating shared memory segment"),
+    _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
+    _row("shm_full", C, "out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
+    _row("loader_killed", C, "is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus)\w[\w ]*)"),
+    _row("host_oom", E, "oom_kill event", r"oom_kill event"),
+    _row("host_oom", E, "oom-kill event", r"oom-kill event"),
+    _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)"),
+    _row("host_oom", E, "OOMKilled", r"\bOOMKilled\b"),
+    # -- launchers: torchrun, DeepSpeed, mpirun, multiprocessing, Slurm
+    _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
+    _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
+    _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
+    _row("exit", E, " terminated with ", r"ProcessExitedException: process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
+    _row("exit_tasks", E, "srun: error: ", r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
+    _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
+    _row("terminated", X, "death signal", r"Received (?P<signal>\d+) death signal"),
+    _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
+    _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
+    # -- connections
+    _row("ib", H, "Got completion", r"NCCL WARN NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
+    _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
+    _row("closed", V, "Call to ", r"NCCL WARN .{0,20}(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+    _row("refused", V, "returned Connection refused", r"NCCL WARN .{0,60}returned Connection refused"),
+    _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
+    _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal|UnhandledCuda|InvalidUsage|InProgress)\w*Error)\b"),
+    _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
+    _row("echo", O, "NCCL WARN", r"NCCL WARN (?:\[(?:Proxy )?Service|\[Rem Allocator|Socket recv failed while polling|Failed to CUDA calloc|\[Proxy)"),
+    _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?P<what>.{1,200})"),
+    # -- who is who
+    _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)"),
+    _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
+    _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),
+    _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),
+    _row("restart", F, "estarting worker group", r"[Rr]estarting worker group|will restart worker group"),
+)  # fmt: skip
+
+# Lines that the collector reads itself: tables and tracebacks of several lines.
+_MORE = (
+    "Traceback (most recent call last)", 'File "', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
+    "Stack trace of the failed", " from /", "Process name: [[", "Exit code:", "terminated with the following error",
+    "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit",
+)  # fmt: skip
+_WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_MORE)))
+NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
+
+
+def may_matter(text: str) -> bool:
+    """False if no row and no table can have this line."""
+    return any(word in text for word in _WORDS)

@@ -1,0 +1,115 @@
+"""Who wrote a line: the rank, task, host or process that launchers and libraries put in front of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from distdiag.terms.untrusted import is_rank
+
+_ANSI = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1a]"
+)
+_RANK = re.compile(r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)rank[=:](\d{1,6})[\]:,\s]")
+_GROUP = re.compile(
+    r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
+)
+_LOCAL = re.compile(r"(?:^|\s)\[(?:default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
+_MPI = re.compile(r"\[\d+,(\d{1,6})\]<std(?:out|err)>")
+_SRUN = re.compile(r"^\s*(\d{1,6}): ")
+_BRACKET = re.compile(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
+_NCCL = re.compile(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
+_LABEL = re.compile(
+    r"\((?P<label>[A-Za-z_][\w ]*? pid=\d+)[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]"
+)
+_MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack")
+
+
+@dataclass(slots=True)
+class Writer:
+    """Who wrote a line, as far as it says so.
+
+    Attributes:
+        rank: In the whole job; from torch's own prefix, a launcher's, or the name of the default group.
+        group: (number, description) of the process group whose watchdog wrote it.
+        in_group: The rank in that group.
+        local: The rank on its node.
+        task: Of srun: a rank only if it started the ranks, not torchrun.
+        process: Host and pid, or a label with pid: the same for all lines of one process.
+    """
+
+    rank: int | None = None
+    group: tuple[str, str] | None = None
+    in_group: int | None = None
+    local: int | None = None
+    task: int | None = None
+    host: str = ""
+    device: int | None = None
+    process: str = ""
+
+
+def plain(text: str) -> str:
+    """Return a line without colours and control characters."""
+    return _ANSI.sub("", text) if not text.isprintable() else text
+
+
+def messages(text: str) -> list[tuple[str, int | None]]:
+    """Return (message, rank) of a line: of a JSON record its message, which may have several lines, and its rank."""
+    record = _record(text)
+    texts = [str(record[key]) for key in _MESSAGE_KEYS if isinstance(record.get(key), str)]
+    if not texts:
+        return [(text, None)]
+    rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
+    if isinstance(rank, str) and rank.isdecimal() and len(rank) < 7:
+        rank = int(rank)
+    known = rank if isinstance(rank, int) and is_rank(rank) else None
+    return [(line, known) for t in texts for line in t.splitlines() if line]
+
+
+def is_record(text: str) -> bool:
+    """True for a JSON object with a message: one line of a log."""
+    return any(isinstance(value, str) for key, value in _record(text).items() if key in _MESSAGE_KEYS)
+
+
+def _record(text: str) -> dict[str, Any]:
+    """Return the JSON object that a line consists of; empty if it is none."""
+    stripped = text.strip()
+    if not (stripped.startswith("{") and stripped.endswith("}") and '"' in stripped):
+        return {}
+    try:
+        record: Any = msgspec.json.decode(stripped)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def writer(text: str) -> Writer:
+    """Return who wrote a line."""
+    out = Writer()
+    own = list(_RANK.finditer(text[:400]))
+    exact = next((m for m in own if m[1] is not None), None)
+    if group := _GROUP.search(text[:600]):
+        out.group, out.in_group = (group["pg"], group["desc"] or ""), int(group["rank"])
+        if group["desc"] == "default_pg":
+            out.rank = out.in_group
+    if exact is not None or own:
+        m = exact or own[0]
+        number = next(int(x) for x in m.groups() if x is not None)
+        if exact is not None or out.group is None:
+            out.rank = number
+    if out.rank is None and (m := _MPI.search(text)):
+        out.rank = int(m[1])
+    if out.rank is None and (m := _BRACKET.match(text)):
+        out.rank = int(m[1])
+    if m := _LOCAL.search(text[:200]):
+        out.local = int(m[1])
+    if m := _SRUN.match(text):
+        out.task = int(m[1])
+    if m := _NCCL.search(text[:300]):
+        out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
+    elif m := _LABEL.search(text[:300]):
+        out.process, out.host = m["label"] or m["tp"], m["ip"] or ""
+    return out

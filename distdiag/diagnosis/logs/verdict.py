@@ -1,0 +1,127 @@
+"""Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
+
+What failed by itself comes first: a rank that raised, was killed, or whose GPU failed; then what torch reports about several
+ranks; then who waited for whom; then lost connections. A later kind is reported only if no earlier one explains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from distdiag.diagnosis.logs import connections, disagreements, failures, timeouts
+from distdiag.diagnosis.logs.collect import Collected, Collector
+from distdiag.diagnosis.logs.files import find_logs
+from distdiag.diagnosis.logs.patterns import Role
+from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Report, Severity, State
+
+MAX_FINDINGS = 6
+
+
+def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
+    """Return what the logs show; None if none of the files is a log.
+
+    Args:
+        paths: The log files, if they are known already.
+    """
+    logs = list(paths) if paths is not None else find_logs(given)
+    if not logs:
+        return None
+    found = Collector(logs).read()
+    findings, text = judge(found)
+    error = any(f.severity == Severity.ERROR for f in findings)
+    return Report(
+        run=", ".join(map(str, given)),
+        state=State.FAILED if error or text else State.RUNNING,
+        world_size=_world(found),
+        ranks_seen=len(found.ranks),
+        findings=tuple(findings),
+        notes=tuple(_notes(found)),
+        unjudged=None if findings or text else f"no error that distdiag knows in {_count(found)}",
+        state_text=text,
+    )
+
+
+def failures_first(dumps: Report, logs: Report) -> Report:
+    """Return one report: what the logs show to have failed by itself, then what the dumps show."""
+    own = tuple(
+        f
+        for f in logs.findings
+        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits) or f.kind == "gpu"
+    )
+    failed = {r for f in own for r in f.culprits}
+    rest = tuple(
+        f for f in dumps.findings if not (f.kind == "rank_lost" and f.cause == "silent" and set(f.culprits) <= failed)
+    )
+    state = dumps.state if not own or dumps.state != State.RUNNING else State.DEGRADED
+    return msgspec.structs.replace(
+        dumps,
+        state=state,
+        world_size=dumps.world_size or logs.world_size,
+        findings=(*own, *rest),
+        notes=(*(n for n in dumps.notes if not n.startswith("not read: ")), *(logs.notes if own else ())),
+        state_text=logs.state_text if own else dumps.state_text,
+    )
+
+
+def judge(found: Collected) -> tuple[list[Finding], str | None]:
+    """Return (findings, what stopped the job from outside)."""
+    waited = {e.rank for e in found.events if e.role in (Role.WAIT, Role.VICTIM) and e.rank is not None}
+    reported = disagreements.findings(found)
+    own = failures.of_events(found)
+    if any(f.kind == "unused_parameters" for f in reported):
+        own = [r for r in own if not all("finished reduction" in e.text for e in r.events)]
+    own += failures.of_exits(
+        found, {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}, waited
+    )
+    stop = _stopped(found)
+    if own or reported:
+        return [*reported, *(failures.finding(r, found, waited) for r in own)][:MAX_FINDINGS], None
+    for kind in (disagreements.late, timeouts.findings, connections.stuck, connections.starts):
+        if findings := kind(found):
+            return findings[:MAX_FINDINGS], None
+    if stop is not None:
+        return [], stop
+    return connections.lost(found)[:MAX_FINDINGS], None
+
+
+def _stopped(found: Collected) -> str | None:
+    """Return what ended the job from outside, if a line says so."""
+    for e in found.events:
+        if e.name == "cancelled":
+            why = e.fields.get("why", "").lower()
+            return f"{STOPPED_BY} Slurm on {e.fields['host']} at {e.fields['when']}: {why or 'cancelled'}"
+    for e in found.events:
+        if e.name == "terminated":
+            name = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}.get(
+                e.fields["signal"], f"signal {e.fields['signal']}"
+            )
+            return f"{STOPPED_BY} {name} from outside: the scheduler, a person, or a launcher whose other node failed"
+    if any(e.name == "interrupted" for e in found.events):
+        return f"{STOPPED_BY} Ctrl-C (KeyboardInterrupt)"
+    return None
+
+
+def _world(found: Collected) -> int | None:
+    """Return the number of ranks, if the log gives it."""
+    sizes = [found.world_size or 0]
+    sizes += [int(e.fields["expected"]) for e in found.events if e.name == "clients"]
+    return max(sizes) or None
+
+
+def _count(found: Collected) -> str:
+    n = len(found.files)
+    return "1 log" if n == 1 else f"{n:,} logs"
+
+
+def _notes(found: Collected) -> list[str]:
+    notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if found.restarts:
+        notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
+    if found.events or found.exits:
+        notes.append(
+            "read from a log: it shows what was printed, not what each rank did; `-m distdiag.run` records the next run"
+        )
+    return notes
