@@ -19,7 +19,7 @@ sys.stdin.read()
 """
 
 
-def test_everything_is_gone_afterwards_even_what_left_the_process_group() -> None:
+def test_all_processes_are_killed_even_outside_the_process_group() -> None:
     with start([sys.executable, "-c", DAEMON]) as job:
         wait_for(lambda: "started" in job.stdout(), 30, "the daemon", job)
         assert job.process.poll() is None, "stdin must stay open and silent"
@@ -28,7 +28,7 @@ def test_everything_is_gone_afterwards_even_what_left_the_process_group() -> Non
     assert job.process.returncode == -9
 
 
-def test_environment_is_that_of_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_get_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISTDIAG_RUN_DIR", "RANK", "MASTER_ADDR", "PYTHONPATH"):
         monkeypatch.setenv(name, "outer")
     with start([sys.executable, "-c", "import os; print(dict(os.environ))"], env={"DISTDIAG_DATA": "x"}) as job:
@@ -39,7 +39,7 @@ def test_environment_is_that_of_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -
     assert not {"DISTDIAG_RUN_DIR", "RANK", "MASTER_ADDR", "PYTHONPATH"} & set(seen)
 
 
-def test_waiting_for_what_never_comes_shows_the_output() -> None:
+def test_a_wait_that_times_out_shows_the_output() -> None:
     with (
         start([sys.executable, "-c", "print('last words')"]) as job,
         pytest.raises(AssertionError, match=r"(?s)the job ended first.*last words"),
@@ -48,7 +48,7 @@ def test_waiting_for_what_never_comes_shows_the_output() -> None:
 
 
 @pytest.mark.job
-def test_ranks_are_known_by_number_and_killed(tmp_path: Path) -> None:
+def test_ranks_are_found_by_number_and_killed(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text(
         textwrap.dedent("""

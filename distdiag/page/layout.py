@@ -13,12 +13,12 @@ VERSION = 8
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 BACKEND_FRAME = "backend:"
-STILL_NS = 100_000_000  # in the same phase or wait for so long: it may be waiting
+STILL_NS = 100_000_000  # time in the same phase or wait after which a rank may be waiting
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
 
 
 class Phase(IntEnum):
-    """What the main thread does, by the hooks; `words` are what readers show."""
+    """What the main thread does, according to the hooks; readers show the names in `words`."""
 
     INIT = 0
     DATA = 1
@@ -34,7 +34,7 @@ class Phase(IntEnum):
 
 
 class Blocked(IntEnum):
-    """What the main thread may be waiting in; `blocked_at` says in which one."""
+    """What the main thread may be waiting in; `blocked_at` identifies the call or group."""
 
     NO = 0
     WAIT = 1  # inside Work.wait or a blocking call: index of the call record
@@ -65,7 +65,7 @@ class Header(Structure):
         ("node", c_int32),
         ("attempt", c_int32),
         ("gpu", c_int32),
-        # what is written many times a step, as whole words that lie together: with cold caches each line of memory counts
+        # fields written many times a step: adjacent whole words, as with cold caches each cache line counts
         ("phase", c_uint64),
         ("phase_since_ns", c_uint64),
         ("blocked", c_uint64),
@@ -81,7 +81,7 @@ class Header(Structure):
         # NEWS: a change here makes the monitor read the page at once
         ("life", c_uint64),
         ("dropped", c_uint64),  # records and strings that did not fit
-        ("errors", c_uint64),  # failures of ours
+        ("errors", c_uint64),  # failures of the recorder
         ("exception_ns", c_uint64),
         ("caught_ns", c_uint64),
         ("n_groups", c_uint64),
@@ -93,18 +93,18 @@ class Header(Structure):
         ("script", c_uint32),
         ("facts", c_uint32),  # JSON text: versions, backend, meta(**…) of the job; replaced whole
         ("heap_used", c_uint32),
-        ("error", c_uint32),  # text of the last failure of ours
+        ("error", c_uint32),  # text of the recorder's last failure
         ("exit_code", c_int32),
         ("exception", c_uint32),
         ("exception_depth", c_uint32),
         ("exception_stack", c_uint32 * STACK),
-        ("caught", c_uint32),  # newest exception out of a collective or a step that the script may yet catch
+        ("caught", c_uint32),  # newest exception from a collective or a step, which the script may still catch
         ("heartbeat_ns", c_uint64),
         ("beats", c_uint64),
         ("stack_version", c_uint64),  # odd while the pulse writes the stack
         ("stack_depth", c_uint64),
         ("stack", c_uint64 * STACK),  # sites of the user's frames, innermost first
-        ("stack_phase", c_uint64),  # the phase in which it was seen
+        ("stack_phase", c_uint64),  # the phase in which the stack was sampled
         # "queue.get": the innermost Python frame of all, torch's and stdlib's included; BACKEND_FRAME before it: in a backend's code
         ("raw_innermost", c_uint64),
         ("stack_ns", c_uint64),
@@ -115,8 +115,8 @@ class Header(Structure):
         ("n_sites", c_uint32),
         ("n_loaders", c_uint32),
         ("in_join", c_uint32),
-        ("new_groups", c_uint64),  # how many process groups this rank asked for: they are collective calls, too
-        ("initialised", c_uint64),  # how often init_process_group was entered
+        ("new_groups", c_uint64),  # new_group calls of this rank, which are collective calls, too
+        ("initialised", c_uint64),  # calls of init_process_group
         ("device_total_bytes", c_uint64),
         ("device_peak_bytes", c_uint64),
         ("witness", c_uint32),  # path of the worker server's socket
@@ -135,10 +135,10 @@ class GroupSlot(Structure):
         ("generation", c_uint32),
         ("destroyed", c_uint32),
         ("enqueued", c_int64),  # newest collective issued
-        ("completed", c_int64),  # by the flight recorder; -1 not known
+        ("completed", c_int64),  # newest completed, from the flight recorder; -1 not known
         ("timeout_ms", c_int64),
         ("flight_recorder_id", c_int64),
-        ("offset", c_int64),  # of the backend's own sequence numbers over the number of collectives, now
+        ("offset", c_int64),  # the backend's current sequence number minus the number of collectives
     ]
 
 
@@ -158,7 +158,7 @@ class LoaderSlot(Structure):
         ("dataset_length", c_int64),
         ("batch_size", c_int64),
         ("drop_last", c_int32),
-        ("distributed_sampler", c_int32),  # 1: its rank and num_replicas are those of the process; 2: they are others
+        ("distributed_sampler", c_int32),  # 1: its rank and num_replicas are those of the process; 2: they differ
         ("sampler_epoch", c_int64),
         ("shuffle", c_int32),
         ("workers", c_int32),
@@ -173,9 +173,9 @@ class LoaderSlot(Structure):
         ("n_previous", c_uint32),
         ("previous", c_uint64 * 6),
         ("wait_ns", c_uint64),
-        ("promised", c_uint32),  # the job declared how many batches it will take
-        ("polls", c_uint32),  # of what its workers do; 0: not known
-        ("fetching_permille", c_uint32),  # share of its workers that fetch a batch, lately; the others wait
+        ("promised", c_uint32),  # the job declared how many batches it takes
+        ("polls", c_uint32),  # polls of its workers; 0: not known
+        ("fetching_permille", c_uint32),  # recent share of its workers that fetch a batch; the others wait
         ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
     ]
 
@@ -190,7 +190,7 @@ class ModelSlot(Structure):
         ("parameters", c_uint32),
         ("parameter_elements", c_uint64),
         ("shape_hash", c_uint64),
-        ("find_unused", c_int32),  # 1 asked for by the script, 2 by a library that wraps for it; -1 not known yet
+        ("find_unused", c_int32),  # 1 set by the script, 2 set by a library that wraps the model; -1 not known yet
         ("static_graph", c_int32),
         ("broadcast_buffers", c_int32),
         ("forwards", c_uint64),  # with gradients
@@ -200,12 +200,12 @@ class ModelSlot(Structure):
         ("unused", c_uint32),  # JSON list of [name, elements]
         ("unused_step", c_uint64),
         ("frozen", c_uint32),  # number of parameters with requires_grad False
-        ("search_ns", c_uint64),  # spent looking for unused parameters
+        ("search_ns", c_uint64),  # time of DDP's searches for unused parameters
         ("searches", c_uint64),
         ("unused_site", c_uint32),
         ("never_called", c_uint32),  # JSON list of their modules that the first forward did not enter; 0: not seen
         ("frozen_names", c_uint32),  # JSON list of [name, elements]
-        ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every look so far
+        ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every check so far
         ("buckets", c_uint32),  # JSON object: bytes, buckets, bucket_bytes, …; 0: not known yet
         ("evaluating", c_uint32),  # the module that it wraps is in eval mode
     ]
@@ -222,14 +222,14 @@ class CallRecord(Structure):
         ("tag", c_int32),
         ("dtype", c_uint32),
         ("site", c_uint32),
-        ("ndim", c_int32),  # -1 not known
+        ("ndim", c_int32),  # number of dimensions; -1 not known
         ("shape", c_int64 * 6),
         ("elements", c_int64),
         ("bytes", c_int64),
-        ("received", c_int64),  # elements that an all_to_all expects from all ranks together; -1 not known
+        ("received", c_int64),  # elements that an all_to_all receives from all ranks together; -1 not known
         ("entered_ns", c_uint64),
         ("wait_ns", c_uint64),  # time the host spent waiting in it
-        ("left_ns", c_uint64),  # 0 while in flight (as the host knows)
+        ("left_ns", c_uint64),  # 0 while in flight on the host
         (
             "flags",
             c_uint8,
@@ -257,7 +257,7 @@ class StepRecord(Structure):
         ("loss", c_double),
         ("loss_known", c_uint64),
         ("device_bytes", c_uint64),
-        ("forward_wait_ns", c_uint64),  # part of wait_ns that lies in forward: DDP's broadcast of buffers
+        ("forward_wait_ns", c_uint64),  # part of wait_ns in forward: DDP's broadcast of buffers
         (
             "arrived_ns",
             c_uint64,
@@ -270,12 +270,14 @@ class SampleKind(IntEnum):
     BUFFERS = 2
     NONFINITE_LOSS = 3
     NONFINITE_GRADIENT = 4
-    NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank that brought it in
-    REDUCED = 5  # elements all-reduced during the step, against those of the parameters that have gradients
-    AVERAGED = 7  # the most of them between two steps so far
-    NOT_A_MEMBER = 10  # a collective called by a rank outside its group: it returned at once; its name is the operation
-    UNFROZEN = 11  # parameters that get gradients and were frozen when DDP was built; its name is the first of them
-    NAN_INPUT = 8  # the batch of a loss that is not finite holds NaN itself
+    NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank where it began
+    REDUCED = 5  # elements all-reduced during the step, divided by those of the parameters with gradients
+    AVERAGED = 7  # maximum between two steps so far
+    NOT_A_MEMBER = (
+        10  # a collective called by a rank outside its group, which returned at once; `name` is the operation
+    )
+    UNFROZEN = 11  # parameters with gradients that were frozen when DDP was built; `name` is the first of them
+    NAN_INPUT = 8  # the batch of a non-finite loss contains NaN
     LEARNING_RATE = (
         9  # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups
     )
@@ -289,7 +291,7 @@ class SampleRecord(Structure):
         ("kind", c_uint32),
         ("step", c_uint64),
         ("value", c_double),
-        # of a checksum: what was sampled, in the low 32 bits, and after how many synchronised backward passes, above them
+        # of a checksum: what was sampled (low 32 bits), and the number of synchronised backward passes before it (high bits)
         ("key", c_uint64),
         ("name", c_uint32),
         ("site", c_uint32),
@@ -306,11 +308,11 @@ class DdpTimeRecord(Structure):
 
     _fields_ = [
         ("number", c_uint64),
-        ("model", c_uint64),  # index of its slot
+        ("model", c_uint64),  # index of the module's slot
         ("began_ns", c_uint64),  # when the backward pass began
-        ("per_step", c_uint64),  # such passes in each step; 0: not known, or not always as many
-        ("comm_ns", c_uint64),  # from the first bucket's start to the last one's end
-        ("overlap_ns", c_uint64),  # the part of it during which gradients were computed
+        ("per_step", c_uint64),  # such passes per step; 0: not known, or it varies
+        ("comm_ns", c_uint64),  # from the first bucket's start to the last bucket's end
+        ("overlap_ns", c_uint64),  # the part that overlaps with the computation of gradients
         ("backward_ns", c_uint64),  # until the last gradient was computed
     ]
 
@@ -333,13 +335,13 @@ class Page(Structure):
 
 
 PAGE_BYTES = ctypes.sizeof(Page)
-# A whole record in one call, `number` apart: ctypes takes as long for each field as this for all of them.
+# Reads a whole record except `number` in one call: ctypes takes as long for each single field.
 CALL_FORMAT = struct.Struct("=QIIqQiiIIi4x6q3q3QB7xQ")
 assert CALL_FORMAT.size == ctypes.sizeof(CallRecord)
 
 
 def word(field: str) -> int:
-    """Index in `PageWriter.words` of a header field of 64 bits."""
+    """Return the index in `PageWriter.words` of a 64-bit header field."""
     at = getattr(Header, field)
     assert at.offset % 8 == 0 and at.size % 8 == 0, field
     return at.offset // 8
@@ -350,7 +352,7 @@ NEWS = slice(word("life"), word("n_models") + 1)
 
 NO_GROUP = 0xFFFFFFFF  # CallRecord.group of init_process_group / new_group: members folded into `dtype`
 ASYNC, ROOTED, P2P, FAILED_CALL, OTHER_THREAD = 1, 2, 4, 8, 16
-EVEN = 64  # an all_gather into a list of tensors of equal size, which a device backend takes as many elements of every rank for
+EVEN = 64  # an all_gather into a list of equal tensors, for which a device backend requires that size on every rank
 ON_DEVICE = 32  # the host's call, or its wait(), returned before the operation was complete
 
 

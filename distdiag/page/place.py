@@ -1,9 +1,9 @@
-"""Where the rank pages of a node are, and when such a directory may be removed.
+"""The directories of the rank pages of a node, and when such a directory may be removed.
 
-A store into a page must never wait for a disk, so the pages are in /dev/shm if it has room for those of all local ranks,
-else in the run directory. Every directory that we make carries a mark, a small file. Each rank and the monitor hold a
-shared lock on it: the kernel drops it when they die, and it works across containers that share /dev/shm, where process
-numbers mean nothing. Only a directory with our mark that no process holds is removed, and of its files only ours.
+A store into a page must never wait for a disk. So the pages are in /dev/shm if it has room for those of all local ranks, else in the
+run directory. Every directory of ours has a mark, a small file. Each rank and the monitor hold a shared lock on it: the kernel
+releases it when they die, and it works across containers that share /dev/shm but not process numbers. Only a directory with our
+mark that no process holds is removed, and only our files in it.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from distdiag.page.layout import PAGE_BYTES
 
 SHM = Path("/dev/shm")
 MARK, MARK_TEXT = ".distdiag-pages", b"distdiag rank pages, version 1\n"
-SPARE_BYTES = 64 * 1024  # besides the pages: mark, sockets, stacks written by signal handlers
+SPARE_BYTES = 64 * 1024  # in addition to the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
 _OURS = re.compile(r"rank_\d+\.(page|new\d+)|r\d+\.[a-z]+|monitor\.lock")
 
 
 def memory_root() -> Path:
-    """Parent of this user's page directories in memory."""
+    """Return the parent of this user's page directories in memory."""
     return SHM / f"distdiag-{os.getuid()}"
 
 
 def fallback_root() -> Path:
-    """Where runs are written if the working directory is read-only."""
+    """Return the directory for runs if the working directory is read-only."""
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"distdiag-{os.getuid()}" / "reports"
 
 
 def node_record(run_dir: Path, node: int) -> Path:
-    """File in the run directory that holds this node's launcher and the place of its pages."""
+    """Return the file in the run directory that names this node's launcher and page directory."""
     return run_dir / f".node_{node}"
 
 
 def ended_record(run_dir: Path, node: int) -> Path:
-    """File in which this node's monitor lists the ranks that have ended, when it closes."""
+    """Return the file in which this node's monitor, when it closes, lists the ranks that have ended."""
     return run_dir / f".node_{node}.ended"
 
 
 def overflow(run_dir: Path, node: int) -> Path:
-    """Where the page of a rank is that found no room at the node's place."""
+    """Return the page directory for ranks whose page does not fit into the node's own."""
     return run_dir / f"pages.{node}"
 
 
 def note_ended(run_dir: Path, node: int, ranks: list[int]) -> None:
-    """Write the ended record; a disk that refuses costs only that a relaunch cannot see it."""
+    """Write the ended record; without it, only a relaunch cannot see which ranks have ended."""
     with contextlib.suppress(OSError):
         ended_record(run_dir, node).write_text(" ".join(map(str, ranks)) + "\n")
 
 
 def directories(run_dir: Path) -> dict[int, list[Path]]:
-    """By node: the page directories of a run that exist on this host, the chosen one first."""
+    """Return the page directories of a run that exist on this host, by node; the chosen one is first."""
     out: dict[int, list[Path]] = {}
     for record in sorted(run_dir.glob(".node_*")):
         number = record.name.removeprefix(".node_")
@@ -74,7 +74,7 @@ def directories(run_dir: Path) -> dict[int, list[Path]]:
 
 
 def private_directory(path: Path) -> None:
-    """Create a directory that only this user can enter, whatever the umask; one that exists must be like that.
+    """Create a directory that only this user can enter, whatever the umask; an existing one must be like that.
 
     Raises:
         PermissionError: it belongs to another user, is a symlink, or is no directory.
@@ -92,7 +92,7 @@ def private_directory(path: Path) -> None:
 
 
 def make(directory: Path) -> None:
-    """Create a page directory with its mark; nothing happens if it is there already.
+    """Create a page directory with its mark, unless it exists.
 
     Raises:
         OSError: it cannot be made, or belongs to another user.
@@ -109,7 +109,7 @@ def make(directory: Path) -> None:
 
 
 def has_room(directory: Path, pages: int) -> bool:
-    """True if the file system of `directory` has room for so many pages."""
+    """True if the file system of `directory` has room for this many pages."""
     try:
         s = os.statvfs(directory)
     except OSError:
@@ -132,9 +132,9 @@ def hold(directory: Path) -> int | None:
 
 
 def remove(directory: Path) -> bool:
-    """Remove a page directory of ours that no process holds; True if it is gone.
+    """Remove a page directory of ours that no process holds; True if it no longer exists.
 
-    Only files that a rank or a monitor makes are unlinked: a directory that holds anything else stays.
+    Only files that a rank or a monitor creates are removed: a directory with any other file stays.
     """
     if not is_marked(directory):
         return False
@@ -149,7 +149,7 @@ def remove(directory: Path) -> bool:
             return False
         for name in sorted(
             names, key=lambda n: n == MARK
-        ):  # the mark last: what is left of a failure can be removed later
+        ):  # the mark last: after a failure, a later call can remove the rest
             os.unlink(directory / name)
         directory.rmdir()
     except OSError:
@@ -160,10 +160,10 @@ def remove(directory: Path) -> bool:
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove the page directories in memory that jobs of this user left behind; return what was removed.
+    """Remove the page directories in memory that earlier jobs of this user left; return what was removed.
 
     Args:
-        directory: This job's; nothing is done unless it is in memory.
+        directory: This job's page directory; nothing is done unless it is in memory.
     """
     root = memory_root()
     if directory.parent != root:
@@ -186,7 +186,7 @@ def _old(directory: Path) -> bool:
 
 
 def is_marked(directory: Path) -> bool:
-    """True for a real directory of this user, closed to others, with our mark in it."""
+    """True for a real directory of this user, closed to others, that has our mark."""
     try:
         d, m = directory.lstat(), (directory / MARK).lstat()
         return (

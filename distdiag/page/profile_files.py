@@ -1,7 +1,7 @@
 """A reader's request for a profile of one rank, and the rank's answer: two small files next to its page.
 
-The directory of the pages can be entered by this user only, and the files of both are this user's, closed to others:
-else they are not read. Every number has a range. The request names no path: the rank writes into its own run directory.
+Only this user can enter the directory of the pages, and both files must belong to this user and be closed to others, else they are
+not read. Every number has a range. The request names no path: the rank writes into its own run directory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_INT = 1 << 62
 
 @dataclass(slots=True)
 class Request:
-    """What is asked of a rank.
+    """A request to a rank for a profile.
 
     Attributes:
-        number: Of the profile in its run: the results are in RUN/profile/NUMBER.
+        number: Number of the profile in its run: the results are in RUN/profile/NUMBER.
         first_step: The first step to be recorded; a rank that is past it begins with its next step.
         steps: How many steps.
         deadline_ns: Monotonic clock; nothing begins after it, and recording ends at the first step boundary after it.
@@ -42,13 +42,13 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """How far a rank is with the profile, and what it measured besides the trace.
+    """State of a rank's profile, and its measurements in addition to the trace.
 
     Attributes:
         boundaries: [step, wall clock in ns at its end], from the end of the step before the first one recorded.
         lines: [file, line, function, samples]: the main thread's innermost user frame, most frequent first.
         start_ms, stop_ms: What starting and stopping cost the training thread.
-        save_ms: How long a thread needed to write the trace, mostly with the GIL.
+        save_ms: How long a thread needed to write the trace, nearly all of it with the GIL.
     """
 
     number: int
@@ -74,17 +74,17 @@ def answer_path(pages: Path, rank: int) -> Path:
 
 
 def results(run_dir: Path, number: int) -> Path:
-    """Directory of the results of one profile."""
+    """Return the directory of the results of one profile."""
     return run_dir / "profile" / str(number)
 
 
 def trace_path(run_dir: Path, number: int, rank: int) -> Path:
-    """File into which a rank writes its trace."""
+    """Return the file into which a rank writes its trace."""
     return results(run_dir, number) / f"rank_{rank}.json"
 
 
 def write(path: Path, value: Request | Answer) -> None:
-    """Write a request or an answer, as a whole or not at all.
+    """Write a request or an answer atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -101,13 +101,13 @@ def _read(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is another user's, too large, or no JSON object.
+        ValueError: it belongs to another user, is too large, or is not a JSON object.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as f:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise ValueError(f"{path.name} is no file of this user, or others can write it")
+            raise ValueError(f"{path.name} is not a file of this user, or others can write it")
         data = f.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"{path.name} is too large")
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path.name} is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds no object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return value
 
 

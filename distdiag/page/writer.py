@@ -1,11 +1,11 @@
-"""The rank page: what a rank writes about itself, readable by another process at any instant without a lock.
+"""The rank page: a rank's state, readable by another process at any instant without a lock.
 
 A fixed-layout file, memory-mapped by the rank (writer) and by the monitor (reader). Writes are plain stores into
-shared memory: no system call, no lock, and the last words survive SIGKILL because the page belongs to the kernel.
+shared memory: no system call and no lock, and the contents survive SIGKILL because the page belongs to the kernel.
 Strings live once in an append-only heap and are referred to by offset; rings hold the newest calls and steps.
 
-The space is allocated up front (`posix_fallocate`): a store into a hole on a full disk would be SIGBUS, and that would
-be our crash in the user's job.
+The space is allocated up front (`posix_fallocate`): a store into a hole on a full disk would raise SIGBUS, a crash of the user's job
+caused by the recorder.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from distdiag.page.layout import (
 
 _STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
 _SAMPLES_AT = Page.samples.offset
-_STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # where the ring begins, length of a record
+_STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # start of the ring, length of a record
 assert [getattr(StepRecord, f[0]).offset for f in StepRecord._fields_] == [8 * i for i in range(19)]
 _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
 _WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
 
 def _map_at(address: int, flags: int, fd: int) -> bool:
-    """Map a page's bytes at a fixed address, in place of what is mapped there; True if it worked (else see `errno`)."""
+    """Map a page's bytes at a fixed address, in place of the existing mapping; True if it worked (else see `errno`)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
@@ -63,12 +63,12 @@ def _map_at(address: int, flags: int, fd: int) -> bool:
 
 
 def _mapped(fd: int) -> mmap.mmap:
-    """Map a file of `PAGE_BYTES` without keeping a descriptor of it, as `mmap.mmap` does: the script could close and reuse it.
+    """Map a file of `PAGE_BYTES`. Unlike `mmap.mmap` it keeps no descriptor, which the script could close and reuse.
 
     Raises:
         OSError: it cannot be mapped.
     """
-    made = mmap.mmap(-1, PAGE_BYTES)  # anonymous memory, which the file then replaces at the same address
+    made = mmap.mmap(-1, PAGE_BYTES)  # anonymous memory, then replaced by the file at the same address
     if not _map_at(ctypes.addressof(ctypes.c_char.from_buffer(made)), mmap.MAP_SHARED, fd):
         raise OSError(ctypes.get_errno(), "the page cannot be mapped")
     return made
@@ -101,8 +101,8 @@ class PageWriter:
         self.h.gpu = -1
         self.h.epoch = -1
         self.h.max_steps = -1
-        # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields, and one view
-        # for nearly all of it: each further one has to be brought into cold caches.
+        # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields. One view covers nearly
+        # all of it: each further view would have to be loaded into cold caches.
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
         self.doubles = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("d")
         self._strings: dict[str, int] = {"": 0}
@@ -115,16 +115,16 @@ class PageWriter:
         _map_at(ctypes.addressof(self.page), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
 
     def word_of(self, slot: Structure, field: str) -> int:
-        """Index in `words` of a 64-bit field of a slot of the page."""
+        """Return the index in `words` of a 64-bit field of a slot of the page."""
         return (ctypes.addressof(slot) - ctypes.addressof(self.page) + getattr(type(slot), field).offset) // 8
 
     def publish(self) -> None:
-        """Make the page visible under its name: from now on a reader may find it. Magic is the last thing written."""
+        """Make the page visible under its name: from now on a reader may find it. The magic number is written last."""
         self.h.magic = MAGIC
         os.replace(self._fresh, self.path)
 
     def text(self, s: str) -> int:
-        """Heap offset of `s`, stored once; 0 and a count of `dropped` where the heap is full."""
+        """Return the heap offset of `s`, stored once; 0, and one more in `dropped`, if the heap is full."""
         off = self._strings.get(s)
         if off is not None:
             return off
@@ -146,7 +146,7 @@ class PageWriter:
         return self.text(f"{file}\0{line}\0{function}")
 
     def write_call(self, *fields: object) -> int:
-        """One more call record; `fields` are those of CallRecord after `number`, which is returned."""
+        """Add a call record and return its number; `fields` are those of CallRecord after `number`."""
         number = next(self._call_numbers)
         at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
         CALL_FORMAT.pack_into(self._map, at, 0, *fields)
@@ -155,11 +155,11 @@ class PageWriter:
         return number
 
     def has_call(self, number: int) -> bool:
-        """True if the record of that call is still there: a newer one may have replaced it."""
+        """True if the record of that call still exists: a newer one may have replaced it."""
         return number + CALLS > self.words[_N_CALLS]
 
     def call_left(self, number: int, left_ns: int, waited_ns: int, failed: bool) -> None:
-        """The host has done with a call, having waited so long in it."""
+        """Record that the host has left a call, after waiting `waited_ns` in it."""
         if not self.has_call(number):
             return
         at = _CALLS_AT + (number - 1) % CALLS * CALL_FORMAT.size
@@ -174,7 +174,7 @@ class PageWriter:
         optimizer_ns: int, wait_ns: int, ready_ns: int, samples: int, batch: int, loss: float | None, device_bytes: int,
         forward_wait_ns: int, arrived_ns: int,
     ) -> None:  # fmt: skip
-        """One more step record. Word by word: with cold caches a third of the time of a format that is packed."""
+        """Add a step record. Word by word: with cold caches this takes a third of the time of packing a struct."""
         words = self.words
         number = words[_N_STEPS] + 1
         at = _STEP_WORDS[0] + (number - 1) % STEPS * _STEP_WORDS[1]
@@ -204,7 +204,7 @@ class PageWriter:
         words[_N_STEPS] = number
 
     def write_sample(self, kind: int, step: int, value: float, key: int, name: str, site: int, t_ns: int) -> None:
-        """One more sampled check."""
+        """Add one sampled check."""
         header = self.h
         number = header.n_samples + 1
         rec = self.page.samples[header.n_samples % SAMPLES]
@@ -228,7 +228,7 @@ class PageWriter:
         header.n_ddp_times = number
 
 
-# What a sound header cannot exceed: slots of its tables, and counts that a job cannot reach in years.
+# Limits of a valid header: slots of its tables, and counts that a job cannot reach in years.
 _COUNT = 1 << 48
 _MOST = (
     ("phase", len(Phase) - 1), ("blocked", len(Blocked) - 1), ("life", len(LifeWord) - 1), ("stack_depth", STACK),
@@ -241,11 +241,11 @@ _MOST = (
 
 
 class PageError(ValueError):
-    """Not a page, or one of another version."""
+    """The file is not a page, or one of another version."""
 
 
 class PageReader:
-    """The monitor's side: a read-only map and copies of it."""
+    """Reads a page in the monitor: a read-only map and copies of it."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as f:
@@ -265,7 +265,7 @@ class PageReader:
         damage = self._damage(head)
         if damage:
             raise PageError(f"{path.name} is damaged: {damage}")
-        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # as they are at this moment
+        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # current values
         self._texts: dict[int, str] = {0: ""}
         self._page = Page()
         self._from, self._to = memoryview(self._map), memoryview(self._page).cast("B")
@@ -274,7 +274,7 @@ class PageReader:
         return Header.from_buffer_copy(self._map)
 
     def sample_kinds(self, first: int, end: int) -> set[int]:
-        """Kinds of the samples `first` to `end` (exclusive, 0-based), of which the ring holds the newest only."""
+        """Return the kinds of the samples `first` to `end` (exclusive, 0-based); the ring holds only the newest."""
         size, at = ctypes.sizeof(SampleRecord), SampleRecord.kind.offset
         found = set()
         for i in range(max(first, end - SAMPLES), end):
@@ -283,12 +283,12 @@ class PageReader:
         return found
 
     def read(self, calls_known: int = -1) -> Page:
-        """Copy the page, except its texts; each copy overwrites the last.
+        """Copy the page, except its texts; each copy overwrites the previous one.
 
-        The calls, its largest part, are not copied again if there are still `calls_known` of them.
+        The calls, its largest part, are not copied again if their number is still `calls_known`.
 
         Raises:
-            PageError: the header holds what no rank can have written.
+            PageError: the header has values that no rank can have written.
         """
         self._to[:_CALLS_AT] = self._from[:_CALLS_AT]
         if self._page.header.n_calls != calls_known:
@@ -300,7 +300,7 @@ class PageReader:
         return self._page
 
     def _damage(self, h: Header) -> str | None:
-        """What in a header no rank can have written; None if it is sound."""
+        """Return which value in a header no rank can have written; None if it is valid."""
         for name, most in _MOST:
             if not 0 <= getattr(h, name) <= most:
                 return f"{name} is {getattr(h, name)}"
@@ -320,7 +320,7 @@ class PageReader:
         return s
 
     def site(self, offset: int) -> tuple[str, int, str] | None:
-        """(file, line, function) of a site, or None."""
+        """Return (file, line, function) of a site, or None."""
         if not offset:
             return None
         parts = self.text(offset).split("\0")

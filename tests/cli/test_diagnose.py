@@ -76,7 +76,7 @@ def test_the_verdict_comes_first_then_the_four_lines(tmp_path: Path, capsys: pyt
     assert err == ""
 
 
-def test_json_is_one_object_whose_first_key_is_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_the_schema_as_first_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", "--json", hung(tmp_path / "d")]) == ExitCode.FAILED
     out, err = capsys.readouterr()
     report = json.loads(out)
@@ -89,7 +89,7 @@ def test_json_is_one_object_whose_first_key_is_the_schema(tmp_path: Path, capsys
     assert err == ""
 
 
-def test_nothing_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_findings_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", healthy(tmp_path / "d")]) == ExitCode.OK
     assert capsys.readouterr().out.splitlines() == ["running: nothing found, 4 of 4 ranks seen"]
 
@@ -101,7 +101,7 @@ def test_files_and_folders_together(tmp_path: Path) -> None:
     assert main(["diagnose", str(tmp_path / "d"), str(tmp_path / "e" / "_dump_3")]) == ExitCode.FAILED
 
 
-def test_only_information_is_no_error_or_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_info_finding_alone_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import msgspec
 
     info = msgspec.structs.replace(FINDING, severity="info")
@@ -134,7 +134,7 @@ def test_a_run_by_name_by_database_and_by_default(
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "straggler"
 
 
-def test_a_finding_that_went_away_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cleared_finding_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import msgspec
 
     gone = msgspec.structs.replace(FINDING, severity="error", cleared_s=9.0)
@@ -162,7 +162,7 @@ def test_a_finding_that_went_away_does_not_fail(tmp_path: Path, capsys: pytest.C
         ((), {"monitor_ended": False, "heartbeat_unix_s": 1e9}, 2, 3, "only partly judged: the monitor is gone"),
     ],
 )
-def test_zero_means_that_all_ranks_were_judged_and_the_job_did_not_fail(
+def test_exit_0_requires_that_all_ranks_were_judged_and_the_job_did_not_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], findings: tuple[Finding, ...], meta: dict[str, object],
     ranks: int, code: int, words: str,
 ) -> None:  # fmt: skip
@@ -189,7 +189,7 @@ def test_the_first_line_names_the_run_its_age_and_its_command(
     assert second.startswith("running: ")
 
 
-def test_a_launch_without_a_rank_is_the_answer_not_the_run_before_it(
+def test_a_launch_that_started_no_rank_is_reported_instead_of_the_run_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_run(tmp_path / "reports" / "20250101-120000-train")
@@ -295,7 +295,7 @@ def test_dumps_and_logs_together_give_one_verdict(tmp_path: Path, capsys: pytest
     assert [(f["cause"], f["culprits"]) for f in found if f["severity"] == "error"] == [("killed", [2])]
 
 
-def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_data_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", a_run(tmp_path / "run", ranks=0)]) == ExitCode.NO_DATA
     assert "no rank has written" in capsys.readouterr().err
 
@@ -311,7 +311,7 @@ def test_a_run_nobody_has_written_to(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--fail-on", "sometimes"], 2, "'sometimes' is not one of"),
     ],
 )
-def test_bad_input_is_two_lines(
+def test_bad_input_prints_an_error_and_a_hint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -332,7 +332,7 @@ def test_a_run_among_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("how", ["--ascii", "encoding"])
-def test_ascii(tmp_path: Path, how: str) -> None:
+def test_ascii_output_has_only_ascii(tmp_path: Path, how: str) -> None:
     folder = hung(tmp_path / "d")
     (tmp_path / "d" / "_dump_3").write_bytes(b"x\xffy")
     args = [sys.executable, "-m", "distdiag", "diagnose", folder] + (["--ascii"] if how == "--ascii" else [])
@@ -343,7 +343,7 @@ def test_ascii(tmp_path: Path, how: str) -> None:
     assert done.stdout.decode("ascii").startswith("stalled: 2 errors")
 
 
-def test_diagnosing_needs_no_torch(tmp_path: Path) -> None:
+def test_diagnose_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from distdiag.cli import main; main(['diagnose', sys.argv[1]]); "
         "print(sorted({'torch', 'textual', 'pandas', 'numpy'} & set(sys.modules)))"
@@ -354,7 +354,7 @@ def test_diagnosing_needs_no_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_the_end_says_what_was_checked_and_what_could_not_be(
+def test_the_last_lines_list_what_was_checked_and_what_was_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "run")

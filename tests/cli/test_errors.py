@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_one_line_of_error_and_one_of_hint(
+def test_an_error_is_one_line_plus_one_hint(
     capsys: pytest.CaptureFixture[str], args: list[str], code: int, error: str, hint: str
 ) -> None:
     assert main(args) == code
@@ -68,7 +68,7 @@ def test_one_line_of_error_and_one_of_hint(
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else v,
 )
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+def test_a_missing_extra_is_named_with_its_install_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -126,7 +126,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -
 
 
 @pytest.mark.parametrize("how", ["--ascii", "a terminal that knows no more"])
-def test_nothing_beyond_ascii_where_it_cannot_be_shown(how: str, tmp_path: Path) -> None:
+def test_output_is_ascii_if_the_terminal_encoding_is(how: str, tmp_path: Path) -> None:
     env = clean_env(tmp_path / "home") | ({} if how == "--ascii" else {"PYTHONIOENCODING": "ascii"})
     command = [sys.executable, "-m", "distdiag", "doctor", "--no-torch", *(["--ascii"] if how == "--ascii" else [])]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=60)
@@ -138,7 +138,7 @@ def test_nothing_beyond_ascii_where_it_cannot_be_shown(how: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "command", [["-m", "distdiag", "run"], ["-m", "distdiag.run"], ["-m", "distdiag.train", "--monitor"]]
 )
-def test_a_size_bound_that_is_none(command: list[str], tmp_path: Path) -> None:
+def test_an_invalid_keep_size_is_refused(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("pass")
     target = [] if "distdiag.train" in command else ["x.py"]
     ended = subprocess.run(
@@ -153,7 +153,7 @@ def test_a_size_bound_that_is_none(command: list[str], tmp_path: Path) -> None:
     assert "--keep little is no size" in ended.stderr and "--keep 500M" in ended.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     ended = subprocess.run(
         f"{sys.executable} -m distdiag doctor --no-torch | true",
         shell=True,

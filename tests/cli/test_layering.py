@@ -55,18 +55,18 @@ def command(*args: str | Path) -> str:
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["nonsense"]], ids=" ".join)
-def test_the_overview_costs_nothing(tmp_path: Path, args: list[str]) -> None:
+def test_help_imports_nothing_heavy(tmp_path: Path, args: list[str]) -> None:
     loaded = imported(command(*args), tmp_path, expect=2 if args == ["nonsense"] else 0)
     assert loaded & (HEAVY | OURS) == set()
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_help_of_a_command_needs_no_library(tmp_path: Path, name: str) -> None:
+def test_help_of_a_command_imports_no_library(tmp_path: Path, name: str) -> None:
     loaded = imported(command(name, "--help"), tmp_path)
     assert loaded & HEAVY == set()
 
 
-def test_attach_is_known_without_torch(tmp_path: Path) -> None:
+def test_attach_can_be_imported_without_torch(tmp_path: Path) -> None:
     assert imported("import distdiag; distdiag.attach", tmp_path) & (HEAVY | OURS) == set()
 
 
@@ -84,11 +84,11 @@ def test_attach_is_known_without_torch(tmp_path: Path) -> None:
         ("distdiag.doctor.host", set()),
     ],
 )
-def test_modules_beside_the_ranks_import_no_torch(tmp_path: Path, module: str, allowed: set[str]) -> None:
+def test_modules_outside_the_ranks_import_no_torch(tmp_path: Path, module: str, allowed: set[str]) -> None:
     assert imported(f"import {module}", tmp_path) & HEAVY <= allowed
 
 
-def test_the_recorder_knows_no_reader(tmp_path: Path) -> None:
+def test_the_recorder_imports_no_reader(tmp_path: Path) -> None:
     loaded = imported("import distdiag.recorder, distdiag.run", tmp_path)
     readers = {"distdiag.tui", "distdiag.report", "distdiag.cli", "pandas", "textual", "matplotlib", "jinja2"}
     assert loaded & readers == set()
@@ -108,7 +108,7 @@ def test_the_recorder_knows_no_reader(tmp_path: Path) -> None:
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",
 )
-def test_readers_import_what_they_show_with_and_never_torch(tmp_path: Path, args: list[str], allowed: set[str]) -> None:
+def test_readers_import_no_torch(tmp_path: Path, args: list[str], allowed: set[str]) -> None:
     run = make_run(tmp_path / "run", ranks=2, steps=30, findings=(DEADLOCK,))
     name, *options = args
     runs = [run, run] if name == "compare" else [run]
@@ -117,5 +117,5 @@ def test_readers_import_what_they_show_with_and_never_torch(tmp_path: Path, args
     assert loaded & {"distdiag.recorder", "distdiag.train", "distdiag.monitor"} == set()
 
 
-def test_the_doctor_asks_torch_in_another_process(tmp_path: Path) -> None:
+def test_the_doctor_imports_torch_in_a_child_process_only(tmp_path: Path) -> None:
     assert imported(command("doctor", "--no-torch"), tmp_path, expect=None) & HEAVY <= {"pynvml"}

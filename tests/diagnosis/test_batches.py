@@ -26,7 +26,7 @@ def uneven(source: str, **second: Any) -> list[Finding]:
     return [f for f in data(s, source) if f.cause == "count"]
 
 
-def test_lengths_that_cannot_agree_are_said_before_the_hang() -> None:
+def test_unequal_loader_lengths_are_reported_before_the_hang() -> None:
     f = only(uneven(PLAIN))
     assert (f.culprits, f.victims, f.severity) == ((1,), (0,), "error")
 
@@ -62,7 +62,7 @@ def duplicates(a: Loader, b: Loader) -> list[Finding]:
     return [f for f in data(job(rank(0, loaders=(a,)), rank(1, loaders=(b,))), PLAIN) if f.kind == "duplicate_data"]
 
 
-def test_the_same_batches_on_two_ranks_are_said() -> None:
+def test_the_same_batches_on_two_ranks_are_reported() -> None:
     f = only(duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(1))))
     assert f.cause == "same_batches_on_ranks" and f.victims == (0, 1)
     assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
@@ -85,14 +85,14 @@ def test_the_same_labels_with_other_values_prove_nothing(dataset_length: int | N
     assert (f.certainty, f.severity) == ("suspected", severity) and "same labels" in f.message
 
 
-def test_inputs_that_the_job_makes_itself_may_be_meant_to_be_alike() -> None:
+def test_synthetic_inputs_that_are_equal_are_info() -> None:
     fed = loader(fed=True, length=None, first_fingerprints=prints(1))
     f = only(duplicates(fed, fed))
     assert (f.severity, f.victims) == ("info", (0, 1)) and "seed" in f.advice
     assert duplicates(fed, loader(fed=True, length=None, first_fingerprints=prints(2))) == []
 
 
-def test_a_loader_says_more_than_what_a_model_was_given_without_one() -> None:
+def test_a_loader_is_preferred_to_inputs_recorded_without_one() -> None:
     def both(seed: int) -> tuple[Loader, ...]:
         return loader(fed=True, batches=1000, first_fingerprints=prints(1)), loader(first_fingerprints=prints(seed))
 
@@ -100,7 +100,7 @@ def test_a_loader_says_more_than_what_a_model_was_given_without_one() -> None:
     assert [f for f in data(s, PLAIN) if f.kind == "duplicate_data"] == []
 
 
-def test_a_forgotten_set_epoch_is_said_only_where_shuffling_was_wanted() -> None:
+def test_a_missing_set_epoch_is_reported_only_if_the_sampler_shuffles() -> None:
     def again(seed: int, shuffle: bool) -> Loader:
         return loader(
             distributed_sampler=True, shuffle=shuffle, iterations_started=2, first_fingerprints=prints(seed),
@@ -168,7 +168,7 @@ def test_the_rank_with_another_batch_size_is_named() -> None:
     assert "4.0x" in f.cost
 
 
-def test_a_rank_without_data_that_keeps_the_others_company_is_no_fault() -> None:
+def test_a_rank_that_shadows_collectives_has_no_wrong_batch_size() -> None:
     """Its steps have a loss of zero: a batch of one, and no sleep or work, so that the others need not wait for it."""
 
     def shadow(zeros: int) -> tuple[Step, ...]:
@@ -183,12 +183,12 @@ def test_a_rank_without_data_that_keeps_the_others_company_is_no_fault() -> None
     assert of_kind(findings(job(rank(0, steps=steps(wait_ms=80.0)), late), straggler), "straggler") != []
 
 
-def test_of_two_ranks_neither_has_the_wrong_batch_size() -> None:
+def test_two_ranks_with_different_batch_sizes_blame_nobody() -> None:
     f = only(of_sizes(of_size(8), of_size(4)))
     assert (f.cause, f.culprits, f.victims) == ("size", (), (0, 1)) and {w.rank for w in f.where} == {0, 1}
 
 
-def test_batch_sizes_alike_or_varying_or_not_known_are_no_fault() -> None:
+def test_equal_varying_or_unknown_batch_sizes_are_no_finding() -> None:
     assert of_sizes(of_size(8), of_size(8)) == []
     assert of_sizes(of_size(8), of_size(*[8] * 19, 3)) == []  # the last batch of each epoch is a smaller one
     assert of_sizes(of_size(8, 5), of_size(6, 3)) == []  # by a budget of tokens
@@ -198,7 +198,7 @@ def test_batch_sizes_alike_or_varying_or_not_known_are_no_fault() -> None:
     assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged
 
 
-def test_of_equally_many_batches_the_rank_that_ran_out_is_named() -> None:
+def test_the_rank_that_ran_out_first_is_named_although_lengths_are_equal() -> None:
     """Rank 0 has left the loop after 45 batches; rank 1 is in the step of its 45th and has more."""
     out, more = loader(length=None, batches=45, exhausted=True), loader(length=None, batches=45)
     waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=5.0, site=LOOP)
@@ -215,7 +215,7 @@ def test_of_equally_many_batches_the_rank_that_ran_out_is_named() -> None:
 
 
 @pytest.mark.parametrize(("fits", "advice"), [(True, "seed NumPy"), (False, "the right rank and num_replicas")])
-def test_equal_batches_from_a_right_sampler_are_due_to_the_data_set(fits: bool, advice: str) -> None:
+def test_equal_batches_from_a_correct_sampler_come_from_the_dataset(fits: bool, advice: str) -> None:
     prints = tuple(n << 32 | n for n in range(1, 7))
     same = loader(distributed_sampler=True, sampler_fits=fits, first_fingerprints=prints)
     f = only(findings(job(rank(0, loaders=(same,)), rank(1, loaders=(same,))), duplicate_data))

@@ -35,7 +35,7 @@ def found(
     return findings(job(*ranks), comm_bound)
 
 
-def test_on_a_device_the_times_are_those_of_ddp() -> None:
+def test_on_a_device_ddps_own_timings_are_used() -> None:
     f = only(found((40.0, 60.0)))
     assert "at least 40 %" in f.message and "100.0 MiB in 4 buckets" in f.message and f.victims == (0, 1)
     assert found((20.0, 60.0)) == []  # rank 1 waits for rank 0
@@ -55,12 +55,12 @@ def test_the_advice_fits_the_buckets() -> None:
 
 
 @pytest.mark.parametrize(("exposed_ms", "named"), [(40.0, True), (1.0, False)])
-def test_gradients_are_named_only_if_they_are_most_of_it(exposed_ms: float, named: bool) -> None:
+def test_gradients_are_named_only_if_they_are_most_of_the_communication(exposed_ms: float, named: bool) -> None:
     f = only(found((exposed_ms, exposed_ms), on_device=False))
     assert ("gradients" in f.message) is named and ("no_sync" in str(f.advice)) is named
 
 
-def test_a_straggler_explains_why_the_others_wait() -> None:
+def test_a_straggler_explains_comm_bound() -> None:
     straggler = Finding(kind="straggler", cause="host", severity="warning", culprits=(1,))
     shared = Finding(kind="comm_bound", severity="info", victims=(0, 1))
     for new in (True, False):

@@ -48,7 +48,7 @@ SAVE = """
 """
 
 
-def test_a_call_behind_if_rank() -> None:
+def test_a_call_under_if_rank_is_found() -> None:
     inside = [("A", "gather"), ("B", "save"), ("D", "main")]
     beside = [("C", "save"), ("D", "main")]
     assert found(SAVE, inside, beside) == "if rank == 0:"
@@ -67,7 +67,7 @@ def test_a_call_behind_if_rank() -> None:
         "if args.process_index == 0:",
     ],
 )
-def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
+def test_all_common_tests_of_the_rank_are_recognised(condition: str) -> None:
     source = f"""
     def main(self, args, step):
         {condition}
@@ -89,7 +89,7 @@ def test_the_ways_to_ask_for_the_rank(condition: str) -> None:
         'if os.environ["MODE"] == "offline":',
     ],
 )
-def test_other_conditions_tell_nothing(condition: str) -> None:
+def test_conditions_on_other_values_are_ignored(condition: str) -> None:
     source = f"""
     {condition}
         dist.all_reduce(x)  # A
@@ -110,7 +110,7 @@ def test_other_conditions_tell_nothing(condition: str) -> None:
         ("r, w = pair(rank)", False),
     ],
 )
-def test_a_name_of_ones_own_for_the_rank(given: str, asked: bool) -> None:
+def test_a_variable_that_holds_the_rank_is_recognised(given: str, asked: bool) -> None:
     source = f"""
     {given}
     if step == 60 and not r:
@@ -120,7 +120,7 @@ def test_a_name_of_ones_own_for_the_rank(given: str, asked: bool) -> None:
     assert (found(source, [("A", "<module>")], [("B", "<module>")]) is not None) is asked
 
 
-def test_a_branch_that_has_another_beside_it_is_no_extra_call() -> None:
+def test_a_call_in_both_branches_is_not_an_extra_call() -> None:
     source = """
     def share(rank):
         if rank == 0:
@@ -133,7 +133,7 @@ def test_a_branch_that_has_another_beside_it_is_no_extra_call() -> None:
     assert found(source, [("B", "share")], [("A", "share")]) is None
 
 
-def test_an_early_return_of_the_others() -> None:
+def test_an_early_return_of_the_other_ranks_is_found() -> None:
     source = """
     def log(rank, x):
         if rank != 0:
@@ -149,7 +149,7 @@ def test_an_early_return_of_the_others() -> None:
     assert found(source, [("B", "main")], [("A", "log"), ("C", "main")]) is None
 
 
-def test_both_behind_the_same_condition() -> None:
+def test_two_calls_under_one_condition_do_not_differ() -> None:
     source = """
     def main(rank):
         if rank < 2:
@@ -159,7 +159,7 @@ def test_both_behind_the_same_condition() -> None:
     assert found(source, [("A", "main")], [("B", "main")]) is None
 
 
-def test_what_cannot_be_read_tells_nothing() -> None:
+def test_unreadable_source_gives_no_condition() -> None:
     site, other = Site(FILE, 3, "main"), Site(FILE, 9, "main")
     for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
         assert around([site], [other], source) is None

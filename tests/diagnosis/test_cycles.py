@@ -12,7 +12,7 @@ from tests.diagnosis.made import proved
 from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
 
 
-def test_groups_entered_in_different_order() -> None:
+def test_two_groups_used_in_opposite_order_are_a_cycle() -> None:
     s = snapshot(
         rank(0, call(group="a", seq=1, site=TRAIN)),
         rank(1, call(group="b", seq=1, site=EVAL)),
@@ -24,7 +24,7 @@ def test_groups_entered_in_different_order() -> None:
     assert {w.rank for w in f.where} == {0, 1, 2}
 
 
-def test_one_rank_was_given_another_group() -> None:
+def test_a_rank_with_the_wrong_group_is_the_culprit() -> None:
     s = snapshot(
         *(rank(r, call(group="default_pg")) for r in (0, 1, 3)),
         rank(2, call(group="other", seq=1)),
@@ -33,7 +33,7 @@ def test_one_rank_was_given_another_group() -> None:
     assert summary(only(s)) == ("mismatch", "group", (2,), (0, 1, 3))
 
 
-def test_one_rank_of_a_cycle_stands_where_nobody_has_ever_been() -> None:
+def test_the_rank_of_a_cycle_at_a_new_site_is_the_culprit() -> None:
     s = snapshot(
         rank(0, call(group="pair", seq=3, site=SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
         *(rank(r, call(), sites={key(TRAIN): 7}) for r in (1, 2, 3)),
@@ -42,7 +42,7 @@ def test_one_rank_of_a_cycle_stands_where_nobody_has_ever_been() -> None:
     assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1, 2, 3))
 
 
-def test_one_rank_of_a_cycle_left_a_call_out_that_all_others_made() -> None:
+def test_the_rank_of_a_cycle_that_skipped_a_call_is_the_culprit() -> None:
     """Pairs (0,1) and (2,3): rank 1 went on without the pair's call that 0, 2 and 3 have made 5 times."""
     s = snapshot(
         rank(0, call(group="a", seq=5, site=EVAL), sites={key(EVAL): 5, key(TRAIN): 6}),
@@ -62,7 +62,7 @@ def messaging(r: int, c: Call, **more: Any) -> RankState:
     return rank(r, c, p2p_issued={f"{c.op}:{peer}:{c.tag}:default_pg": c.nth or 1, **more.pop("issued", {})}, **more)
 
 
-def test_a_ring_of_receives() -> None:
+def test_a_ring_of_receives_is_a_cycle() -> None:
     s = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4)) for r in range(4)))
     f = only(s)
     assert summary(f) == ("deadlock", "p2p_cycle", (), (0, 1, 2, 3))
@@ -71,30 +71,30 @@ def test_a_ring_of_receives() -> None:
     assert "never match" not in only(tagged).advice  # each may well be sent with its tag: nobody has sent yet
 
 
-def test_tags_that_do_not_meet() -> None:
+def test_tags_that_never_match_are_named() -> None:
     s = snapshot(messaging(0, p2p("send", 1, tag=1)), messaging(1, p2p("recv", 0, tag=2)))
     assert summary(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
     assert "tags 1 and 2 never match" in only(s).advice
 
 
-def test_a_message_that_has_met_its_other_end_waits_for_nobody() -> None:
+def test_a_message_with_both_ends_issued_waits_for_nobody() -> None:
     s = snapshot(messaging(0, p2p("send", 1, nth=3)), messaging(1, p2p("recv", 0, nth=3)))
     assert proved(s) == []
 
 
-def test_a_receive_of_one_rank_against_a_barrier_of_the_others() -> None:
+def test_a_receive_against_a_barrier_is_a_cycle() -> None:
     s = snapshot(messaging(0, p2p("recv", 1)), *(rank(r, call("barrier", 3, SAVE)) for r in (1, 2, 3)))
     assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1, 2, 3))
 
 
 @pytest.mark.parametrize(("others", "stuck"), [({}, True), ({"send:0:0:default_pg": 1}, False)])
-def test_receiving_from_any_source(others: dict[str, int], stuck: bool) -> None:
+def test_a_receive_from_any_source_is_stuck_if_all_candidates_are(others: dict[str, int], stuck: bool) -> None:
     """Stuck only if no one can send: rank 1 has ended; a message it had issued before is still there."""
     s = snapshot(messaging(0, p2p("recv", None)), rank(1, life=Life.FINISHED, p2p_issued=others))
     assert bool(graph.build(s).stuck) is stuck
 
 
-def test_receiving_from_any_source_waits_for_the_living() -> None:
+def test_a_receive_from_any_source_may_still_get_a_message_from_a_living_rank() -> None:
     s = snapshot(messaging(0, p2p("recv", None)), rank(1, life=Life.FINISHED), rank(2))
     g = graph.build(s)
     assert (g.stuck, g.sinks) == (frozenset(), (2,))
@@ -112,7 +112,7 @@ def test_two_incidents_are_two_findings() -> None:
     assert [f.victims for f in proved(s)] == [(0, 1), (2, 3)]
 
 
-def test_a_cycle_has_those_behind_it_in_waiting() -> None:
+def test_ranks_stuck_behind_a_cycle_are_its_victims() -> None:
     s = snapshot(
         rank(0, call(group="a", seq=1)), rank(1, call(group="b", seq=1, site=EVAL)), rank(2, call(site=SAVE)),
         groups={"a": (0, 1), "b": (0, 1)},

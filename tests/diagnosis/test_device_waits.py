@@ -73,14 +73,14 @@ def test_different_collectives_of_two_hosts_that_wait_for_their_devices() -> Non
     }
 
 
-def test_a_rank_that_computes_may_still_come() -> None:
+def test_a_host_that_computes_is_no_deadlock() -> None:
     s = job(rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, waits=False))
     graph = build(s)
     assert not graph.stuck and graph.sinks == (1,)
     assert proved(s) == []
 
 
-def test_a_rank_that_waits_for_a_long_kernel_may_still_come() -> None:
+def test_a_host_that_waits_for_a_long_kernel_is_no_deadlock() -> None:
     """Its device has no collective to wait for: it is busy with its own work."""
     late = replace(rank(1), host_wait="device", blocked=None)
     graph = build(job(rank(0, issued("all_reduce", 7, 90.0, 10)), late))
@@ -96,7 +96,7 @@ def test_groups_in_opposite_order_although_both_hosts_have_issued_both() -> None
     assert (found.kind, found.cause) == ("deadlock", "group_cycle") and set(found.victims) == {0, 1}
 
 
-def test_an_asynchronous_operation_holds_nothing_up_before_its_wait() -> None:
+def test_an_asynchronous_operation_blocks_nothing_before_its_wait() -> None:
     """Each is on the stream of its own communicator: the order of issue is no order of the device."""
     s = job(
         rank(0, issued("all_reduce", 1, 90.0, 10, "a", left_s=None), issued("all_reduce", 1, 90.1, 11, "b")),
@@ -105,7 +105,7 @@ def test_an_asynchronous_operation_holds_nothing_up_before_its_wait() -> None:
     assert not build(s).stuck
 
 
-def test_two_that_send_before_they_receive() -> None:
+def test_two_ranks_that_send_before_they_receive_are_a_cycle() -> None:
     def ends(q: int) -> tuple[Call, Call]:
         peer = 1 - q
         return (
@@ -118,7 +118,7 @@ def test_two_that_send_before_they_receive() -> None:
     assert (found.kind, found.cause) == ("deadlock", "p2p_cycle")
 
 
-def test_the_same_in_one_batch_is_one_operation_of_the_device() -> None:
+def test_sends_and_receives_in_one_batch_are_no_cycle() -> None:
     def ends(q: int) -> tuple[Call, Call]:
         return (
             issued("send", None, 90.0, 30, peer=1 - q, nth=1),
@@ -128,7 +128,7 @@ def test_the_same_in_one_batch_is_one_operation_of_the_device() -> None:
     assert not build(job(rank(0, *ends(0)), rank(1, *ends(1)))).stuck
 
 
-def test_counters_that_are_late_are_not_believed() -> None:
+def test_late_counters_do_not_prove_a_wait() -> None:
     """Rank 1 has seen the all_reduce complete, so it is complete on rank 0, whose watchdog has not noticed."""
     s = job(
         rank(0, issued("all_reduce", 7, 90.0, 10), issued("all_reduce", 1, 90.1, 11, "a")),
@@ -137,7 +137,7 @@ def test_counters_that_are_late_are_not_believed() -> None:
     assert not build(s).stuck
 
 
-def test_what_is_open_goes_by_the_counters() -> None:
+def test_counters_decide_which_calls_are_open() -> None:
     calls = tuple(issued("all_reduce", k, float(k), 10, completed_s=k + 0.001) for k in range(1, 5))
     sent = tuple(issued("send", None, 5.0 + k, 30, peer=1, nth=k, completed_s=5.5 + k) for k in (1, 2, 3))
     now = device_queue.incomplete((*calls, *sent), {"default_pg": 2}, {("default_pg", "send", 1): 1})
@@ -148,7 +148,7 @@ def test_what_is_open_goes_by_the_counters() -> None:
     ]  # fmt: skip
 
 
-def test_both_places_are_shown() -> None:
+def test_the_call_site_and_the_hosts_site_are_shown() -> None:
     (found,) = proved(
         job(rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, issued("broadcast", 7, 90.0, 14, root=1)))
     )
@@ -166,7 +166,7 @@ def test_a_host_that_waits_at_the_line_of_its_call_is_not_mentioned_again() -> N
     assert "wait for the device" not in found.message
 
 
-def test_a_first_collective_that_creates_its_communicator() -> None:
+def test_a_rank_missing_in_the_creation_of_a_communicator_is_named() -> None:
     """The host is inside the call, and the flight recorder has nothing yet."""
     first = issued("all_reduce", 1, 90.0, 10, "a", left_s=None)
     waiting = RankState(rank=0, blocked=first, calls=(first,), enqueued={"a": 1})
@@ -211,7 +211,7 @@ def test_a_rank_whose_own_device_is_busy_is_a_stall_of_its_device() -> None:
     assert [w.line for w in found.where] == [99]
 
 
-def test_a_rank_that_got_through_another_operation_has_not_completed_the_others() -> None:
+def test_completing_another_operation_does_not_complete_the_others_collective() -> None:
     """The root of a reduce waits for all; one that only sends its part does not."""
     through = rank(1, issued("reduce", 8, 91.0, 16, root=0), done={"default_pg": 7})
     through = replace(through, calls=(issued("reduce", 7, 90.0, 14, root=0), *through.calls))

@@ -11,7 +11,7 @@ from tests.diagnosis.made import proved
 from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
 
 
-def test_a_barrier_on_one_rank_only() -> None:
+def test_a_barrier_on_one_rank_only_names_that_rank() -> None:
     """Rank 0 is in the barrier of its checkpoint, the others in the next step: majority, and history, say rank 0."""
     s = snapshot(
         rank(0, call("barrier", 7, SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
@@ -23,7 +23,7 @@ def test_a_barrier_on_one_rank_only() -> None:
     assert "barrier" in f.message and "train.py:58" in f.message and "broadcast" in f.message
 
 
-def test_two_ranks_history_decides() -> None:
+def test_of_two_ranks_the_one_at_a_new_site_is_the_culprit() -> None:
     """GIVEN a tie, THEN the one at a site the other never had is the odd one."""
     s = snapshot(
         rank(0, call("barrier", 7, SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
@@ -32,7 +32,7 @@ def test_two_ranks_history_decides() -> None:
     assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1,))
 
 
-def test_two_ranks_an_extra_call_paired_long_ago_decides() -> None:
+def test_an_extra_call_that_paired_with_another_earlier_is_found() -> None:
     """Both stand where both have been; rank 1 has also been at a place that rank 0 never saw."""
     s = snapshot(
         rank(0, call("all_reduce", 9, TRAIN), sites={key(TRAIN): 5, key(SAVE): 4}),
@@ -53,7 +53,7 @@ def test_opposite_order_blames_nobody() -> None:
 
 
 @pytest.mark.parametrize(("sent", "culprits"), [((146, 143), (2,)), ((146, 146), (0,)), ((146, 40), (0,))])
-def test_a_message_that_one_of_several_senders_left_out(sent: tuple[int, int], culprits: tuple[int, ...]) -> None:
+def test_the_sender_that_skipped_its_message_is_named(sent: tuple[int, int], culprits: tuple[int, ...]) -> None:
     """Rank 0 collects from ranks 1 and 2, then all meet in a broadcast; rank 2 came there with fewer messages sent, or not."""
     recv = Call(op="recv", group="default_pg", peer=2, nth=sent[1] + 1, site=SEND)
     s = snapshot(
@@ -93,7 +93,7 @@ def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) ->
         ((61, 121, 160), (160, 61, 120), (), "order"),  # their pasts do not agree
     ],
 )
-def test_two_ranks_that_know_both_places_the_rhythm_decides(
+def test_if_both_ranks_know_both_sites_the_rhythm_decides(
     waits: tuple[int, ...], trains: tuple[int, ...], culprits: tuple[int, ...], words: str
 ) -> None:
     f = only(snapshot(in_the_loop(0, *trains), at_the_end_of_an_epoch(1, *waits)))
@@ -102,7 +102,7 @@ def test_two_ranks_that_know_both_places_the_rhythm_decides(
     assert words in f.message
 
 
-def test_the_longer_rhythm_counts() -> None:
+def test_the_rhythm_of_the_longer_interval_decides() -> None:
     """Both came as they always do: but who runs through the end of an epoch is in the rhythm of its steps as well."""
     loop = in_the_loop(0, 181, 61, 121, trained=(177, 179, 181))
     end = rank(
@@ -114,7 +114,7 @@ def test_the_longer_rhythm_counts() -> None:
     assert summary(only(snapshot(loop, end))) == ("deadlock", "missing_rank", (0,), (1,))
 
 
-def test_the_operation_was_exchanged_on_one_rank() -> None:
+def test_a_rank_that_calls_another_operation_is_a_mismatch() -> None:
     near = Site("/job/train.py", 90, "step")
     s = snapshot(
         rank(0, call("reduce", 7, near, root=0), sites={key(near): 1, key(TRAIN): 6}),
@@ -123,7 +123,7 @@ def test_the_operation_was_exchanged_on_one_rank() -> None:
     assert summary(only(s)) == ("mismatch", "op", (0,), (1, 2))
 
 
-def test_ranks_that_ran_out_of_batches_are_to_blame_even_if_they_are_many() -> None:
+def test_ranks_out_of_batches_are_culprits_even_as_the_majority() -> None:
     s = snapshot(
         rank(0, call("all_reduce", 7), sites={key(TRAIN): 7}),
         *(rank(r, call("barrier", 7, SAVE), sites={key(TRAIN): 6, key(SAVE): 1}) for r in (1, 2)),
@@ -141,7 +141,7 @@ def test_ranks_that_ran_out_of_batches_are_to_blame_even_if_they_are_many() -> N
         ({"op": "broadcast", "root": 1}, "root"),
     ],
 )
-def test_arguments_differ(odd: dict[str, Any], cause: str) -> None:
+def test_different_arguments_are_a_mismatch(odd: dict[str, Any], cause: str) -> None:
     usual = {"op": "broadcast", "root": 0} if cause == "root" else {}
     s = snapshot(rank(0, call(**usual)), rank(1, call(**usual)), rank(2, call(**{**usual, **odd})))
     assert summary(only(s)) == ("mismatch", cause, (2,), (0, 1))
@@ -154,7 +154,7 @@ def test_two_ranks_with_different_sizes_blame_nobody() -> None:
     assert "4 elements" in f.message and "5 elements" in f.message
 
 
-def test_the_rank_that_the_backend_aborted_tells_what_it_was_about_to_call() -> None:
+def test_the_call_of_an_aborted_rank_is_compared_with_the_others() -> None:
     """gloo: SIGABRT on one rank within 0.1 s, "connection reset" on the others; last words decide."""
     last = (call(shape=(2048,)),)
     s = snapshot(
@@ -192,7 +192,7 @@ def test_after_a_mismatch_ranks_ahead_are_its_victims() -> None:
     assert (f.culprits, f.victims) == ((0,), (1, 2, 3))
 
 
-def test_the_vote_waits_for_those_on_their_way() -> None:
+def test_the_majority_waits_for_ranks_that_have_not_arrived() -> None:
     ranks = [rank(0, call("barrier", 7, SAVE)), rank(1, call()), *(rank(r, enqueued={"default_pg": 6}) for r in (2, 3))]
     assert proved(snapshot(*ranks)) == []
     settled = only(snapshot(*ranks, stable_since_s=1.0))
@@ -217,7 +217,7 @@ PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("backend", "a", "b"), PAIRS)
-def test_in_doubt_calls_fit(backend: str, a: dict[str, Any], b: dict[str, Any]) -> None:
+def test_calls_that_may_be_compatible_are_not_a_mismatch(backend: str, a: dict[str, Any], b: dict[str, Any]) -> None:
     assert proved(snapshot(rank(0, call(**a)), rank(1, call(**b)), backend=backend)) == []
 
 
@@ -235,7 +235,7 @@ def experts(r: int, sent: int, received: int | None, **more: Any) -> RankState:
     return rank(r, here, enqueued={"default_pg": 7}, completed={"default_pg": 6}, **more)
 
 
-def test_split_sizes_of_an_all_to_all_that_disagree() -> None:
+def test_split_sizes_of_an_all_to_all_that_disagree_are_a_mismatch() -> None:
     """A rank that drops tokens over its capacity expects fewer than the others send: with NCCL no rank gets an error."""
     ranks = experts(0, 48, 50 * 16), experts(1, 48, 46 * 16), experts(2, 48, 16 * 16)
     f = only(snapshot(*ranks))
@@ -253,5 +253,5 @@ def test_split_sizes_of_an_all_to_all_that_disagree() -> None:
         [experts(0, 48, 50 * 16), rank(1, enqueued={"default_pg": 6})],  # rank 1 has not arrived
     ],
 )
-def test_splits_are_not_judged_before_all_of_them_are_known(ranks: list[RankState]) -> None:
+def test_split_sizes_are_judged_only_if_all_are_known(ranks: list[RankState]) -> None:
     assert proved(snapshot(*ranks)) == []

@@ -52,7 +52,7 @@ def diagnose(tmp_path: Path, job: Job, **more: object) -> Report:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("form", ["pickle", "json", "pickle.gz", "json.gz"])
-def test_one_rank_has_not_entered(tmp_path: Path, backend: str, form: str) -> None:
+def test_a_rank_that_has_not_entered_is_the_culprit(tmp_path: Path, backend: str, form: str) -> None:
     job = trained(Job(4, backend=backend))
     job.collective(ranks=(0, 1, 3), line=91)
     report = diagnose(tmp_path, job, form=form)
@@ -72,7 +72,7 @@ def test_one_rank_has_not_entered(tmp_path: Path, backend: str, form: str) -> No
         assert [(w.rank, w.file, w.line) for w in f.waiting] == [(r, "/home/user/train.py", 91) for r in (0, 1, 3)]
 
 
-def test_only_what_is_in_flight_was_dumped(tmp_path: Path) -> None:
+def test_dumps_of_active_entries_only_are_judged(tmp_path: Path) -> None:
     """Rank 2's dump has no entries at all: its counters tell where it stands."""
     job = trained(Job(4, {"7": ("tp", (0, 1)), "9": ("tp", (2, 3))}))
     job.collective(group="9", ranks=(3,))
@@ -81,7 +81,7 @@ def test_only_what_is_in_flight_was_dumped(tmp_path: Path) -> None:
     assert said(only(diagnose(tmp_path, job, active=True))) == ("stall", "unknown", (2,))
 
 
-def test_several_ranks_in_groups_of_their_own(tmp_path: Path) -> None:
+def test_ranks_that_stopped_in_separate_groups_are_all_named(tmp_path: Path) -> None:
     """Tensor-parallel groups of four in a job of 16; ranks 9 and 14 stop; pipelines carry it to the first stage."""
     tp = {str(i + 1): ("tp", tuple(range(4 * i, 4 * i + 4))) for i in range(4)}
     job = Job(16, {**tp, **{str(20 + i): ("pp", (i, i + 8)) for i in range(8)}})
@@ -99,7 +99,7 @@ def test_several_ranks_in_groups_of_their_own(tmp_path: Path) -> None:
     assert set(f.victims) == {1, 6, 8, 10, 11, 12, 13, 15}
 
 
-def test_a_chain_of_waits_ends_at_the_one_who_waits_for_nobody(tmp_path: Path) -> None:
+def test_the_end_of_a_chain_of_waits_is_the_culprit(tmp_path: Path) -> None:
     job = trained(Job(4, {"a": ("", (0, 1)), "b": ("", (1, 2)), "c": ("", (2, 3))}))
     job.collective(group="c", ranks=(2,))
     job.collective(group="b", ranks=(1,))
@@ -108,7 +108,7 @@ def test_a_chain_of_waits_ends_at_the_one_who_waits_for_nobody(tmp_path: Path) -
     assert (f.culprits, f.victims) == ((3,), (0, 1, 2))
 
 
-def test_a_device_that_stopped(tmp_path: Path) -> None:
+def test_a_rank_whose_device_stopped_is_named(tmp_path: Path) -> None:
     """Rank 1 has issued what the others have completed, and does not complete it: its device, not its host."""
     job = trained(Job(4))
     job.collective(done=(0, 2, 3))
@@ -118,7 +118,7 @@ def test_a_device_that_stopped(tmp_path: Path) -> None:
     assert "device stopped" in f.message
 
 
-def test_two_ranks_of_one_group_stopped_at_different_places(tmp_path: Path) -> None:
+def test_two_ranks_that_stopped_at_different_collectives_are_both_named(tmp_path: Path) -> None:
     """Rank 1 stopped first; rank 2 ran on less far than 0, 3, 4 and 5 did, with nothing of its own to wait for."""
     job = trained(Job(6))
     for ranks in ((0, 2, 3, 4, 5), (0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 3, 4, 5)):
@@ -126,7 +126,7 @@ def test_two_ranks_of_one_group_stopped_at_different_places(tmp_path: Path) -> N
     assert only(diagnose(tmp_path, job)).culprits == (1, 2)
 
 
-def test_one_rank_alone_in_a_collective_that_no_other_has_entered(tmp_path: Path) -> None:
+def test_a_rank_alone_in_a_collective_is_the_culprit(tmp_path: Path) -> None:
     job = trained(Job(6))
     job.collective("barrier", ranks=(4,), line=58)
     f = only(diagnose(tmp_path, job))
@@ -134,7 +134,7 @@ def test_one_rank_alone_in_a_collective_that_no_other_has_entered(tmp_path: Path
     assert [(w.rank, w.line) for w in f.where] == [(4, 58)]
 
 
-def test_a_device_that_has_not_begun_what_the_others_have(tmp_path: Path) -> None:
+def test_a_device_that_has_not_begun_the_operation_is_the_culprit(tmp_path: Path) -> None:
     """All hosts ran on; starts are timed: the devices of 0, 1 and 3 are in it, that of 2 is not."""
     job = trained(Job(4))
     job.collective(done=False)
@@ -145,7 +145,7 @@ def test_a_device_that_has_not_begun_what_the_others_have(tmp_path: Path) -> Non
     assert "issued all_reduce #21" in f.message and "not begun" in f.message
 
 
-def test_a_timeout_with_no_rank_missing_is_a_link_or_a_device(tmp_path: Path) -> None:
+def test_a_timeout_without_a_missing_rank_is_a_link_or_a_device(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(done=False)
     for r in range(4):
@@ -158,7 +158,7 @@ def test_a_timeout_with_no_rank_missing_is_a_link_or_a_device(tmp_path: Path) ->
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_receive_whose_send_was_never_issued(tmp_path: Path) -> None:
+def test_a_receive_without_its_send_names_the_sender(tmp_path: Path) -> None:
     job = trained(Job(4), 3)
     for _ in range(5):
         for r in range(3):
@@ -172,7 +172,7 @@ def test_a_receive_whose_send_was_never_issued(tmp_path: Path) -> None:
     assert "the send that matches rank 2's recv" in f.message
 
 
-def test_messages_under_way_are_no_hang(tmp_path: Path) -> None:
+def test_messages_in_flight_are_not_a_hang(tmp_path: Path) -> None:
     """Both ends are issued, neither complete."""
     job = Job(2)
     job.issue(0, "send 0->1", "0", False)
@@ -183,7 +183,7 @@ def test_messages_under_way_are_no_hang(tmp_path: Path) -> None:
 # -- ranks meet with different calls ------------------------------------------------------------------------------------
 
 
-def test_operations_differ(tmp_path: Path) -> None:
+def test_different_operations_are_a_mismatch(tmp_path: Path) -> None:
     job = trained(Job(4))
     for r in range(4):
         job.issue(r, "barrier" if r == 2 else "all_reduce", "0", False, line=58 if r == 2 else 88)
@@ -195,14 +195,14 @@ def test_operations_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("odd", "cause"), [({"shape": (512,)}, "shape"), ({"dtype": "Half"}, "dtype")])
-def test_arguments_differ(tmp_path: Path, odd: dict[str, object], cause: str) -> None:
+def test_different_arguments_are_a_mismatch(tmp_path: Path, odd: dict[str, object], cause: str) -> None:
     job = trained(Job(4))
     for r in range(4):
         job.issue(r, "all_reduce", "0", False, **(odd if r == 1 else {}))  # type: ignore[arg-type]
     assert said(only(diagnose(tmp_path, job))) == ("mismatch", cause, (1,))
 
 
-def test_sizes_that_may_differ(tmp_path: Path) -> None:
+def test_operations_with_legally_different_sizes_are_no_mismatch(tmp_path: Path) -> None:
     job = trained(Job(4))
     for op in ("all_to_all", "reduce_scatter_v", "all_gather_v"):
         for r in range(4):
@@ -225,13 +225,13 @@ def test_coalesced_collectives_share_a_number(tmp_path: Path) -> None:
 # -- nothing is stuck ---------------------------------------------------------------------------------------------------
 
 
-def test_all_is_complete(tmp_path: Path) -> None:
+def test_dumps_without_open_operations_have_no_finding(tmp_path: Path) -> None:
     report = diagnose(tmp_path, trained(Job(8, {"1": ("tp", (0, 1, 2, 3)), "2": ("tp", (4, 5, 6, 7))})))
     assert report.findings == ()
     assert report.state == "running"
 
 
-def test_all_are_in_the_same_collective(tmp_path: Path) -> None:
+def test_all_ranks_in_one_collective_blame_nobody(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(done=False)
     report = diagnose(tmp_path, job)
@@ -239,7 +239,7 @@ def test_all_are_in_the_same_collective(tmp_path: Path) -> None:
     assert [f.severity for f in report.findings] == ["info"]
 
 
-def test_dumps_taken_one_after_the_other(tmp_path: Path) -> None:
+def test_dumps_taken_at_different_times_are_a_running_job(tmp_path: Path) -> None:
     """Rank 0's dump is ten steps older: others completed collectives with it since."""
     job = trained(Job(4), 10)
     write(tmp_path / "dumps", job)
@@ -253,7 +253,7 @@ def test_dumps_taken_one_after_the_other(tmp_path: Path) -> None:
     assert any("rank 0" in n and "older" in n for n in report.notes)
 
 
-def test_a_rank_one_call_behind_while_the_job_runs(tmp_path: Path) -> None:
+def test_a_rank_one_call_behind_is_a_running_job(tmp_path: Path) -> None:
     """Rank 3's dump is older than that of 0 and 1 by a step: the job ran, and rank 2 was merely the next to come."""
     job = trained(Job(4), 10)
     write(tmp_path / "dumps", job)
@@ -270,7 +270,7 @@ def test_a_rank_one_call_behind_while_the_job_runs(tmp_path: Path) -> None:
     assert only(diagnose_dumps(tmp_path / "dumps")).culprits == (2,)
 
 
-def test_rings_that_wrapped_at_different_places(tmp_path: Path) -> None:
+def test_rings_that_wrapped_at_different_entries_are_compared(tmp_path: Path) -> None:
     """Rank 0 makes calls of its own in a group of one: its ring reaches back less far, and record ids differ."""
     job = Job(3, {"5": ("self", (0,))})
     for _ in range(40):
@@ -281,7 +281,7 @@ def test_rings_that_wrapped_at_different_places(tmp_path: Path) -> None:
     assert only(diagnose(tmp_path, job, keep=16)).culprits == (2,)
 
 
-def test_a_job_that_ran_a_moment_before_its_dumps(tmp_path: Path) -> None:
+def test_a_job_with_recent_progress_is_a_running_job(tmp_path: Path) -> None:
     """The file was written 50 ms after the last call, of a recording of seconds: a rank one call behind is no hang."""
     job = trained(Job(2), 200)
     job.collective(ranks=(0,))
@@ -298,7 +298,7 @@ def test_a_job_that_ran_a_moment_before_its_dumps(tmp_path: Path) -> None:
 # -- dumps that are not there -------------------------------------------------------------------------------------------
 
 
-def test_a_missing_dump_is_to_blame_where_nothing_else_is(tmp_path: Path) -> None:
+def test_a_rank_without_a_dump_is_the_culprit_if_no_other_is(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(done=False)
     write(tmp_path / "dumps", job)
@@ -310,7 +310,7 @@ def test_a_missing_dump_is_to_blame_where_nothing_else_is(tmp_path: Path) -> Non
     assert (report.world_size, report.ranks_seen) == (4, 3)
 
 
-def test_a_missing_dump_is_never_a_pass(tmp_path: Path) -> None:
+def test_a_missing_dump_is_always_reported(tmp_path: Path) -> None:
     write(tmp_path / "dumps", trained(Job(4)))
     (tmp_path / "dumps" / "_dump_1").unlink()
     report = diagnose_dumps(tmp_path / "dumps")
@@ -336,7 +336,7 @@ def real(case: str) -> Path:
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_a_real_job_of_16_ranks(case: str) -> None:
+def test_the_culprit_of_a_real_job_of_16_ranks_is_named(case: str) -> None:
     folder = real(case)
     truth = tuple(int(x) for x in (folder / "fault_injection.log").read_text().split("[")[1].split("]")[0].split(","))
     f = only(diagnose_dumps(folder))
@@ -346,7 +346,7 @@ def test_a_real_job_of_16_ranks(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_a_damaged_copy_of_a_real_job(case: str, tmp_path: Path) -> None:
+def test_a_damaged_copy_of_a_real_job_still_names_the_culprit(case: str, tmp_path: Path) -> None:
     """One dump missing, one truncated, one that would run a command: a verdict, the files named, nothing run."""
     folder = tmp_path / case
     shutil.copytree(real(case), folder)

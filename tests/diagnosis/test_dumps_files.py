@@ -51,7 +51,7 @@ def culprits(*paths: Path) -> set[int]:
         ("20260301_{}_dump.pkl", "pickle"),
     ],
 )
-def test_the_rank_is_in_the_name(tmp_path: Path, name: str, form: str) -> None:
+def test_the_rank_is_read_from_the_file_name(tmp_path: Path, name: str, form: str) -> None:
     write(tmp_path / "d", hung(), name=name, form=form)
     snapshot, report = load(tmp_path / "d")
     assert sorted(report.files) == [0, 1, 2, 3]
@@ -59,7 +59,7 @@ def test_the_rank_is_in_the_name(tmp_path: Path, name: str, form: str) -> None:
     assert snapshot.world_size == 4
 
 
-def test_the_rank_is_in_the_content(tmp_path: Path) -> None:
+def test_the_rank_is_read_from_the_content(tmp_path: Path) -> None:
     job = hung()
     for r, name in enumerate(("alpha", "beta", "gamma", "delta")):
         (tmp_path / f"{name}.json").write_text(json.dumps({**json.loads(as_json(job.dump(r))), "rank": r}))
@@ -74,14 +74,14 @@ def test_the_rank_follows_from_the_groups_that_the_recorder_lists(tmp_path: Path
     assert culprits(tmp_path) == {1}
 
 
-def test_a_dump_of_nobody_is_named(tmp_path: Path) -> None:
+def test_a_dump_of_an_unknown_rank_is_reported(tmp_path: Path) -> None:
     write(tmp_path, hung())
     (tmp_path / "extra").write_bytes(as_pickle(Job(2).dump(0)))
     _, report = load(tmp_path)
     assert [Path(p).name for p, _ in report.bad] == ["extra"]
 
 
-def test_folders_of_several_nodes(tmp_path: Path) -> None:
+def test_ranks_are_read_from_the_folders_of_several_nodes(tmp_path: Path) -> None:
     job = hung()
     for r in range(4):
         folder = tmp_path / f"node{r // 2}"
@@ -92,7 +92,7 @@ def test_folders_of_several_nodes(tmp_path: Path) -> None:
     assert culprits(*sorted(tmp_path.rglob("nccl*"))) == {1}
 
 
-def test_of_two_attempts_the_newer_counts(tmp_path: Path) -> None:
+def test_only_the_newest_attempt_is_judged(tmp_path: Path) -> None:
     old = Job(2)
     old.collective(ranks=(1,))
     write(tmp_path / "attempt0", old)
@@ -105,7 +105,7 @@ def test_of_two_attempts_the_newer_counts(tmp_path: Path) -> None:
     assert any("of an earlier run" in n for n in report.notes)
 
 
-def test_two_recorders_of_one_rank(tmp_path: Path) -> None:
+def test_two_recorders_of_one_rank_are_merged(tmp_path: Path) -> None:
     """gloo for CPU tensors beside NCCL, under one group name: each has its own numbers."""
     gpu, cpu = hung(), Job(4, backend="gloo")
     for _ in range(3):
@@ -121,14 +121,14 @@ def test_two_recorders_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [version_1, version_2_0])
-def test_old_versions(tmp_path: Path, old: Any) -> None:
+def test_old_dump_versions_are_read(tmp_path: Path, old: Any) -> None:
     job = hung()
     for r in range(4):
         (tmp_path / f"nccl_trace_rank_{r}").write_bytes(as_pickle(old(job.dump(r))))
     assert culprits(tmp_path) == {1}
 
 
-def test_groups_of_version_1_2(tmp_path: Path) -> None:
+def test_groups_of_version_1_2_are_read(tmp_path: Path) -> None:
     job = hung()
     for r in range(4):
         old = {"version": "1.2", "entries": version_1(job.dump(r)), "pg_config": {0: {0: 0, 1: 1}, "0": [0, 1, 2, 3]}}
@@ -136,7 +136,7 @@ def test_groups_of_version_1_2(tmp_path: Path) -> None:
     assert culprits(tmp_path) == {1}
 
 
-def test_counters_without_entries(tmp_path: Path) -> None:
+def test_counters_of_groups_without_entries_are_used(tmp_path: Path) -> None:
     """`includeCollectives=False`: only how far each group has come."""
     job = hung()
     for r in range(4):
@@ -146,7 +146,7 @@ def test_counters_without_entries(tmp_path: Path) -> None:
     assert culprits(tmp_path) == {1}
 
 
-def test_gloo_lists_no_members(tmp_path: Path) -> None:
+def test_members_that_gloo_does_not_record_are_assumed(tmp_path: Path) -> None:
     job = Job(4, {"1": ("undefined", (0, 1)), "2": ("undefined", (2, 3))}, backend="gloo")
     for g in job.groups:
         job.collective(group=g)
@@ -158,7 +158,7 @@ def test_gloo_lists_no_members(tmp_path: Path) -> None:
     assert culprits(tmp_path) == {3}
 
 
-def test_gloo_counts_messages_along_in_its_status(tmp_path: Path) -> None:
+def test_gloos_status_also_counts_messages(tmp_path: Path) -> None:
     """A group of messages only leaves no entries there, and its members need not have sent equally many."""
     job = Job(3, {"1": ("undefined", (0, 1, 2))}, backend="gloo")
     job.collective()
@@ -173,7 +173,7 @@ def test_gloo_counts_messages_along_in_its_status(tmp_path: Path) -> None:
     assert culprits(tmp_path) == set()
 
 
-def test_after_a_split_one_name_stands_for_several_groups(tmp_path: Path) -> None:
+def test_one_name_may_be_several_groups_after_a_split(tmp_path: Path) -> None:
     job = Job(4)
     for r in range(4):
         for _ in range(3 if r < 2 else 2):
@@ -188,7 +188,7 @@ def test_after_a_split_one_name_stands_for_several_groups(tmp_path: Path) -> Non
     assert culprits(tmp_path) == set()
 
 
-def test_retired_but_not_completed_has_timed_out_on_nccl(tmp_path: Path) -> None:
+def test_an_nccl_entry_that_is_retired_and_not_completed_has_timed_out(tmp_path: Path) -> None:
     job = hung()
     for r in range(4):
         job.ranks[r].entries[-1]["retired"] = True
@@ -196,7 +196,7 @@ def test_retired_but_not_completed_has_timed_out_on_nccl(tmp_path: Path) -> None
     assert culprits(tmp_path) == {1}
 
 
-def test_an_odd_entry_in_the_middle_is_left_out(tmp_path: Path) -> None:
+def test_an_invalid_entry_is_left_out(tmp_path: Path) -> None:
     job = hung()
     write(tmp_path, job)
     dump = job.dump(2)
@@ -223,7 +223,7 @@ def test_an_odd_entry_in_the_middle_is_left_out(tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_the_users_innermost_frame(stack: Any, line: int | None) -> None:
+def test_the_site_is_the_users_innermost_frame(stack: Any, line: int | None) -> None:
     site = user_site(stack)
     assert (site.line if site else None) == line
 
@@ -265,7 +265,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", [*HOSTILE, *FOREIGN])
-def test_hostile_and_foreign_files_are_named_and_the_others_used(
+def test_unreadable_files_are_listed_and_the_others_judged(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -304,7 +304,7 @@ def test_flipped_bytes_never_raise(tmp_path: Path) -> None:
             assert diagnose_dumps(tmp_path).ranks_seen <= 1
 
 
-def test_files_beside_the_dumps_are_noted(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_noted(tmp_path: Path) -> None:
     write(tmp_path, hung())
     (tmp_path / "fault_injection.log").write_text("Fault ranks: [1]")
     (tmp_path / ".hidden").write_text("x")
@@ -323,12 +323,12 @@ def test_a_foreign_file_that_was_named_is_an_error(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_to_read(tmp_path: Path) -> None:
+def test_a_folder_without_dumps_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NoDumps):
         diagnose_dumps(tmp_path)
 
 
-def test_numbers_that_make_no_sense_do_not_stop_the_reading(tmp_path: Path) -> None:
+def test_invalid_numbers_do_not_stop_the_reader(tmp_path: Path) -> None:
     job = hung()
     for r in range(4):
         dump = job.dump(r)
@@ -341,7 +341,7 @@ def test_numbers_that_make_no_sense_do_not_stop_the_reading(tmp_path: Path) -> N
     assert culprits(tmp_path) == {1}
 
 
-def test_control_characters_of_the_job_stay_data(tmp_path: Path) -> None:
+def test_control_characters_in_dumps_are_escaped(tmp_path: Path) -> None:
     from distdiag.diagnosis.text.finding import finding_lines
 
     job = Job(3, {"1": ("dp\x1b[2J\n", (0, 1, 2))})

@@ -113,7 +113,7 @@ def test_a_hostile_file_costs_only_itself(tmp_path: Path, case: str) -> None:
     assert report.world_size == 4
 
 
-def test_files_that_end_their_reader_are_listed_with_the_reason(tmp_path: Path) -> None:
+def test_files_that_crash_the_reader_are_listed_with_the_reason(tmp_path: Path) -> None:
     """Three of them: after the second death every file is tried alone."""
     write(tmp_path, hung())
     for name in ("a_dump_5", "_dump_3", "z_dump_9"):
@@ -126,7 +126,7 @@ def test_files_that_end_their_reader_are_listed_with_the_reason(tmp_path: Path) 
     assert 1 in {r for f in report.findings for r in f.culprits}
 
 
-def test_a_file_that_takes_for_ever_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_exceeds_the_time_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real endless computation, in the child: the limit on CPU time ends it."""
     from distdiag.diagnosis.dumps import files, guard
 
@@ -144,14 +144,14 @@ def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     assert any("not a file" in f.message for f in diagnose_dumps(tmp_path).findings)
 
 
-def test_only_hostile_files(tmp_path: Path) -> None:
+def test_a_folder_with_only_hostile_files_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rank0").write_bytes(nested_key())
     with pytest.raises(NoDumps) as e:
         diagnose_dumps(tmp_path)
     assert "SIGSEGV" in e.value.report.bad[0][1]
 
 
-def test_the_command_prints_what_is_not_utf8(tmp_path: Path) -> None:
+def test_the_command_escapes_text_that_is_not_utf8(tmp_path: Path) -> None:
     """Surrogates from the job and bytes in a file's name: text and JSON are both written."""
     folder = tmp_path / os.fsdecode(b"d\xff")
     folder.mkdir()

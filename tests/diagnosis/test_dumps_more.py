@@ -29,7 +29,7 @@ def diagnose(folder: Path, job: Job, after_s: float = 600.0) -> Report:
     return diagnose_dumps(folder)
 
 
-def test_devices_that_began_two_groups_in_another_order(tmp_path: Path) -> None:
+def test_devices_that_run_two_groups_in_opposite_order_are_a_cycle(tmp_path: Path) -> None:
     job = trained(Job(4, {"1": ("fsdp", (0, 1, 2, 3))}))
     for r in range(4):
         first, second = ("1", "0") if r == 2 else ("0", "1")
@@ -64,7 +64,7 @@ def batch(job: Job, rank: int, group: str, done: bool, *messages: str) -> None:
     ring.entries[-1]["collective_seq_id"] = ring.seq[group]
 
 
-def test_messages_of_a_batch_are_over_with_it(tmp_path: Path) -> None:
+def test_messages_complete_with_their_batch(tmp_path: Path) -> None:
     job = trained(Job(3))
     for _ in range(3):
         for r in range(3):
@@ -75,7 +75,7 @@ def test_messages_of_a_batch_are_over_with_it(tmp_path: Path) -> None:
     assert only(diagnose(tmp_path / "hung", job)).culprits == (1,)
 
 
-def test_parts_of_a_coalesced_collective_are_over_with_it(tmp_path: Path) -> None:
+def test_parts_of_a_coalesced_collective_complete_with_it(tmp_path: Path) -> None:
     job = trained(Job(2))
     for r in range(2):
         for op in ("_all_gather_base", "_all_gather_base", "coalesced"):
@@ -85,14 +85,14 @@ def test_parts_of_a_coalesced_collective_are_over_with_it(tmp_path: Path) -> Non
     assert diagnose(tmp_path, job).findings == ()
 
 
-def test_types_of_coalesced_tensors_differ(tmp_path: Path) -> None:
+def test_different_dtypes_of_coalesced_tensors_are_a_mismatch(tmp_path: Path) -> None:
     job = trained(Job(3))
     for r in range(3):
         job.issue(r, "allreduce_coalesced", "0", False, dtype="Float" if r == 1 else "BFloat16")
     assert said(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
 
 
-def test_a_rank_that_has_issued_one_less_is_late_only_after_a_while(tmp_path: Path) -> None:
+def test_a_rank_one_call_behind_is_late_only_after_a_while(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(done=())  # in flight everywhere, and the next one not yet issued on rank 1
     job.collective(ranks=(0, 2, 3), done=())
@@ -100,7 +100,7 @@ def test_a_rank_that_has_issued_one_less_is_late_only_after_a_while(tmp_path: Pa
     assert only(diagnose(tmp_path / "old", job)).culprits == (1,)
 
 
-def test_a_rank_that_is_often_late_comes(tmp_path: Path) -> None:
+def test_a_rank_that_often_pauses_this_long_is_not_stuck(tmp_path: Path) -> None:
     job = Job(4)
     for _ in range(10):
         job.collective()
@@ -110,7 +110,7 @@ def test_a_rank_that_is_often_late_comes(tmp_path: Path) -> None:
     assert only(diagnose(tmp_path / "old", job, after_s=10.0)).culprits == (2,)
 
 
-def test_a_group_that_one_member_never_made(tmp_path: Path) -> None:
+def test_a_member_that_never_created_the_group_is_named(tmp_path: Path) -> None:
     """The others wait for it where no operation is recorded yet, and so are the ones that seem to be missing."""
     job = trained(Job(4))
     job.groups["1"] = ("eval", (1, 2, 3))
@@ -124,7 +124,7 @@ def test_a_group_that_one_member_never_made(tmp_path: Path) -> None:
     assert said(f) == ("deadlock", "missing_rank", (2,)) and "never created group eval" in f.message
 
 
-def test_a_rank_that_left_a_dump_of_the_attempt_before_only(tmp_path: Path) -> None:
+def test_a_rank_with_a_dump_of_an_earlier_attempt_only_is_missing(tmp_path: Path) -> None:
     old, new = trained(Job(4)), trained(Job(4))
     old.collective(ranks=(0, 1, 2))
     for ring in new.ranks:
@@ -140,7 +140,7 @@ def test_a_rank_that_left_a_dump_of_the_attempt_before_only(tmp_path: Path) -> N
     assert any("of an earlier run" in n for n in report.notes)
 
 
-def test_a_message_that_went_to_the_wrong_rank(tmp_path: Path) -> None:
+def test_a_message_to_the_wrong_rank_is_named(tmp_path: Path) -> None:
     """A ring in batches: all numbers agree but those of the message that went astray, and what follows is stuck behind it."""
     job = Job(5)
     for i in range(16):

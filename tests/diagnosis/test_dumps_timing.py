@@ -22,7 +22,7 @@ def just_ended(job: Job, rank: int, at_ns: int) -> None:
     e.update(retired=False, time_discovered_completed_ns=at_ns)
 
 
-def test_a_rank_that_had_just_gone_on_shows_a_running_job(tmp_path: Path) -> None:
+def test_a_rank_with_recent_progress_shows_a_running_job(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 3))
     just_ended(job, 2, job.now_ns + SECOND_NS // 100)
@@ -31,7 +31,7 @@ def test_a_rank_that_had_just_gone_on_shows_a_running_job(tmp_path: Path) -> Non
     assert "rank 2 was on its way to all_reduce #21" in report.findings[0].message
 
 
-def test_a_rank_that_goes_on_elsewhere_proves_nothing_for_a_wait_of_minutes(tmp_path: Path) -> None:
+def test_progress_in_another_group_does_not_excuse_a_wait_of_minutes(tmp_path: Path) -> None:
     job = trained(Job(4, {"1": ("heartbeat", (0, 1))}))
     job.collective(ranks=(0, 1, 3))
     job.now_ns += 600 * SECOND_NS
@@ -40,7 +40,7 @@ def test_a_rank_that_goes_on_elsewhere_proves_nothing_for_a_wait_of_minutes(tmp_
     assert only(diagnose(tmp_path, job, after_s=HOUR_S)).culprits == (2,)
 
 
-def test_a_recorder_that_retires_nothing_does_not_tell_when_it_was_asked(tmp_path: Path) -> None:
+def test_a_recorder_that_retires_nothing_does_not_show_when_the_dump_was_taken(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 3))
     for ring in job.ranks:
@@ -50,7 +50,7 @@ def test_a_recorder_that_retires_nothing_does_not_tell_when_it_was_asked(tmp_pat
 
 
 @pytest.mark.parametrize("op", ["_all_gather_base", "all_gather", "reduce_scatter", "_reduce_scatter_base"])
-def test_a_last_batch_that_is_shorter_on_one_rank(op: str, tmp_path: Path) -> None:
+def test_a_shorter_last_batch_on_one_rank_is_a_mismatch(op: str, tmp_path: Path) -> None:
     job = trained(Job(4))
     for r in range(4):
         job.issue(r, op, "0", False, shape=(37 if r == 3 else 64, 10))
@@ -58,7 +58,7 @@ def test_a_last_batch_that_is_shorter_on_one_rank(op: str, tmp_path: Path) -> No
     assert said(f) == ("mismatch", "shape", (3,)) and "370" in f.message and "640" in f.message
 
 
-def test_a_batch_of_parts_that_differ_is_legal(tmp_path: Path) -> None:
+def test_coalesced_parts_of_different_sizes_are_legal(tmp_path: Path) -> None:
     """Lists of tensors of different sizes are gathered by a broadcast of each rank's, of which only the batch is timed."""
     job = trained(Job(3))
     for done in (True, False):
@@ -77,9 +77,7 @@ def test_a_batch_of_parts_that_differ_is_legal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_the_rank_that_comes_to_two_groups_in_another_order_than_those_it_shares_both_with(
-    timed: bool, tmp_path: Path
-) -> None:
+def test_the_rank_with_another_order_of_two_groups_is_the_culprit(timed: bool, tmp_path: Path) -> None:
     """Who is in one of the groups alone says nothing about the order, however many they are."""
     job = trained(Job(8, {"1": ("half", (0, 1, 2, 3))}))
     for again in range(2):
@@ -112,18 +110,18 @@ def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
     return job
 
 
-def test_a_rank_that_came_when_the_others_had_given_up(tmp_path: Path) -> None:
+def test_a_rank_that_arrived_after_the_timeout_is_the_late_rank(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, late(tmp_path, after_s=240.0), after_s=HOUR_S))
     assert said(f) == ("timeout", "late_rank", (3,)) and f.victims == (0, 1, 2)
     assert "the timeout is 120 s" in f.message and (f.where[0].rank, f.where[0].line) == (3, 99)
 
 
-def test_a_clock_that_is_wrong_makes_no_rank_late(tmp_path: Path) -> None:
+def test_a_wrong_clock_makes_no_rank_late(tmp_path: Path) -> None:
     write(tmp_path, late(tmp_path, after_s=0.1, clock_s=240.0))
     assert not any(f.kind == "timeout" for f in diagnose_dumps(tmp_path).findings)
 
 
-def test_a_rank_whose_dump_is_of_long_before_is_not_on_its_way(tmp_path: Path) -> None:
+def test_a_rank_with_a_much_older_dump_is_not_excused(tmp_path: Path) -> None:
     """It died, and left a dump; the others waited until their timeout."""
     job = trained(Job(4), 200)
     job.collective(ranks=(0, 1, 3))
@@ -134,7 +132,7 @@ def test_a_rank_whose_dump_is_of_long_before_is_not_on_its_way(tmp_path: Path) -
     assert only(diagnose_dumps(tmp_path)).culprits == (2,)
 
 
-def test_a_ring_that_holds_little_is_a_running_job_all_the_same(tmp_path: Path) -> None:
+def test_a_short_ring_of_a_running_job_is_no_hang(tmp_path: Path) -> None:
     job = trained(Job(4), 200)
     job.collective(ranks=(0, 1, 3))
     write(tmp_path, job, keep=3)
@@ -144,7 +142,7 @@ def test_a_ring_that_holds_little_is_a_running_job_all_the_same(tmp_path: Path) 
     assert quiet(diagnose_dumps(tmp_path))
 
 
-def test_a_wait_that_the_ring_has_lost_is_older_than_all_in_it(tmp_path: Path) -> None:
+def test_a_wait_lost_from_the_ring_is_older_than_its_entries(tmp_path: Path) -> None:
     """An asynchronous checkpoint hangs on one rank, training goes on: a group's counters are all that is left of it."""
     job = trained(Job(3, {"1": ("checkpoint", (0, 1, 2))}), 2)
     job.collective(group="1", ranks=(0, 1))
@@ -158,7 +156,7 @@ def test_a_wait_that_the_ring_has_lost_is_older_than_all_in_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("op", ["all_to_all", "_all_gather_base"])
-def test_types_must_agree_where_sizes_need_not(op: str, tmp_path: Path) -> None:
+def test_dtypes_must_agree_even_if_sizes_may_differ(op: str, tmp_path: Path) -> None:
     job = trained(Job(3))
     for r in range(3):
         job.issue(r, op, "0", False, dtype="Long" if r == 1 else "BFloat16")
@@ -193,7 +191,7 @@ def test_members_of_a_group_are_numbered_in_its_own_order(tmp_path: Path) -> Non
     assert f.culprits == (2,) and "rank 4's send" in f.message
 
 
-def test_a_dump_that_cannot_be_read_is_a_rank_of_which_nothing_is_known(tmp_path: Path) -> None:
+def test_a_rank_with_an_unreadable_dump_counts_as_unknown(tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 3))
     write(tmp_path, job)
@@ -208,7 +206,7 @@ def test_a_dump_that_cannot_be_read_is_a_rank_of_which_nothing_is_known(tmp_path
 @pytest.mark.parametrize(
     "folder", ["node{n}/rank{r}/dump.pkl", "{r}/trace.pkl", "node-{n}/gpu{r}/fr.pickle", "a_0/{r}/x"]
 )
-def test_ranks_are_told_by_folders_where_files_are_all_called_alike(folder: str, tmp_path: Path) -> None:
+def test_ranks_are_read_from_folders_if_file_names_are_equal(folder: str, tmp_path: Path) -> None:
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 3))
     write(tmp_path / "flat", job)
@@ -221,7 +219,7 @@ def test_ranks_are_told_by_folders_where_files_are_all_called_alike(folder: str,
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_a_circle_of_ranks_that_all_send_before_they_receive(timed: bool, tmp_path: Path) -> None:
+def test_a_ring_that_sends_before_it_receives_is_a_cycle(timed: bool, tmp_path: Path) -> None:
     """Every receive has been issued, behind a send that waits: no rank is missing, and none is to blame."""
     job = trained(Job(4))
     for op in ("send {r}->{after}", "recv {r}<-{before}"):
@@ -241,7 +239,7 @@ def test_a_circle_of_ranks_that_all_send_before_they_receive(timed: bool, tmp_pa
     assert "rank 0 in send to rank 1" in f.message and "batch_isend_irecv" in f.advice
 
 
-def test_what_is_not_begun_lies_behind_what_is(tmp_path: Path) -> None:
+def test_operations_not_begun_are_queued_behind_running_ones(tmp_path: Path) -> None:
     """A collective that stands on all its ranks holds up the messages they have issued after it, and whoever waits for those."""
     job = trained(Job(6, {"1": ("tensor", (0, 1)), "2": ("pipe", (1, 2)), "3": ("data", (2, 3, 4, 5))}))
     job.collective(group="1", done=())
@@ -258,7 +256,7 @@ def test_what_is_not_begun_lies_behind_what_is(tmp_path: Path) -> None:
     assert f.kind == "stall" and f.culprits == (0, 1)
 
 
-def test_batches_of_messages_in_a_dump_of_what_is_active_are_told_by_the_groups_counter(tmp_path: Path) -> None:
+def test_completed_batches_in_a_dump_of_active_entries_follow_from_the_groups_counter(tmp_path: Path) -> None:
     """The parts of a batch stay as they were issued, and what closes it is left out once it is over."""
     job = trained(Job(4, {"1": ("pipe", (0, 1))}), steps=0)
     for number in range(1, 6):
@@ -279,7 +277,7 @@ def test_batches_of_messages_in_a_dump_of_what_is_active_are_told_by_the_groups_
         assert f.culprits == (1,) and ("no collective is in flight there" in f.message) == (over == 5)
 
 
-def test_a_timeout_is_told_by_the_dump_itself_where_files_were_copied(tmp_path: Path) -> None:
+def test_a_timeout_is_read_from_the_dump_if_files_were_copied(tmp_path: Path) -> None:
     """The recorder finds what has begun when it is asked for a dump."""
     for waited_s, severity in ((601, "error"), (599, "info")):
         job = trained(Job(4))
@@ -292,7 +290,7 @@ def test_a_timeout_is_told_by_the_dump_itself_where_files_were_copied(tmp_path: 
         assert (f.kind, f.severity, f.culprits) == ("stall", severity, ())
 
 
-def test_ranks_that_stopped_in_different_groups_are_each_said_of_their_own(tmp_path: Path) -> None:
+def test_ranks_that_stopped_in_different_groups_are_named_with_their_own_group(tmp_path: Path) -> None:
     job = trained(Job(8, {"1": ("tensor", (0, 1, 2, 3)), "2": ("tensor", (4, 5, 6, 7))}))
     job.collective(group="1", ranks=(0, 1, 2))
     job.collective(group="2", ranks=(4, 5, 7))
@@ -306,7 +304,7 @@ def test_ranks_that_stopped_in_different_groups_are_each_said_of_their_own(tmp_p
 @pytest.mark.parametrize(
     ("waited_s", "timeout_s", "running"), [(1.0, 600, True), (3.0, 600, False), (1.0, 2, False), (0.3, 2, True)]
 )
-def test_a_wait_of_a_second_is_no_hang_where_the_timeout_is_far(
+def test_a_wait_of_a_second_is_no_hang_if_the_timeout_is_long(
     waited_s: float, timeout_s: int, running: bool, tmp_path: Path
 ) -> None:
     job = trained(Job(4))

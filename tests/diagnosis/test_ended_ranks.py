@@ -22,7 +22,7 @@ from tests.diagnosis.waits import EVAL, TRAIN, call, key, only, rank, snapshot, 
         ({"life": Life.STOPPED}, "rank_stopped", "SIGSTOP"),
     ],
 )
-def test_a_wait_on_a_rank_that_is_gone(end: dict[str, Any], cause: str, words: str) -> None:
+def test_a_wait_for_a_rank_that_ended_is_a_deadlock(end: dict[str, Any], cause: str, words: str) -> None:
     s = snapshot(rank(0, call()), rank(1, call()), rank(2, enqueued={"default_pg": 6}, place=EVAL, **end))
     f = only(s)
     assert summary(f) == ("deadlock", cause, (2,), (0, 1))
@@ -33,7 +33,7 @@ def test_a_wait_on_a_rank_that_is_gone(end: dict[str, Any], cause: str, words: s
     assert f.collective is not None and (f.collective.op, f.collective.seq) == ("all_reduce", 7)
 
 
-def test_a_rank_that_is_reported_as_lost_is_not_a_deadlock_too() -> None:
+def test_a_lost_rank_is_not_also_a_deadlock() -> None:
     s = snapshot(rank(0, call()), rank(1, life=Life.KILLED, signal=9))
     assert [f.kind for f in findings(s, *RULES)] == ["rank_lost"]
 
@@ -45,7 +45,7 @@ def test_a_stopped_rank_moves_no_data_even_if_it_has_issued_the_call() -> None:
     assert summary(only(s)) == ("deadlock", "rank_stopped", (1,), (0,))
 
 
-def test_the_echo_of_a_death_is_not_its_cause() -> None:
+def test_an_echo_of_an_end_is_not_its_cause() -> None:
     s = snapshot(
         rank(0, call()),
         rank(1, life=Life.CRASHED, exception="RuntimeError: Connection closed by peer", ended_s=10.0),
@@ -66,7 +66,7 @@ def test_a_finished_rank_that_is_not_needed_is_no_incident() -> None:
     assert proved(s) == []
 
 
-def test_a_rank_that_evaluated_alone_through_the_wrapped_model_waits_for_those_that_have_ended() -> None:
+def test_a_rank_that_evaluates_alone_through_ddp_is_the_culprit_after_the_others_end() -> None:
     """Its extra forward was paired with the others' next one, long ago; all others are done now."""
     s = snapshot(
         rank(0, call("broadcast", 41), sites={key(TRAIN): 40, key(EVAL): 1}),
@@ -78,7 +78,7 @@ def test_a_rank_that_evaluated_alone_through_the_wrapped_model_waits_for_those_t
     assert summary(only(s)) == ("deadlock", "missing_rank", (0,), ())
 
 
-def test_a_rank_that_left_early_is_to_blame_though_the_other_goes_on_to_new_places() -> None:
+def test_the_rank_that_left_early_is_the_culprit_although_the_other_is_at_a_new_site() -> None:
     s = snapshot(
         rank(0, call("all_reduce", 41, EVAL), sites={key(TRAIN): 40, key(EVAL): 1}),
         rank(1, life=Life.FINISHED, exit_code=0, enqueued={"default_pg": 40}, sites={key(TRAIN): 40}),

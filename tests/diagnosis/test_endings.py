@@ -39,7 +39,7 @@ def how_it_ended(*ranks: RankState) -> str:
         ({"life": Life.CRASHED, "exception": "KeyboardInterrupt"}, "SIGINT"),
     ],
 )
-def test_a_job_that_was_only_stopped_from_outside_does_not_read_like_a_crash(end: dict[str, Any], name: str) -> None:
+def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, Any], name: str) -> None:
     text = how_it_ended(rank(0, ended_s=9.0, **end), rank(1, life=Life.KILLED, signal=15, ended_s=9.2))
     assert text == f"stopped by {name} (from the launcher or a person)"
     crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
@@ -63,7 +63,7 @@ def test_ranks_that_could_not_connect_blame_nobody() -> None:
     assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
 
 
-def test_the_first_end_that_is_no_echo_is_the_cause() -> None:
+def test_the_first_end_that_is_not_an_echo_is_the_cause() -> None:
     s = job(
         rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
         rank(1, life=Life.CRASHED, exception="IndexError: list index out of range", ended_s=9.1),
@@ -94,7 +94,7 @@ TIMED_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out w
 
 
 @pytest.mark.parametrize("number", [None, 9])
-def test_who_is_killed_after_another_timed_out_was_alive_and_late(number: int | None) -> None:
+def test_a_rank_killed_after_anothers_timeout_was_alive_and_late(number: int | None) -> None:
     """Its launcher's SIGTERM is read as no signal where the launcher was quicker to reap it."""
     s = job(
         rank(0, life=Life.CRASHED, exception=TIMED_OUT, ended_s=9.0),
@@ -105,7 +105,7 @@ def test_who_is_killed_after_another_timed_out_was_alive_and_late(number: int | 
 
 
 @pytest.mark.parametrize(("last_beat_s", "culprits"), [(8.9, (1,)), (9.3, ())])
-def test_a_kill_after_a_sign_of_life_did_not_close_the_connection_before_it(
+def test_a_kill_after_a_later_heartbeat_is_not_the_cause_of_a_closed_connection(
     last_beat_s: float, culprits: tuple[int, ...]
 ) -> None:
     s = job(
@@ -122,7 +122,7 @@ def test_a_job_ended_from_outside_has_no_finding(number: int) -> None:
     assert ended(s) == []
 
 
-def test_a_rank_that_finished_while_others_went_on_is_the_cause_of_their_errors() -> None:
+def test_a_rank_that_finished_early_is_the_cause_of_the_others_errors() -> None:
     s = job(
         rank(0, life=Life.FINISHED, ended_s=8.0, step=48),
         rank(
@@ -149,13 +149,13 @@ def test_a_timeout_names_the_late_rank() -> None:
     assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
 
 
-def test_a_timeout_of_the_users_own_is_a_crash() -> None:
+def test_a_timeout_raised_by_user_code_is_a_crash() -> None:
     s = job(rank(0, life=Life.CRASHED, exception="TimeoutError: dataset server timed out", ended_s=9.0), rank(1))
     assert only(ended(s)).kind == "rank_lost"
 
 
 @pytest.mark.parametrize(("log", "culprits"), [((61, 121, 181), (1,)), ((61, 121, 170), (0,)), ((1, 50, 121, 170), ())])
-def test_two_places_in_an_abort_of_gloo_and_who_is_out_of_rhythm(
+def test_in_an_abort_by_gloo_the_rhythm_decides_between_two_sites(
     log: tuple[int, ...], culprits: tuple[int, ...]
 ) -> None:
     """Rank 0 was in a call that both know, rank 1 in the next backward: was it due, or too early?"""
@@ -219,7 +219,7 @@ def test_the_watchdog_of_a_device_backend_that_aborts_a_rank_is_a_timeout() -> N
     assert "late by more than 6.0 s" in f.message
 
 
-def test_an_abort_soon_after_the_operation_began_is_no_timeout() -> None:
+def test_an_abort_soon_after_the_operation_began_is_not_a_timeout() -> None:
     first = on_device(0, ended_s=14.5)
     f = only(ended(job(first, rank(1, life=Life.KILLED, signal=15, ended_s=15.0, wait_measured=False))))
     assert (f.kind, f.cause, f.culprits) == ("rank_lost", "killed", (0,))
@@ -231,7 +231,7 @@ def test_a_rank_that_is_killed_before_the_others_watchdogs_abort_them_is_lost() 
     assert (f.kind, f.cause, f.culprits) == ("rank_lost", "killed", (1,))
 
 
-def test_ranks_that_died_of_a_mismatch_are_shown_at_the_call_and_not_where_they_were_seen_last() -> None:
+def test_ranks_that_died_of_a_mismatch_are_shown_at_the_call() -> None:
     metric, backward = Site("/job/train.py", 6, "log_metric"), Site("/job/train.py", 15, "main")
     calls = {q: Call(op="all_reduce", group="default_pg", seq=7, dtype=d, shape=(1,), site=metric, entered_s=99.0)
              for q, d in ((0, "int64"), (1, "float32"))}  # fmt: skip

@@ -26,7 +26,7 @@ def step_ms(self_ms: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_truth_lies_in_the_interval(ranks: int) -> None:
+def test_the_interval_contains_the_true_gain(ranks: int) -> None:
     rng, held, errors = random.Random(ranks), 0, []
     for _ in range(60):
         delay = rng.uniform(2.0, 30.0)
@@ -41,14 +41,14 @@ def test_the_truth_lies_in_the_interval(ranks: int) -> None:
     assert abs(statistics.mean(errors)) < 0.01  # no bias from taking the longest of few
 
 
-def test_equal_ranks_gain_nothing() -> None:
+def test_equal_ranks_have_no_gain() -> None:
     rng = random.Random(0)
     found = gain(window([[rng.gauss(20.0, 2.0) for _ in range(50)] for _ in range(4)]), [2])
     assert found is not None
     assert found.low <= 0 <= found.high
 
 
-def test_without_other_ranks_or_steps_there_is_no_number() -> None:
+def test_without_other_ranks_or_enough_steps_there_is_no_gain() -> None:
     two = window([[1.0] * 50, [2.0] * 50])
     assert gain(two, [0, 1]) is None
     assert gain(two, []) is None

@@ -54,7 +54,7 @@ def test_a_lost_card_is_an_error_of_its_rank() -> None:
     assert (f.cause, f.severity, f.culprits) == ("lost", "error", (3,)) and "nvidia-smi" in f.advice
 
 
-def test_nvlinks_that_retrain_or_go_down_during_the_run() -> None:
+def test_nvlinks_that_retrain_or_go_down_are_reported() -> None:
     assert cards(job(card(nvlink_active=18, nvlink_before=18, nvlink_recoveries=0))) == []
     f = only(cards(job(card(nvlink_active=18, nvlink_before=18, nvlink_recoveries=2))))
     assert (f.cause, f.severity) == ("nvlink", "warning") and "2 times" in f.message
@@ -75,7 +75,7 @@ def test_throttling_needs_most_of_a_minute() -> None:
     assert (f.cause, f.culprits) == ("throttled", (3,))
 
 
-def test_busy_cards_without_a_step_in_a_job_of_long_steps_are_nothing() -> None:
+def test_busy_cards_in_a_job_of_long_steps_are_no_finding() -> None:
     card = GpuState(node=0, gpu=0, rank=3, utilization_pct=100.0)
     still = RankState(rank=3, activity_since_s=20.0)
 

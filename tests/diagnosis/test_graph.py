@@ -10,7 +10,7 @@ from tests.diagnosis.made import proved
 from tests.diagnosis.waits import SAVE, call, rank, snapshot
 
 
-def test_waiting_for_a_living_rank_is_no_deadlock() -> None:
+def test_a_wait_for_a_living_rank_is_not_a_deadlock() -> None:
     s = snapshot(rank(0, call()), rank(1, call()), rank(2, enqueued={"default_pg": 6}, completed={"default_pg": 6}))
     g = graph.build(s)
     assert g.stuck == frozenset()
@@ -20,12 +20,12 @@ def test_waiting_for_a_living_rank_is_no_deadlock() -> None:
     assert proved(s, g) == []
 
 
-def test_all_have_issued_it_so_nobody_waits() -> None:
+def test_a_collective_issued_by_all_members_is_no_wait() -> None:
     g = graph.build(snapshot(*(rank(r, call()) for r in range(4))))
     assert (g.stuck, g.sinks) == (frozenset(), ())
 
 
-def test_waits_pass_on_through_others() -> None:
+def test_waits_are_followed_through_other_ranks() -> None:
     """0 waits for 1 in a pair, 1 waits for 2 in another pair, 2 computes."""
     s = snapshot(
         rank(0, call(group="a", seq=1)), rank(1, call(group="b", seq=1)), rank(2), groups={"a": (0, 1), "b": (1, 2)}
@@ -45,13 +45,13 @@ def test_a_call_already_completed_blocks_nobody() -> None:
     assert graph.build(s).stuck == frozenset()
 
 
-def test_an_unknown_group_proves_nothing() -> None:
+def test_a_wait_in_an_unknown_group_proves_nothing() -> None:
     s = snapshot(rank(0, call(group="?")), rank(1, life=Life.FINISHED))
     g = graph.build(s)
     assert (g.stuck, g.unknown, g.sinks) == (frozenset(), {0}, ())
 
 
-def test_a_rank_not_heard_of_is_waited_for_and_proves_nothing() -> None:
+def test_a_wait_for_an_unknown_rank_proves_nothing() -> None:
     s = snapshot(rank(0, call()), rank(1, life=Life.MISSING))
     g = graph.build(s)
     assert (g.stuck, g.sinks) == (frozenset(), (1,))
@@ -64,7 +64,7 @@ def wide(n: int) -> Snapshot:
     )  # fmt: skip
 
 
-def test_cost_grows_with_the_job_and_not_with_its_square() -> None:
+def test_cost_is_linear_in_the_number_of_ranks() -> None:
     """1,024 ranks against 128: eight times the work, and room for noise; a square law would be 64 times."""
     cost = {}
     for n in (128, 1024):

@@ -32,7 +32,7 @@ def test_every_kind_has_one_rule_in_a_file_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind.name)
-def test_every_limit_is_frozen_and_says_what_it_is(rule: rules.Rule) -> None:
+def test_every_limit_is_frozen_and_documented(rule: rules.Rule) -> None:
     assert dataclasses.is_dataclass(rule.limits) and type(rule.limits).__dataclass_params__.frozen  # pyright: ignore
     (limits,) = (x for x in ast.parse(source(rule)).body if isinstance(x, ast.ClassDef) and x.name == "Limits")
     for field, below in zip(limits.body, [*limits.body[1:], None], strict=True):

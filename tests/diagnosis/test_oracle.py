@@ -57,7 +57,7 @@ def check_rule(job: Job, expected: set[int]) -> None:
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(TAPES)
-def test_proved_exactly_for_those_stuck_for_ever(numbers: list[int]) -> None:
+def test_exactly_the_ranks_that_are_stuck_for_ever_are_proved(numbers: list[int]) -> None:
     """GIVEN a program and a moment of its run, WHEN judged, THEN the stuck are those whom no continuation frees."""
     tape = Tape(numbers)
     job = programs.program(tape)
@@ -77,7 +77,7 @@ def test_proved_exactly_for_those_stuck_for_ever(numbers: list[int]) -> None:
             check_rule(later, blocked)  # at rest, everybody blocked is stuck
 
 
-def test_the_programs_are_worth_judging() -> None:
+def test_the_generated_programs_cover_every_outcome() -> None:
     """GIVEN the same kind of tapes, THEN many programs hang, many do not, and every kind of cause occurs."""
     import random
 

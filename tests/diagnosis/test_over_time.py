@@ -21,7 +21,7 @@ from distdiag.diagnosis.rules import RULES
 from tests.diagnosis.made import LOOP, job, only, rank, steps, waits_for_rank_one
 
 
-def test_a_stall_is_withdrawn_when_the_rank_comes_and_its_record_stays() -> None:
+def test_a_stall_is_cleared_when_the_rank_arrives_and_its_record_stays() -> None:
     d = Diagnosis(source=lambda _: None)
     for t in range(30):
         d.update(waits_for_rank_one(1.0, float(t), activity="user_code"))
@@ -34,7 +34,7 @@ def test_a_stall_is_withdrawn_when_the_rank_comes_and_its_record_stays() -> None
 
 
 @pytest.mark.parametrize(("life", "open_still"), [(Life.FINISHED, 0), (Life.KILLED, 1)])
-def test_a_stall_is_over_when_all_have_ended_well(life: str, open_still: int) -> None:
+def test_a_stall_is_cleared_when_all_ranks_have_finished(life: str, open_still: int) -> None:
     d = Diagnosis(source=lambda _: None)
     for t in range(30):
         d.update(waits_for_rank_one(1.0, float(t), activity="user_code"))
@@ -45,7 +45,7 @@ def test_a_stall_is_over_when_all_have_ended_well(life: str, open_still: int) ->
     assert len([f for f in d.open() if f.kind == "stall"]) == open_still
 
 
-def test_what_was_said_of_a_stall_stays_while_its_ranks_are_being_killed() -> None:
+def test_a_stall_stays_reported_while_its_ranks_are_being_killed() -> None:
     def waiting(t_s: float, activity: str) -> Snapshot:
         call = Call(op="all_reduce", group="default_pg", seq=9, entered_s=1.0, site=LOOP)
         waits = [rank(q, blocked=call, enqueued={"default_pg": 9}, activity="waiting") for q in (0, 1)]
@@ -61,7 +61,7 @@ def test_what_was_said_of_a_stall_stays_while_its_ranks_are_being_killed() -> No
     assert d.update(dying) == [] and only(d.open()) == f
 
 
-def test_a_proof_needs_two_looks_and_is_kept_when_the_job_is_killed() -> None:
+def test_a_proof_needs_two_polls_and_is_kept_when_the_job_is_killed() -> None:
     def stuck(t_s: float, life: str = Life.RUNNING, **more: Any) -> Snapshot:
         ranks = [
             rank(q, life=life, enqueued={"default_pg": 7}, activity="waiting", sites={"/job/train.py:40": 5},
@@ -82,7 +82,7 @@ def test_a_proof_needs_two_looks_and_is_kept_when_the_job_is_killed() -> None:
     assert only(d.findings) == f
 
 
-def test_what_could_be_judged_and_why_not_is_kept() -> None:
+def test_checks_and_reasons_of_abstention_are_kept() -> None:
     d = Diagnosis(source=lambda _: None)
     d.update(job(rank(0, steps=steps(n=20)), rank(1, steps=steps(n=20)), t_s=1.0))
     checks = {(c.kind, c.cause): c for c in d.checks.all}
@@ -94,7 +94,7 @@ def test_what_could_be_judged_and_why_not_is_kept() -> None:
     assert (checked.checked and "costs" in checked.reason) or "no rank is the slowest" in checked.reason
 
 
-def test_a_rule_that_raises_is_counted_and_costs_only_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_raises_is_counted_and_loses_only_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         kind = kinds.MEMORY
         limits = None
@@ -148,7 +148,7 @@ def test_a_deadlock_stays_while_its_ranks_are_being_killed_and_ends_once_one_mov
     assert [f.cleared_s is None for f in d.findings] == [False]
 
 
-def test_a_straggler_is_not_seen_again_in_the_same_steps() -> None:
+def test_a_straggler_is_not_counted_twice_for_the_same_steps() -> None:
     """Three evaluations must find it, and those after the last step of a short job find nothing new."""
 
     def seen_at(*newest: int, calls: int = 0) -> list[Finding]:

@@ -48,7 +48,7 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
         ((), 120, False, None),  # every parameter is used now and then: what the flag is for
     ],
 )
-def test_expected_unused_parameters_are_said_if_they_are_never_used(
+def test_expected_unused_parameters_are_reported_if_never_used(
     never: tuple[tuple[str, int], ...], checks: int, of_library: bool, severity: str | None
 ) -> None:
     m = msgspec.structs.replace(
@@ -83,7 +83,7 @@ def drifting(
     return [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
 
 
-def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() -> None:
+def test_replicas_that_differ_are_reported() -> None:
     assert drifting(lambda q, k: 1.0 + k) == []
     assert drifting(lambda q, k: 1.0 + k + 1e-9 * q) == []
     f = only(drifting(lambda q, k: 1.0 + k + 0.1 * q * k))
@@ -100,7 +100,7 @@ def test_replicas_that_agree_have_no_finding_and_those_that_do_not_have_one() ->
         ((0.07, 0.07, 0.07, 0.07), False),  # most parameters are the rank's own, by design
     ],
 )
-def test_parameters_that_are_trained_later_and_not_averaged(shares: tuple[float, ...], found: bool) -> None:
+def test_parameters_trained_later_without_averaging_are_reported(shares: tuple[float, ...], found: bool) -> None:
     def samples(q: int) -> tuple[Sample, ...]:
         values = (1.0, 1.1, 1.2 + 0.1 * q, 1.3 + 0.2 * q)
         by_step = zip((32, 64, 96, 128), values, shares, strict=True)
@@ -148,7 +148,7 @@ def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other
     assert "their gradients are not averaged" in f.message
 
 
-def test_weights_that_were_loaded_into_wrapped_replicas_are_told_from_gradients_of_their_own() -> None:
+def test_weights_loaded_into_wrapped_replicas_are_not_unsynchronised_gradients() -> None:
     """Averaged gradients leave the distance as it was; a rank's own lead away, if only by the root of the steps."""
 
     def cause(values: Callable[[int, int], float], synced: int = 16) -> str | None:
@@ -164,7 +164,7 @@ def test_weights_that_were_loaded_into_wrapped_replicas_are_told_from_gradients_
     )
 
 
-def test_replicas_averaged_now_and_then_may_differ_between() -> None:
+def test_replicas_averaged_periodically_may_differ_in_between() -> None:
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters
 
@@ -178,11 +178,11 @@ def test_replicas_are_compared_at_the_same_point_of_the_job() -> None:
     assert drifting(differ, synced=lambda q, k: k + 10 * q) == []
 
 
-def test_models_without_averaging_may_differ() -> None:
+def test_independent_models_may_differ() -> None:
     assert drifting(lambda q, k: float(q), models=()) == []
 
 
-def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None:
+def test_different_init_needs_a_model_that_is_averaged_as_a_whole() -> None:
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
     later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # alike at first: one skips a step
     assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
@@ -191,7 +191,7 @@ def test_only_models_averaged_by_hand_as_a_whole_can_have_begun_unlike() -> None
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
 
-def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
+def test_the_rank_with_the_first_nonfinite_loss_is_named() -> None:
     s = job(
         rank(0, samples=(Sample("nonfinite_gradient", 12, float("nan")), Sample("nonfinite_loss", 13, float("nan")))),
         rank(1, samples=(Sample("nonfinite_loss", 12, float("inf"), site=LOOP),)),
@@ -203,7 +203,7 @@ def test_the_rank_whose_loss_was_first_not_finite_is_named() -> None:
     assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or too high a rate: nobody was first
 
 
-def test_a_trial_of_a_ranks_own_may_fail() -> None:
+def test_a_nonfinite_loss_in_a_trial_of_one_rank_is_info() -> None:
     """It is an error as soon as others have it, too: then what they train is one thing after all."""
     mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
     f = only([f for f in found_in(job(rank(0), mine)) if f.kind == "nonfinite"])
@@ -223,7 +223,7 @@ def not_needed(*models: Model, usual_step_s: float | None = 0.1) -> list[Finding
     return of_kind(found_in(job(*ranks, usual_step_s=usual_step_s)), "unused_parameters")
 
 
-def test_a_search_that_never_found_anything_is_said_with_its_cost() -> None:
+def test_a_search_that_never_found_unused_parameters_is_reported_with_its_cost() -> None:
     f = only(not_needed(SEARCHED, SEARCHED))
     assert (f.cause, f.severity, f.certainty) == ("flag_not_needed", "warning", "suspected")
     assert (f.culprits, f.victims, f.names) == ((), (0, 1), ())  # the script's doing, no rank's
@@ -231,12 +231,12 @@ def test_a_search_that_never_found_anything_is_said_with_its_cost() -> None:
     assert "2.0 ms per step (2 % of it)" in f.cost
 
 
-def test_a_search_that_a_library_asked_for_is_no_fault_of_the_script() -> None:
+def test_a_search_set_by_a_library_is_info() -> None:
     f = only(not_needed(*[msgspec.structs.replace(SEARCHED, flag_of_library=True)] * 2))
     assert (f.cause, f.severity) == ("flag_not_needed", "info") and "ddp_find_unused_parameters" in f.advice
 
 
-def test_a_search_that_found_something_once_on_one_rank_is_needed() -> None:
+def test_a_search_that_found_unused_parameters_once_is_needed() -> None:
     hit = msgspec.structs.replace(SEARCHED, unused=(("head.weight", 40),), unused_hits=1, unused_step=9)
     assert of_kind(not_needed(SEARCHED, hit), "unused_parameters", "flag_not_needed") == []
 
@@ -246,11 +246,11 @@ def test_a_search_that_found_something_once_on_one_rank_is_needed() -> None:
     [{"unused_checks": 39}, {"search_ms": None}, {"search_ms": 0.05}, {"find_unused": False}],
     ids=["few checks", "not timed", "costs nothing", "no flag"],
 )
-def test_a_search_not_known_well_or_not_dear_is_not_worth_a_word(change: dict[str, Any]) -> None:
+def test_a_search_with_few_checks_or_low_cost_is_not_reported(change: dict[str, Any]) -> None:
     assert not_needed(*[msgspec.structs.replace(SEARCHED, **change)] * 2) == []
 
 
-def test_the_cost_of_a_search_needs_the_usual_step_and_all_ranks() -> None:
+def test_the_cost_of_a_search_needs_the_step_time_and_all_ranks() -> None:
     for unknown in ({"unused_checks": 3}, {"search_ms": None}):
         assert not_needed(SEARCHED, msgspec.structs.replace(SEARCHED, **unknown)) == []
     assert not_needed(SEARCHED, SEARCHED, usual_step_s=None) == []
@@ -262,7 +262,7 @@ def unused(*names: str) -> Model:
     return msgspec.structs.replace(MODEL, unused=tuple((n, 10) for n in names), unused_hits=3, unused_step=9)
 
 
-def test_a_branch_that_one_rank_skips_is_told_from_one_that_all_skip() -> None:
+def test_a_branch_skipped_by_one_rank_differs_from_one_skipped_by_all() -> None:
     waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=90.0)
     s = job(rank(0), rank(1, models=(unused("aux.weight", "aux.bias"),)), rank(2, blocked=waits, phase="backward"))
     f = only(of_kind(found_in(s), "unused_parameters"))
@@ -292,20 +292,20 @@ def test_the_condition_under_which_a_skipped_head_is_used_is_named(forward: str)
     assert "used only" not in message("")
 
 
-def test_ranks_that_skip_different_branches_are_all_in_it() -> None:
+def test_ranks_that_skip_different_branches_are_all_culprits() -> None:
     s = job(rank(0, models=(unused("left.weight"),)), rank(1, models=(unused("right.weight"),)))
     f = only(of_kind(found_in(s), "unused_parameters"))
     assert (f.cause, f.culprits, f.victims) == ("differs_between_ranks", (), (0, 1))
     assert f.names == ("left.weight", "right.weight")
 
 
-def test_a_difference_that_nothing_has_come_of_is_no_alarm() -> None:
+def test_a_difference_without_consequences_is_no_error() -> None:
     """Two ranks may have been checked at different steps."""
     f = only(of_kind(found_in(job(rank(0), rank(1, models=(unused("aux.weight"),)))), "unused_parameters"))
     assert (f.cause, f.severity) == ("differs_between_ranks", "info")
 
 
-def test_a_rank_that_was_not_looked_at_is_not_said_to_differ() -> None:
+def test_an_unchecked_rank_does_not_differ() -> None:
     unknown = msgspec.structs.replace(MODEL, unused_checks=0)
     for s in (
         job(rank(0, models=(unknown,)), rank(1, models=(unused("aux.weight"),))),
@@ -326,7 +326,7 @@ def buffers(*values: float, model: Model = APART, at: tuple[int, ...] = (2, 4, 8
     return of_kind(found_in(job(*ranks)), "replica_drift")
 
 
-def test_buffers_that_differ_where_they_are_not_broadcast_are_said() -> None:
+def test_buffers_that_differ_without_broadcast_are_reported() -> None:
     f = only(buffers(1.0, 1.0, 3.0))
     assert (f.cause, f.severity, f.certainty, f.step) == ("buffers", "error", "proved", 2)
     assert (f.culprits, f.victims) == ((2,), (0, 1)) and "broadcast_buffers" in f.advice
@@ -342,7 +342,7 @@ def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> No
 
 
 @pytest.mark.parametrize("apart_at", [(16,), (2,), (2, 4)])
-def test_buffers_that_differ_once_or_agree_again_are_no_drift(apart_at: tuple[int, ...]) -> None:
+def test_buffers_that_differ_only_temporarily_are_no_drift(apart_at: tuple[int, ...]) -> None:
     ranks = [
         rank(
             q,
@@ -370,7 +370,7 @@ def never_averaged(calls: tuple[Call, ...] = (), **loaded: Any) -> list[Finding]
     return of_kind(found_in(job(*ranks)), "replica_drift")
 
 
-def test_ranks_that_split_their_data_and_average_nothing_are_reported() -> None:
+def test_ranks_that_split_data_and_average_nothing_are_reported() -> None:
     f = only(never_averaged())
     assert f.cause == "gradients_not_synced" and "no DDP" in f.message
     metric, weights = (Call(op="all_reduce", group="default_pg", seq=1, bytes=n) for n in (8, 1 << 20))
@@ -380,7 +380,7 @@ def test_ranks_that_split_their_data_and_average_nothing_are_reported() -> None:
     assert never_averaged(iterations_started=1) == []
 
 
-def test_a_call_in_a_group_of_others_is_reported_with_its_line() -> None:
+def test_a_call_by_a_non_member_is_reported_with_its_line() -> None:
     outside = Sample("not_a_member", 3, 0.0, name="all_reduce", site=LOOP)
     f = only(findings(job(rank(0), rank(1, samples=(outside,))), group_misuse))
     assert (f.kind, f.cause, f.culprits) == ("group_misuse", "not_a_member", (1,))

@@ -147,12 +147,14 @@ ROUNDS = """
         pytest.param(ROUNDS, "D main", "C main", ["for epoch in range(start, 5):"], id="its loop ended earlier"),
     ],
 )
-def test_conditions_on_data_at_which_two_paths_part(source: str, mine: str, theirs: str, conditions: list[str]) -> None:
+def test_conditions_at_which_two_paths_diverge_are_found(
+    source: str, mine: str, theirs: str, conditions: list[str]
+) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
 
 
-def test_a_rank_that_left_by_sys_exit_left_by_the_condition_around_it() -> None:
+def test_the_condition_around_sys_exit_is_found() -> None:
     text, at = places("""
         def check(loss):
             if not isfinite(loss):
@@ -174,7 +176,7 @@ def test_a_rank_that_left_by_sys_exit_left_by_the_condition_around_it() -> None:
     assert left_at(Site(FILE, at["B"], "main")) == left_at(None) == ["if done(x)"]
 
 
-def test_the_caller_of_a_killed_rank_is_the_only_call_of_its_function() -> None:
+def test_a_stale_caller_of_a_killed_rank_is_corrected() -> None:
     """The sample of the caller is older than the call in which the rank was killed."""
     text, at = places(FLUSH)
     flush, old, now = Site(FILE, at["A"], "flush"), Site(FILE, at["C"], "main"), Site(FILE, at["D"], "main")
@@ -200,14 +202,14 @@ def came_with(r: int, *dtypes: str) -> RankState:
     return rank(r, calls[-1], calls=tuple(calls))
 
 
-def test_a_dtype_that_is_new_at_its_site_is_the_wrong_one() -> None:
+def test_the_side_with_a_new_dtype_at_its_site_is_the_culprit() -> None:
     f = only(snapshot(came_with(0, *["float64"] * 4), came_with(1, *["float64"] * 3, "float32")))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,))
     assert "before, rank 1 called it with float64 (3 times)" in f.message
     assert "on rank 1 cast the tensor to float64" in f.advice
 
 
-def test_calls_after_the_conflict_are_no_history() -> None:
+def test_calls_after_the_conflict_are_not_history() -> None:
     """gloo lets a rank pass a conflict: it is in its next call already, with the new dtype again."""
     odd = came_with(0, "float32", "float32", "float64")
     after = call(seq=4, site=SITE, dtype="float64")
@@ -216,7 +218,7 @@ def test_calls_after_the_conflict_are_no_history() -> None:
     assert f.culprits == (0,) and "rank 0 called it with float32 (twice)" in f.message
 
 
-def test_two_dtypes_without_history_blame_nobody_and_both_edits_are_named() -> None:
+def test_two_dtypes_without_history_blame_nobody_and_name_both_edits() -> None:
     f = only(snapshot(came_with(0, "float64"), came_with(1, "float32")))
     assert (f.cause, f.culprits) == ("dtype", ())
     assert "on rank 0 cast the tensor to float32 before the call, or on rank 1 to float64" in f.advice
@@ -258,7 +260,7 @@ def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
     assert "caught RuntimeError: out of memory" in only(s).message
 
 
-def test_after_a_caught_exception_the_open_forward_has_no_backward_to_come() -> None:
+def test_a_forward_before_a_caught_exception_gets_no_backward() -> None:
     """Both are at sites of every step; rank 0 is one step ahead, and its forward raised what the script caught."""
     log = Site(FILE, 7, "main")
     more = {"caught": "RuntimeError: out of memory"}
@@ -272,7 +274,7 @@ def test_after_a_caught_exception_the_open_forward_has_no_backward_to_come() -> 
     assert "without backward" not in only(s).message
 
 
-def test_forwards_under_accumulation_skip_nothing() -> None:
+def test_forwards_under_accumulation_are_not_skipped_backwards() -> None:
     """Three of four forwards have no synchronised backward, on both ranks."""
     s = snapshot(
         trained(0, FORWARD, 42, 10, "broadcast", "forward"), trained(1, BACKWARD, 40, 10, "all_reduce", "backward")
@@ -312,7 +314,7 @@ def test_a_decorator_that_lets_one_rank_run_a_function_is_a_condition_on_the_ran
     assert rank_condition.around(theirs, mine, {FILE: text}.get) is None
 
 
-def test_the_handler_that_made_a_rank_leave_out_its_message_is_named() -> None:
+def test_the_exception_handler_that_skips_a_message_is_named() -> None:
     text, at = places("""
         def actor():
             for _ in range(9):
@@ -341,7 +343,7 @@ def test_the_handler_that_made_a_rank_leave_out_its_message_is_named() -> None:
 # -- messages and circles ------------------------------------------------------------------------------------------------
 
 
-def test_a_message_to_another_rank_than_ever_before_is_the_culprits() -> None:
+def test_a_rank_that_sends_to_a_new_peer_is_the_culprit() -> None:
     """Rank 0 always sent to rank 1 from this line; now it sends to rank 2, which does not receive from it."""
     send, recv = Site(FILE, 9, "exchange"), Site(FILE, 12, "exchange")
 
@@ -362,7 +364,7 @@ def test_a_message_to_another_rank_than_ever_before_is_the_culprits() -> None:
     assert "in 3 earlier calls there its peer was rank 1" in f.message
 
 
-def test_of_a_tie_the_condition_at_which_the_paths_part_is_named() -> None:
+def test_a_tie_names_the_condition_at_which_the_paths_diverge() -> None:
     """Each rank generates until its own sequence ends, with a model whose forward gathers its parameters."""
     text, at = places("""
         def generate(model, ids):
@@ -387,7 +389,7 @@ def test_of_a_tie_the_condition_at_which_the_paths_part_is_named() -> None:
     assert "they diverge at `if (ids == EOS).all()` (train.py:4)" in f.message
 
 
-def test_of_a_circle_the_smallest_edit_is_named() -> None:
+def test_a_cycle_names_the_smallest_edit() -> None:
     a, b = Site(FILE, 1, "f"), Site(FILE, 2, "f")
     s = snapshot(
         rank(0, call(group="x", seq=1, site=a)), rank(1, call(group="y", seq=1, site=b)),
@@ -400,12 +402,12 @@ def test_of_a_circle_the_smallest_edit_is_named() -> None:
     )
 
 
-def test_a_rank_that_has_ended_is_shown_where_it_was_seen_last() -> None:
+def test_a_rank_that_ended_is_shown_at_its_last_site() -> None:
     f = Finding(kind="deadlock", message="m", where=(Where(1, "/job/train.py", 8, "train", "finished"),))
     assert any("last seen at /job/train.py:8 in train (rank 1)" in line for line in finding_lines(f))
 
 
-def test_a_rank_that_left_by_a_condition_while_the_others_failed_is_explained() -> None:
+def test_the_condition_by_which_a_rank_left_is_named_after_the_others_failed() -> None:
     text, at = places(FIT)
     inside, caller = Site(FILE, at["A"], "fit"), Site(FILE, at["B"], "main")
     s = snapshot(

@@ -33,19 +33,19 @@ def state(rank: int, calls: tuple[Call, ...]) -> RankState:
     return RankState(rank=rank, calls=calls, blocked=calls[-1])
 
 
-def test_the_one_that_left_something_out_is_told_from_the_one_that_waits_for_it() -> None:
+def test_the_rank_that_skipped_a_call_is_the_culprit_not_the_one_that_waits() -> None:
     ranks = [state(0, first_stage(15)), state(1, last_stage(15, left_out=57))]
     assert call_order.departed(ranks) == 1
     assert call_order.departed([ranks[0], state(1, last_stage(15))]) is None
 
 
-def test_where_ranks_outside_the_circle_go_on_to_something_new_as_well_nobody_is_told() -> None:
+def test_if_ranks_outside_the_cycle_also_do_something_new_nobody_is_blamed() -> None:
     circle = [state(0, first_stage(15)), state(1, last_stage(15, left_out=57))]
     assert call_order.departed(circle, [state(2, first_stage(15))]) == 1
     assert call_order.departed(circle, [state(2, last_stage(15, left_out=56))]) is None
 
 
-def test_tags_that_moved_on_too_far() -> None:
+def test_a_skipped_tag_names_its_rank() -> None:
     def ring(rank: int, twice_at: int | None) -> RankState:
         tag, calls = 0, []
         for i in range(60):
@@ -58,7 +58,7 @@ def test_tags_that_moved_on_too_far() -> None:
     assert call_order.departed([ring(0, 3), ring(1, None), ring(2, None)]) is None  # long ago
 
 
-def test_one_less_in_a_row_than_ever() -> None:
+def test_a_shorter_run_of_equal_calls_names_its_rank() -> None:
     def last(left_out: bool) -> tuple[Call, ...]:
         out = []
         for i in range(9):
@@ -69,14 +69,14 @@ def test_one_less_in_a_row_than_ever() -> None:
     assert call_order.departed([state(0, first_stage(15)), state(1, last(left_out=False))]) is None
 
 
-def test_without_a_pattern_nobody_departs_from_it() -> None:
+def test_without_a_pattern_nobody_is_blamed() -> None:
     short = [state(0, first_stage(6)), state(1, last_stage(6, left_out=22))]
     assert call_order.departed(short) is None
     any_order = tuple(message("recv", i * i * 7 % 31, 50 + i % 5) for i in range(120))
     assert call_order.departed([state(0, any_order), state(1, last_stage(15, left_out=57))]) is None
 
 
-def test_the_finding_names_it() -> None:
+def test_the_finding_names_the_culprit_and_the_skipped_call() -> None:
     mine, theirs = last_stage(15, left_out=57), first_stage(15)
     s = Snapshot(
         t_s=9.0,
@@ -92,7 +92,7 @@ def test_the_finding_names_it() -> None:
     assert f.message.startswith("rank 1 has not sent what rank 0 waits for in recv from rank 1")
 
 
-def test_who_is_stuck_behind_a_circle_of_messages_is_no_measure() -> None:
+def test_ranks_stuck_behind_a_cycle_of_messages_are_not_compared() -> None:
     """With too little history for a pattern nobody is blamed: rank 0 received less often only because it waits for rank 1."""
 
     def stage(rank: int, blocked: Call, sites: dict[str, int], **messages: int) -> RankState:
@@ -138,17 +138,17 @@ def verdict(one: RankState, other: RankState) -> tuple[str, str | None, tuple[in
     return f.kind, f.cause, f.culprits
 
 
-def test_of_two_ranks_the_one_that_leaves_out_a_layer_is_told_by_what_always_came_next() -> None:
+def test_of_two_ranks_the_one_that_skips_a_layer_is_the_culprit() -> None:
     assert verdict(met(reduced(20, 64)), met(reduced(20, 3))) == ("mismatch", "shape", (1,))
     assert verdict(met(reduced(20, 3)), met(reduced(20, 64))) == ("mismatch", "shape", (0,))
 
 
-def test_what_comes_next_may_take_more_than_one_call_to_tell() -> None:
+def test_the_next_call_may_follow_from_several_preceding_calls() -> None:
     before = (8, 8, 64, 8, 3) * 5 + (8, 8)
     assert verdict(met(reduced(28, 64), before=before), met(reduced(28, 3), before=before))[2] == (1,)
 
 
-def test_without_one_successor_nobody_is_told() -> None:
+def test_without_a_unique_next_call_nobody_is_blamed() -> None:
     for before in [(8, 64, 8, 3, 8, 3, 8, 64, 64, 8), (8, 64, 8, 64, 8), tuple(i * i % 17 + 1 for i in range(40))]:
         n = len(before) + 1
         assert verdict(met(reduced(n, 64), before=before), met(reduced(n, 3), before=before))[2] == ()
@@ -156,13 +156,13 @@ def test_without_one_successor_nobody_is_told() -> None:
     assert verdict(met(reduced(20, 5)), met(reduced(20, 3)))[2] == ()
 
 
-def test_calls_that_were_lost_leave_no_pattern() -> None:
+def test_lost_calls_leave_no_pattern() -> None:
     one, other = met(reduced(20, 64)), met(reduced(20, 3))
     other = msgspec.structs.replace(other, calls=other.calls[:9] + other.calls[10:])
     assert verdict(one, other)[2] == ()
 
 
-def test_a_group_that_is_brought_to_another_groups_line() -> None:
+def test_a_group_used_at_another_groups_line_names_its_rank() -> None:
     """Both know both lines, each from its own groups; in this group one of them is new."""
 
     def state(here: int, visits: dict[str, tuple[int, ...]], whole: bool = True) -> RankState:
@@ -194,7 +194,7 @@ def trainer(rank: int, metrics: list[int], blocked: str) -> RankState:
     )
 
 
-def test_a_call_left_out_between_the_steps_of_ddp() -> None:
+def test_a_call_skipped_between_ddp_steps_is_found() -> None:
     """A rank that skips the metric's group is in the next backward: DDP's own all-reduces are no calls of the script."""
     waits = trainer(0, [1, 1, 1, 1, 1, 1], "metric")
     left_out = trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
@@ -204,7 +204,7 @@ def test_a_call_left_out_between_the_steps_of_ddp() -> None:
     assert call_order.not_in_due_call([one_more, goes_on]) == 0
 
 
-def test_a_call_is_due_only_after_it_always_followed() -> None:
+def test_a_call_is_due_only_if_it_always_followed() -> None:
     new = trainer(0, [1, 1, 1], "metric"), trainer(1, [1, 1, 0], "gradients")
     assert call_order.not_in_due_call(new) is None
     irregular = trainer(0, [0, 1, 0, 0, 1, 1], "metric"), trainer(1, [0, 1, 0, 0, 1, 0], "gradients")

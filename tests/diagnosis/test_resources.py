@@ -38,7 +38,7 @@ def test_growth_needs_steady_growth_after_the_first_steps() -> None:
     assert [f for f in findings_of(grows(1e6)) if f.cause == "growth"] == []
 
 
-def test_growth_of_a_device_and_when_it_will_be_full() -> None:
+def test_growth_on_a_device_is_reported_with_the_time_left() -> None:
     def grows(per_s: float, seconds: int = 60) -> list[Finding]:
         points = tuple((float(t), int(4e9 + per_s * t)) for t in range(seconds))
         card = {"device_total_bytes": int(80e9), "warm_since_s": 5.0}
@@ -50,7 +50,7 @@ def test_growth_of_a_device_and_when_it_will_be_full() -> None:
     assert grows(1e6) == [] and grows(100e6, seconds=20) == []
 
 
-def test_growth_of_a_host_says_how_long_it_has() -> None:
+def test_growth_on_a_host_is_reported_with_the_time_left() -> None:
     """It is watched the longer, the more time there is: a replay buffer grows, too, until it is full."""
 
     def grows(per_s: float, seconds: int) -> list[Finding]:
@@ -63,7 +63,7 @@ def test_growth_of_a_host_says_how_long_it_has() -> None:
     assert "full in 12 minutes" in only(grows(100e6, 30)).message and grows(100e6, 10) == []
 
 
-def test_growth_of_one_rank_while_the_others_do_not_grow_is_watched_less_long() -> None:
+def test_growth_of_one_rank_only_is_reported_sooner() -> None:
     """A cache or a replay buffer fills on every rank that trains."""
 
     def grows(per_s: float, *others: float, warm_s: float | None = 2.0, seconds: int = 16) -> list[Finding]:
@@ -87,7 +87,7 @@ def test_growth_of_one_rank_while_the_others_do_not_grow_is_watched_less_long() 
     assert grows(30e6, 0.0, seconds=10) == []
 
 
-def test_imbalance_is_what_matters_on_this_host() -> None:
+def test_imbalance_is_relative_to_the_hosts_memory() -> None:
     def holds(more: float, host: float) -> list[tuple[int, ...]]:
         ranks = [
             rank(q, memory=tuple((float(t), int(4e8 + (q == 0) * more)) for t in range(30)), warm_since_s=5.0)
@@ -100,7 +100,7 @@ def test_imbalance_is_what_matters_on_this_host() -> None:
     assert holds(1e9, host=500e9) == []
 
 
-def test_a_collective_that_completed_with_different_types_is_said() -> None:
+def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
     def call(dtype: str, line: int) -> Call:
         return Call(
             op="all_reduce", group="default_pg", seq=3, dtype=dtype, shape=(4,), site=Site("/job/m.py", line, "f")
@@ -122,19 +122,19 @@ def headroom(*used_gib: float | None, card_gib: float | None = 80.0) -> list[Fin
     return of_kind(findings_of(job(*ranks)), "memory", "headroom")
 
 
-def test_a_card_that_is_nearly_full_is_said_with_its_rank() -> None:
+def test_a_nearly_full_card_is_reported_with_its_rank() -> None:
     f = only(headroom(40.0, 78.0))
     assert (f.culprits, f.certainty) == ((1,), "proved") and "device memory of rank 1" in f.message
     assert only(headroom(78.0, 78.0)).culprits == (0, 1)
 
 
-def test_a_card_with_room_or_of_unknown_size_is_not_worth_a_word() -> None:
+def test_a_card_with_room_or_unknown_size_is_no_finding() -> None:
     assert headroom(40.0, 75.0) == []  # 94 %: tuned to be nearly full
     assert headroom(None, None) == []
     assert headroom(78.0, 78.0, card_gib=None) == []
 
 
-def test_a_card_on_fewer_lanes_than_it_has_is_said() -> None:
+def test_a_card_on_fewer_pcie_lanes_is_reported() -> None:
     f = only(cards(job(rank(0), rank(1), gpus=(CARD,))))
     assert (f.kind, f.cause, f.severity, f.culprits) == ("gpu", "pcie_degraded", "warning", (1,))
     assert "x8 of x16" in f.message and "distdiag probe gpu" in f.advice
@@ -145,6 +145,6 @@ def test_a_card_on_fewer_lanes_than_it_has_is_said() -> None:
 @pytest.mark.parametrize(
     ("width", "most"), [(16, 16), (8, 8), (None, 16), (8, None), (None, None)], ids=lambda w: f"x{w}"
 )
-def test_a_full_or_unknown_width_is_no_fault(width: int | None, most: int | None) -> None:
+def test_full_or_unknown_pcie_width_is_no_finding(width: int | None, most: int | None) -> None:
     card = msgspec.structs.replace(CARD, pcie_width=width, pcie_width_max=most)
     assert cards(job(rank(0), rank(1), gpus=(card,))) == []

@@ -46,7 +46,7 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
-def test_the_line_of_slow_code_between_steps_is_not_one_from_before_the_first_step() -> None:
+def test_the_line_of_slow_code_is_not_from_before_the_first_step() -> None:
     index, logging = Site("/job/train.py", 8, "__init__"), Site("/job/train.py", 14, "epoch")
     seen = {"init": ((index, 26),), "other": ((logging, 5),)}
     late = rank(
@@ -110,13 +110,13 @@ def test_a_rank_that_stalls_the_others_at_every_15th_step_is_reported_with_its_p
     assert stragglers(job(*(rank(q, steps=irregular[q]) for q in (0, 1)))) == []
 
 
-def test_a_rank_that_arrives_last_nowhere_is_no_straggler() -> None:
+def test_a_rank_that_never_arrives_last_is_no_straggler() -> None:
     early = tuple(msgspec.structs.replace(x, arrived_s=x.step * 0.2) for x in aligned_by_buffers(1, 80.0))
     late = tuple(msgspec.structs.replace(x, arrived_s=x.step * 0.2 + 0.01) for x in aligned_by_buffers(0, 0.0))
     assert stragglers(job(rank(0, steps=late), rank(1, steps=early))) == []
 
 
-def test_ranks_alike_one_slow_step_and_a_slower_core_are_no_stragglers() -> None:
+def test_equal_ranks_one_slow_step_and_a_slower_core_are_no_stragglers() -> None:
     assert stragglers(job(*(rank(q, steps=steps(seed=q)) for q in range(4)))) == []
     once = list(steps(seed=1))
     once[40] = msgspec.structs.replace(once[40], step_ms=900.0, forward_ms=850.0)
@@ -155,21 +155,21 @@ def node_of_two(slow: tuple[int, ...], world: int, *phases: str, **more: Any) ->
     return stragglers(job(*(rank(q, steps=of_rank(q), **more) for q in range(world)), host_cpu_pct=40.0))
 
 
-def test_several_that_are_all_slower_than_the_rest_are_named_together() -> None:
+def test_several_slow_ranks_are_named_together() -> None:
     f = only(node_of_two((2, 3), 4))
     assert (f.cause, f.culprits, f.victims) == ("data", (2, 3), (0, 1)) and "ranks 2, 3: data up to +" in f.message
     assert {w.rank for w in f.where} == {2, 3}
     assert only(node_of_two((0, 5, 6), 8)).culprits == (0, 5, 6)
 
 
-def test_the_greater_part_stages_of_a_pipeline_and_different_reasons_are_no_slow_node() -> None:
+def test_a_majority_pipeline_stages_and_different_phases_are_no_slow_node() -> None:
     assert [f.culprits for f in node_of_two((1, 2, 3), 4) if f.cause != "rotating"] == []
     assert node_of_two((2, 3), 4, p2p_issued={"send:1:0:default_pg": 9}) == []
     assert node_of_two((2, 3), 4, "data", "optimizer") == []
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "other", "data"])
-def test_the_longest_stage_of_a_pipeline_is_information_and_its_slow_data_a_warning(phase: str) -> None:
+def test_the_longest_pipeline_stage_is_info_and_its_slow_data_a_warning(phase: str) -> None:
     messages = [{"send:1:0:default_pg": 400}, {"recv:0:0:default_pg": 400}]
     ranks = [rank(0, steps=steps(wait_ms=80.0), p2p_issued=messages[0], models=())]
     ranks.append(rank(1, steps=steps(80.0, phase, seed=1), p2p_issued=messages[1], models=()))
@@ -178,7 +178,7 @@ def test_the_longest_stage_of_a_pipeline_is_information_and_its_slow_data_a_warn
     assert (f.cause, f.severity) == (("data", "warning") if phase == "data" else ("stage", "info"))
 
 
-def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
+def test_a_loader_without_cpu_is_no_straggler() -> None:
     def found(
         starved: float | None, cpu_pct: float, workers: int = 2, busy: float = 0.9, others: float | None = 0.8
     ) -> list[Finding]:
@@ -198,7 +198,7 @@ def test_a_loader_whose_workers_get_no_cpu_is_no_fault_of_the_rank() -> None:
 
 
 @pytest.mark.parametrize(("fetching", "culprits"), [(0.3, (1,)), (0.6, (1,)), (0.95, ()), (1.0, ()), (None, (1,))])
-def test_of_equal_loaders_none_is_slow(fetching: float | None, culprits: tuple[int, ...]) -> None:
+def test_equally_slow_loaders_are_no_straggler(fetching: float | None, culprits: tuple[int, ...]) -> None:
     """Storage gives each rank a batch in 80 ms. The rank that is a little later finds its queue empty, the other finds it full."""
 
     def workers(share: float | None) -> tuple[Loader, ...]:
@@ -224,7 +224,7 @@ def sized(batch: int, scale: float, n: int = 60) -> tuple[Step, ...]:
     return tuple(msgspec.structs.replace(x, batch=batch, loss=scale * r.uniform(0.8, 1.2)) for x in steps(n=n))
 
 
-def test_batches_of_different_sizes_are_legal_where_losses_are_weighed_by_them() -> None:
+def test_different_batch_sizes_are_legal_if_losses_are_weighted_by_them() -> None:
     def found(*ranks: tuple[int, float]) -> list[Finding]:
         states = (rank(q, steps=sized(batch, scale)) for q, (batch, scale) in enumerate(ranks))
         return [f for f in findings(job(*states), uneven_batches) if f.cause == "size"]
@@ -242,7 +242,7 @@ def compared(*of_ranks: tuple[Step, ...]) -> dict[int, list[Step]]:
     return window.steps
 
 
-def test_the_same_steps_of_all_ranks_are_compared_whichever_each_has() -> None:
+def test_only_steps_that_all_ranks_have_are_compared() -> None:
     every = steps(n=80)
     ahead, behind, gaps = every[10:75], every[:70], tuple(x for x in every if x.step != 30)[:70]
     whole = compared(ahead, behind)
@@ -256,7 +256,7 @@ def test_the_same_steps_of_all_ranks_are_compared_whichever_each_has() -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 100])
 @pytest.mark.parametrize("turns", [True, False])
-def test_ranks_that_are_slow_in_turns_are_no_single_straggler(world: int, turns: bool) -> None:
+def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> None:
     r = random.Random(5)
     slow = [r.randrange(world if turns else 2) for _ in range(60)]  # else only ever one of the first two
 
@@ -280,14 +280,14 @@ def arrivals(shared_ms: float, period_ms: float = 50.0, n: int = 60) -> tuple[Ar
     )
 
 
-def test_loops_without_an_optimizer_are_bound_by_what_all_ranks_wait() -> None:
+def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks() -> None:
     f = only(speeds(job(rank(0), rank(1), arrivals=arrivals(30.0))))
     assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
 
 
-def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job() -> None:
+def test_a_rank_on_a_shared_core_is_no_straggler() -> None:
     def half_speed(s: tuple[Step, ...]) -> tuple[Step, ...]:
         names = ("forward_ms", "backward_ms", "optimizer_ms", "other_ms", "step_ms")
         return tuple(
@@ -300,7 +300,7 @@ def test_a_rank_on_a_shared_core_is_slower_in_everything_and_no_fault_of_the_job
     assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # nothing else runs there: a slow node
 
 
-def test_what_a_rank_waits_for_a_cpu_is_no_work_of_its_own() -> None:
+def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
     """On a host whose cores are taken by other work; on one with cores to spare the rank is slow for a reason of its own."""
 
     def found(queued: float | None, cpu_pct: float = 100.0, extra_ms: float = 80.0) -> list[Finding]:
@@ -323,7 +323,7 @@ def feeding() -> Loader:
     return loader(workers=2, site=Site("/job/train.py", 31, "main"))
 
 
-def test_a_job_whose_ranks_all_wait_for_data_is_input_bound() -> None:
+def test_a_job_in_which_all_ranks_wait_for_data_is_input_bound() -> None:
     f = only(input_bound(steps(60.0, "data"), steps(60.0, "data", seed=1)))
     assert (f.kind, f.cause, f.severity, f.certainty) == ("input_bound", None, "info", "proved")
     assert (f.culprits, f.victims) == ((), (0, 1))
@@ -331,7 +331,7 @@ def test_a_job_whose_ranks_all_wait_for_data_is_input_bound() -> None:
     assert "48 %" in f.cost and "(now 2)" in f.advice
 
 
-def test_data_that_comes_in_time_or_is_late_on_one_rank_only_is_not_input_bound() -> None:
+def test_data_in_time_or_late_on_one_rank_only_is_not_input_bound() -> None:
     assert input_bound(steps(), steps(seed=1)) == []
     assert input_bound(steps(wait_ms=60.0), steps(60.0, "data", seed=1)) == []  # a straggler: the other has its data
     assert input_bound(steps(60.0, "data", n=20), steps(60.0, "data", n=20)) == []  # too few steps to tell
@@ -339,7 +339,7 @@ def test_data_that_comes_in_time_or_is_late_on_one_rank_only_is_not_input_bound(
     assert input_bound(steps(60.0, "data"), steps(60.0, "data"), world_size=3) == []
 
 
-def test_a_loop_that_waits_for_nobody_has_no_finding_at_all() -> None:
+def test_a_loop_without_waits_has_no_finding() -> None:
     """All the rules of this file at once, on an ordinary job: each has its input, and nothing to say."""
     ordinary: Snapshot = job(
         *(
@@ -397,12 +397,12 @@ def on_a_device(
     [("data", "data"), ("forward", "forward"), ("optimizer", "optimizer"), ("other", "host"), ("backward", "backward")],
 )
 @pytest.mark.parametrize("waits_in", ["other", "backward"])
-def test_on_a_device_who_arrives_last_is_the_straggler(phase: str, cause: str, waits_in: str) -> None:
+def test_on_a_device_the_last_to_arrive_is_the_straggler(phase: str, cause: str, waits_in: str) -> None:
     f = only(stragglers(on_a_device({0: 0.0, 1: 0.0, 2: 60.0}, phase, waits_in=waits_in)))
     assert (f.cause, f.culprits, f.victims) == (cause, (2,), (0, 1))
 
 
-def test_on_a_device_equally_slow_ranks_are_nobodys_fault() -> None:
+def test_on_a_device_equally_slow_ranks_are_no_stragglers() -> None:
     assert stragglers(on_a_device({0: 60.0, 1: 60.0, 2: 60.0})) == []
 
 
@@ -447,7 +447,7 @@ def test_a_slow_device_whose_host_is_not_late_is_named() -> None:
 
 
 @pytest.mark.parametrize("forward_ms", [{0: 60.0, 1: 60.0, 2: 60.0}, {0: 60.0, 1: 61.0, 2: 70.0}])
-def test_devices_that_are_about_as_fast_are_nobodys_fault(forward_ms: dict[int, float]) -> None:
+def test_similarly_fast_devices_are_no_finding(forward_ms: dict[int, float]) -> None:
     assert stragglers(slow_devices(forward_ms)) == []
 
 

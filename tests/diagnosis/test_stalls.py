@@ -30,7 +30,7 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
     assert bool(findings(s, rank_lost, stall)) is said
 
 
-def test_a_rank_that_waits_for_a_process_it_started_is_told_from_one_that_waits_on_a_socket() -> None:
+def test_waiting_for_a_child_process_is_not_waiting_on_a_socket() -> None:
     s = waits_for_rank_one(85.0, 100.0, activity="socket")
 
     def message(line: str) -> str:
@@ -41,7 +41,7 @@ def test_a_rank_that_waits_for_a_process_it_started_is_told_from_one_that_waits_
     assert "it waits on a socket" in message("    answer = connection.recv(64)")
 
 
-def test_a_rank_that_validates_alone_is_given_as_much_time_as_a_checkpoint() -> None:
+def test_a_rank_that_validates_alone_has_the_patience_of_a_checkpoint() -> None:
     def found(function: str, waited_s: float) -> bool:
         stack = (Site(LOOP.file, 9, function), LOOP)
         return bool(
@@ -53,7 +53,7 @@ def test_a_rank_that_validates_alone_is_given_as_much_time_as_a_checkpoint() -> 
     assert found("run_validation", 61.0)
 
 
-def test_a_rank_that_owes_a_message() -> None:
+def test_a_rank_that_has_not_sent_a_message_stalls_its_peer() -> None:
     def message(op: str) -> str:
         blocked = Call(op=op, group="default_pg", peer=1, nth=3, entered_s=60.0, bytes=128)
         ranks = rank(0, blocked=blocked, p2p_issued={f"{op}:1:0:default_pg": 3}), rank(1, activity="socket")
@@ -75,7 +75,7 @@ def test_a_rank_whose_model_is_in_eval_mode_validates() -> None:
     assert not found(True, 50.0) and found(True, 61.0)
 
 
-def test_a_rank_that_computes_now_and_then_does_not_sleep() -> None:
+def test_a_rank_that_computes_intermittently_is_not_asleep() -> None:
     def found(cpu_pct: float | None, waited_s: float) -> bool:
         late = {"activity": "user_code", "host_blocked": True, "cpu_pct": cpu_pct}
         return bool(findings(waits_for_rank_one(100.0 - waited_s, 100.0, **late), stall))
@@ -84,7 +84,7 @@ def test_a_rank_that_computes_now_and_then_does_not_sleep() -> None:
     assert not found(15.0, 12.0) and found(15.0, 21.0)
 
 
-def test_a_rank_that_has_been_late_before_and_came_is_given_more_time() -> None:
+def test_a_rank_that_recovered_from_long_waits_has_more_patience() -> None:
     s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_usual_s=15.0)
     assert findings(s, rank_lost, stall) == []
 
@@ -96,7 +96,7 @@ def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
     assert (f.culprits, f.victims) == ((0,), (1,))
 
 
-def test_a_lock_is_waited_for_with_a_collective_in_flight_that_others_never_come_to() -> None:
+def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
     """A checkpoint in a thread, on some ranks only: what it waits for stands beside where its rank does."""
     open_save = {"enqueued": {"default_pg": 6, "save": 3}, "completed": {"default_pg": 6, "save": 2}}
     s = waits_for_rank_one(80.0, 100.0, activity="lock")
@@ -121,7 +121,7 @@ def test_a_rank_stuck_in_native_code_stalls_the_others(waited_s: float, severity
     assert "holds the GIL" in f.message and "native call" in f.advice
 
 
-def test_native_code_that_nobody_waits_for_long_is_no_stall() -> None:
+def test_native_code_without_long_waits_is_no_stall() -> None:
     s = waits_for_rank_one(95.0, 100.0, activity="gil_held")
     assert findings(s, rank_lost, stall) == []
     alone = job(rank(0, enqueued={"default_pg": 6}), rank(1, enqueued={"default_pg": 6}, activity="gil_held"))
@@ -157,7 +157,7 @@ def test_the_delay_of_a_rank_counts_from_its_own_newest_step() -> None:
     assert f.culprits == (1,) and f.victims == (0, 2) and "have waited 31 s" in f.message
 
 
-def test_a_rank_that_makes_steps_while_another_waits_within_one_is_late() -> None:
+def test_a_rank_that_makes_steps_while_another_waits_within_a_step_is_late() -> None:
     """No averaging on one rank alone: it trains on, and the other never gets its gradients."""
     assert only(findings(_staged(70.0, 99.7), stall)).culprits == (1,)
     assert findings(_staged(70.0, 99.7, phase="collective"), stall) == []
@@ -176,7 +176,7 @@ def _ahead(steps: int, waiter_steps: int, waited_s: float, **late: Any) -> Snaps
     )
 
 
-def test_a_rank_that_trains_on_alone_while_the_others_wait_in_a_barrier_stalls_them_after_a_minute() -> None:
+def test_a_rank_that_trains_alone_while_the_others_are_in_a_barrier_stalls_them_after_a_minute() -> None:
     """Each rank trains until its own loss is small, and one never gets there."""
     f = only(findings(_ahead(900, 120, waited_s=70.0), stall))
     assert (f.kind, f.severity, f.culprits, f.victims) == ("stall", "warning", (1,), (0,))
@@ -219,7 +219,7 @@ def test_a_stall_stays_open_when_its_ranks_are_killed() -> None:
         ("backward", "all_reduce", "DDP's gradients, in backward"),
     ],
 )
-def test_a_collective_that_ddp_makes_is_named(phase: str, op: str, name: str) -> None:
+def test_a_collective_issued_by_ddp_is_named(phase: str, op: str, name: str) -> None:
     """The user's line calls no collective."""
     waits = Call(op=op, group="default_pg", seq=7, entered_s=50.0)
     waiter = rank(0, blocked=waits, phase=phase, enqueued={"default_pg": 7}, activity="waiting")

@@ -44,7 +44,7 @@ def job(*ranks: RankState, backend: str = "other") -> Snapshot:
 COMMON = (issued("all_reduce", 1, 1.0, 10), issued("all_reduce", 2, 2.0, 10))
 
 
-def test_an_extra_broadcast_of_one_rank_is_proved() -> None:
+def test_an_extra_broadcast_on_one_rank_is_proved() -> None:
     s = job(rank(0, *COMMON, issued("all_reduce", 3, 3.0, 10)), rank(1, *COMMON, issued("broadcast", 3, 3.0, 14)))
     diagnosis = Diagnosis(source=lambda file: None)
     diagnosis.update(s)
@@ -55,19 +55,19 @@ def test_an_extra_broadcast_of_one_rank_is_proved() -> None:
     }
 
 
-def test_groups_in_another_order_are_a_cycle() -> None:
+def test_groups_in_opposite_order_are_a_cycle() -> None:
     a, b = issued("all_reduce", 1, 3.0, 20, "a"), issued("all_reduce", 1, 3.0, 30, "b")
     (found,) = proved(resolved(job(rank(0, *COMMON, a), rank(1, *COMMON, b))))
     assert (found.kind, found.cause) == ("deadlock", "group_cycle")
 
 
-def test_a_receive_whose_message_was_not_sent() -> None:
+def test_a_receive_without_its_send_is_a_wait() -> None:
     s = job(rank(0, issued("recv", 1, 1.0, 20, peer=1)), rank(1, issued("recv", 1, 1.0, 30, peer=0)))
     (found,) = proved(resolved(s))
     assert (found.kind, found.cause) == ("deadlock", "p2p_cycle")
 
 
-def test_a_send_may_have_left_in_a_buffer() -> None:
+def test_a_buffered_send_is_no_wait() -> None:
     sends = issued("send", 1, 1.0, 20, peer=1), issued("all_reduce", 1, 2.0, 10)
     s = resolved(job(rank(0, *sends), rank(1, host="no")))
     assert s.ranks[0].blocked is not None and s.ranks[0].blocked.op == "all_reduce"
@@ -78,14 +78,14 @@ def test_ranks_that_issued_the_same_calls_show_no_wait() -> None:
     assert resolved(s) is s
 
 
-def test_a_host_that_computes_may_still_come() -> None:
+def test_a_host_that_computes_is_no_wait() -> None:
     s = job(rank(0, *COMMON, issued("all_reduce", 3, 3.0, 10)), rank(1, *COMMON, host="no"))
     assert resolved(s).ranks[1].blocked is None
     assert resolved(s).ranks[0].blocked is not None
     assert proved(resolved(s)) == []
 
 
-def test_counters_and_backends_that_block_the_host_are_left_to_their_own_evidence() -> None:
+def test_backends_with_counters_or_blocking_hosts_are_not_inferred() -> None:
     ahead = (*COMMON, issued("all_reduce", 3, 3.0, 10))
     s = job(rank(0, *ahead), rank(1, *COMMON, host="no"), backend="gloo")
     assert resolved(s) is s

@@ -32,7 +32,7 @@ def test_the_first_witness_that_names_ranks_decides() -> None:
     assert culprits((1, 1)) == (0,)  # a tie: it is at a site where the other has never been
 
 
-def test_without_its_witness_a_tie_blames_nobody() -> None:
+def test_a_tie_without_its_witness_blames_nobody() -> None:
     assert culprits((1, 1), "site", "history") == ()
     assert culprits((1, 2), "site", "history") == (0,)
 

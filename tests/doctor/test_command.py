@@ -7,7 +7,7 @@ import json
 from tests.jobs import distdiag
 
 
-def test_lines_name_verdict_fact_and_remedy() -> None:
+def test_each_line_has_verdict_fact_and_remedy() -> None:
     answer = distdiag("doctor", "--no-torch", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     lines = answer.stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if "TORCH_DISTRIBUTED_DEBUG=DETAIL" in line)

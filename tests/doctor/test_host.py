@@ -17,7 +17,7 @@ GIB = 2**30
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_the_examination_is_as_bad_as_its_worst_check() -> None:
+def test_the_overall_verdict_is_that_of_the_worst_check() -> None:
     ok, bad, worst, absent = passed("a", "x"), warned("b", "y", "do"), failed("c", "z", "do"), skipped("d", "none")
     assert examination([ok, absent]).verdict == Verdict.PASS
     assert examination([bad, ok]).verdict == Verdict.WARN
@@ -42,13 +42,13 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OMP_NUM_THREADS": "many"}, 2, "warn", "not a number"),
     ],
 )
-def test_cores_against_threads(env: dict[str, str], ranks: int, verdict: str, says: str) -> None:
+def test_more_threads_than_cores_are_reported(env: dict[str, str], ranks: int, verdict: str, says: str) -> None:
     check = host.cores(env, ranks)
     assert check.verdict == verdict
     assert says in f"{check.found} {check.remedy}"
 
 
-def test_a_quota_counts_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_quota_overrides_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(cgroups, "cores", lambda: 2.0)
     check = host.cores({"OMP_NUM_THREADS": "4"}, 1)
@@ -66,7 +66,9 @@ def test_a_quota_counts_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
         ({}, None),
     ],
 )
-def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+def test_the_cpu_quota_is_read_from_both_cgroup_versions(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -80,7 +82,7 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str]
         ("3:cpuacct,cpu:/slurm/job_7/step_0", "cpu/slurm/job_7", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}),
     ],
 )  # fmt: skip
-def test_a_cpu_quota_around_this_process(tmp_path: Path, line: str, job: str, files: dict[str, str]) -> None:
+def test_a_cpu_quota_of_a_parent_cgroup_applies(tmp_path: Path, line: str, job: str, files: dict[str, str]) -> None:
     """The job's, where the step has none of its own; of several the least."""
     (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
     (tmp_path / job / "step_0").mkdir(parents=True)
@@ -91,7 +93,7 @@ def test_a_cpu_quota_around_this_process(tmp_path: Path, line: str, job: str, fi
     assert cgroups.cores(tmp_path, tmp_path / "own") == 1.0
 
 
-def test_the_memory_limit_of_a_container_is_what_counts(tmp_path: Path) -> None:
+def test_a_containers_memory_limit_overrides_the_hosts_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(str(GIB))
     (tmp_path / "memory.current").write_text(str(GIB // 2))
     limits = cgroups.memory_limits(tmp_path, tmp_path / "none")
@@ -106,7 +108,7 @@ def test_the_memory_limit_of_a_container_is_what_counts(tmp_path: Path) -> None:
         ("4:memory:/slurm/job_7/step_0", "memory/slurm/job_7", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ],
 )
-def test_a_memory_limit_around_this_process(tmp_path: Path, line: str, job: str, limit: str, used: str) -> None:
+def test_a_memory_limit_of_a_parent_cgroup_applies(tmp_path: Path, line: str, job: str, limit: str, used: str) -> None:
     """The job's, where the step has none of its own; cached pages of files do not count against it."""
     (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
     folder = tmp_path / job
@@ -121,14 +123,16 @@ def test_a_memory_limit_around_this_process(tmp_path: Path, line: str, job: str,
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(64 * 2**20, "warn"), (8 * GIB, "pass")])
-def test_shared_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, verdict: str) -> None:
+def test_small_shared_memory_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, verdict: str
+) -> None:
     monkeypatch.setattr(host.shutil, "disk_usage", lambda _: Usage(free, 0, free))
     check = host.shared_memory(tmp_path)
     assert check.verdict == verdict
     assert check.remedy is None or "--shm-size" in check.remedy
 
 
-def test_no_shared_memory_at_all(tmp_path: Path) -> None:
+def test_missing_shared_memory_is_reported(tmp_path: Path) -> None:
     assert host.shared_memory(tmp_path / "absent").verdict == "fail"
 
 
@@ -141,7 +145,9 @@ def test_no_shared_memory_at_all(tmp_path: Path) -> None:
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "pass", None),
     ],
 )
-def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, verdict: str, remedy: str | None) -> None:
+def test_a_low_limit_of_open_files_is_reported(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, verdict: str, remedy: str | None
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     check = host.open_files()
     assert check.verdict == verdict
@@ -156,7 +162,7 @@ def test_locked_memory_matters_only_with_rdma(tmp_path: Path, monkeypatch: pytes
     assert check.verdict == "warn" and "mlx5_0" in check.found and "ulimit -l unlimited" in (check.remedy or "")
 
 
-def test_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_processes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     (tmp_path / "pids.max").write_text("512\n")
     assert host.processes(tmp_path).verdict == "warn"
@@ -168,7 +174,9 @@ def test_few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("free", "kind", "verdict"),
     [(100 * GIB, "ext4", "pass"), (100 * GIB, "nfs4", "warn"), (GIB, "ext4", "warn"), (2**20, "ext4", "fail")],
 )
-def test_room_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: str, verdict: str) -> None:
+def test_little_disk_space_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: str, verdict: str
+) -> None:
     monkeypatch.setattr(host.shutil, "disk_usage", lambda _: Usage(free, 0, free))
     monkeypatch.setattr(host.filesystem, "filesystem_type", lambda _: kind)
     check = host.run_directory(tmp_path / "reports" / "not yet")
@@ -176,11 +184,11 @@ def test_room_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: in
     assert not (tmp_path / "reports").exists(), "looking must not create it"
 
 
-def test_runs_cannot_be_written() -> None:
+def test_an_unwritable_run_directory_is_reported() -> None:
     assert host.run_directory(Path("/proc/none")).verdict == "fail"
 
 
-def test_the_clock_says_something() -> None:
+def test_the_clock_check_has_a_result() -> None:
     check = host.clock()
     assert check.verdict in ("pass", "warn", "skip")
     assert (check.remedy is None) == (check.verdict != "warn")
@@ -197,6 +205,6 @@ def test_the_clock_says_something() -> None:
         ({"MASTER_ADDR": "node0", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, None),
     ],
 )
-def test_forgotten_variables(env: dict[str, str], unset: str | None) -> None:
+def test_leftover_environment_variables_are_reported(env: dict[str, str], unset: str | None) -> None:
     check = host.variables(env)
     assert check.remedy == (f"unset {unset}" if unset else None)

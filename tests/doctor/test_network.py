@@ -21,7 +21,7 @@ from distdiag.doctor import network
         ((None, 5.0), "warn", "within 5 s"),
     ],
 )
-def test_host_name(
+def test_the_host_name_must_resolve_to_an_address(
     monkeypatch: pytest.MonkeyPatch, answer: tuple[list[str] | None, float], verdict: str, says: str
 ) -> None:
     monkeypatch.setattr(network, "resolve", lambda _: answer)
@@ -29,7 +29,7 @@ def test_host_name(
     assert check.verdict == verdict and says in check.found
 
 
-def test_a_resolver_that_never_answers_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_never_answers_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     released, left = threading.Event(), threading.Event()
 
     def silent(*_: object, **__: object) -> list[object]:
@@ -65,7 +65,7 @@ def test_names_resolve_to_addresses_once() -> None:
         ({"NCCL_SOCKET_IFNAME": "ib"}, {"eth0": "10.0.0.5"}, "fail", "NCCL_SOCKET_IFNAME=eth0"),
     ],
 )
-def test_interfaces(env: dict[str, str], up: dict[str, str], verdict: str, says: str) -> None:
+def test_network_interfaces_are_checked(env: dict[str, str], up: dict[str, str], verdict: str, says: str) -> None:
     check = network.interfaces(env, up)
     assert check.verdict == verdict
     assert says in f"{check.found} {check.remedy}"

@@ -31,7 +31,7 @@ def verdicts(checks: list[Check]) -> dict[str, str]:
     return {c.name: str(c.verdict) for c in checks}
 
 
-def test_a_good_torch_passes_all() -> None:
+def test_a_healthy_torch_passes_all_checks() -> None:
     assert set(verdicts(torch_checks.torch(facts())).values()) == {"pass"}
 
 
@@ -117,7 +117,7 @@ def nvml(**answers: object) -> FakeNvml:
         ({"nvmlSystemGetDriverVersion": FakeNvml.NVMLError("mismatch")}, {"cuda": "13.0"}, {"GPU": "fail"}),
     ],
 )  # fmt: skip
-def test_gpus_as_nvml_and_torch_see_them(
+def test_gpus_in_nvml_and_torch_are_compared(
     monkeypatch: pytest.MonkeyPatch,
     answers: dict[str, object],
     changes: dict[str, object],
@@ -127,12 +127,12 @@ def test_gpus_as_nvml_and_torch_see_them(
     assert verdicts(torch_checks.gpus(facts(**changes))) == expected
 
 
-def test_a_torch_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_never_answers_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no answer within" in (torch_checks.ask_torch(timeout_s=0.05).error or "")
 
 
 @pytest.mark.job
-def test_this_machine_is_examined() -> None:
+def test_all_checks_run_on_this_machine() -> None:
     answer = distdiag("doctor", "--json", "--ranks", "1", timeout=120)
     examined = json.loads(answer.stdout)
     assert next(iter(examined)) == "schema" and examined["schema"] == "distdiag.doctor/1"

@@ -22,7 +22,7 @@ def _backend(folder: Path, prepare: str = "") -> Path:
     return folder
 
 
-def test_gloo_changes_nothing(tmp_path: Path) -> None:
+def test_the_gloo_backend_changes_nothing(tmp_path: Path) -> None:
     assert backend_environment(tmp_path / "faults/manifest.json", None) == {}
     assert backend_environment(tmp_path / "faults/manifest.json", "gloo") == {}
 

@@ -38,14 +38,14 @@ COVERED = {
 }  # fmt: skip
 
 
-def test_there_are_enough_of_both() -> None:
+def test_there_are_enough_faulty_and_healthy_jobs() -> None:
     assert sum(j.faulty for j in JOBS) >= 30
     assert sum(not j.faulty for j in JOBS) >= 20
     assert len({j.name for j in JOBS}) == len(JOBS)
     assert {j.path for j in JOBS} == {f"jobs/{p.name}" for p in (FOLDER / "jobs").glob("*.py")}
 
 
-def test_every_kind_and_cause_is_there() -> None:
+def test_every_kind_and_cause_has_a_job() -> None:
     seen: dict[str, set[str]] = {}
     for j in JOBS:
         for kind in j.expected.kinds_any_or_all:
@@ -55,7 +55,7 @@ def test_every_kind_and_cause_is_there() -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda j: j.name)
-def test_job(job: Job) -> None:
+def test_each_job_matches_its_manifest_entry(job: Job) -> None:
     source = (FOLDER / job.path).read_text()
     lines = source.splitlines()
     ast.parse(source)
@@ -87,7 +87,7 @@ def test_lines_are_found_again_next_to_where_they_were() -> None:
     assert nearest(lines, "loss.backwards()", 2) is None
 
 
-def test_the_format_is_that_of_other_collections() -> None:
+def test_manifests_of_other_collections_are_read() -> None:
     other = load(shared("faults", "manifest.json"))
     assert {j.faulty for j in other.jobs} == {True, False}
     assert all(j.launch == "torchrun" and j.limit_s > 0 for j in other.jobs)
@@ -105,7 +105,7 @@ def test_the_format_is_that_of_other_collections() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_bad_manifest_is_an_error_that_names_it(tmp_path: Path, content: str | None, error: str) -> None:
+def test_a_bad_manifest_is_an_error_with_its_name(tmp_path: Path, content: str | None, error: str) -> None:
     path = tmp_path / "manifest.json"
     if content is not None:
         path.write_text(content)

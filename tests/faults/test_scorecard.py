@@ -50,7 +50,7 @@ def judged(*findings: Finding, job: Job = SICK, waits: tuple[float, ...] = ()) -
     return score(job, FOLDER, Observed(findings=findings, waits_began_s=waits, readable=True))
 
 
-def test_the_right_finding_is_right() -> None:
+def test_the_expected_finding_scores_as_right() -> None:
     s = judged(finding(), waits=(10.2, 10.6))
     assert s.right and s.found and s.right_cause and s.right_culprits
     assert (s.lines_right, s.lines_expected) == (1, 1)
@@ -69,14 +69,14 @@ def test_the_right_finding_is_right() -> None:
         ([finding(culprits=())], "right_culprits"),
     ],
 )
-def test_each_way_of_being_wrong_is_seen(said: list[Finding], field: str) -> None:
+def test_each_kind_of_error_is_counted(said: list[Finding], field: str) -> None:
     s = judged(*said)
     assert getattr(s, field) is False and not s.right
     assert not summarise([s])["all_right"]
 
 
 @pytest.mark.parametrize("line", [39, 41, None])
-def test_a_wrong_line_counts_over_the_collection(line: int | None) -> None:
+def test_wrong_lines_are_counted_over_the_collection(line: int | None) -> None:
     wrong = judged(finding(where=(Where(rank=1, file="/collection/jobs/sick.py", line=line),)))
     assert wrong.right and wrong.lines_right == 0
     assert not summarise([wrong])["all_right"]
@@ -89,7 +89,7 @@ def test_the_line_must_be_of_the_right_rank_and_file() -> None:
     assert judged(finding(where=(Where(rank=1, file="/collection/jobs/other.py", line=40),))).lines_right == 0
 
 
-def test_other_accusations_beside_the_right_one_are_false_findings() -> None:
+def test_further_culprits_are_false_findings() -> None:
     assert not judged(finding(), finding(kind="straggler", cause="data", severity="warning", culprits=(2,))).right
     assert not judged(finding(), finding(culprits=(2,))).right
     assert not judged(finding(), finding(kind="stall", cause="user_code", cleared_s=12.0)).right
@@ -97,7 +97,7 @@ def test_other_accusations_beside_the_right_one_are_false_findings() -> None:
     assert judged(finding(), finding(kind="comm_bound", severity="info", culprits=())).right
 
 
-def test_another_backend_may_have_other_places_for_a_reason() -> None:
+def test_another_backend_may_expect_other_sites_with_a_reason() -> None:
     other = OnBackend(
         reason="wait() returns at once",
         positions=(Position(rank=1, role="culprit", file="jobs/sick.py", line=39),),
@@ -114,14 +114,14 @@ def test_another_backend_may_have_other_places_for_a_reason() -> None:
     assert judged(job=unseen).right and not judged(finding(), job=unseen).right
 
 
-def test_a_healthy_job_bears_no_warning_not_even_a_withdrawn_one() -> None:
+def test_a_healthy_job_must_have_no_warning_not_even_a_cleared_one() -> None:
     assert judged(job=FINE).right
     assert judged(finding(severity="info"), job=FINE).right
     assert not judged(finding(severity="warning"), job=FINE).right
     assert not judged(finding(severity="warning", cleared_s=12.0), job=FINE).right
 
 
-def test_among_several_the_nearest_finding_is_judged() -> None:
+def test_the_best_matching_of_several_findings_is_scored() -> None:
     s = judged(finding(kind="mismatch", cause="shape", culprits=(0,)), finding(culprits=(1,)))
     assert s.got == "deadlock/missing_rank 1"
 
@@ -142,7 +142,7 @@ def test_quantiles_are_values_that_occurred() -> None:
         (["--repeat", "0"], "0 is not in the range"),
     ],
 )
-def test_bad_options_of_the_command(
+def test_bad_options_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], error: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

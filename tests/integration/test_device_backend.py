@@ -151,13 +151,13 @@ def test_two_ranks_that_send_before_they_receive(tmp_path: Path) -> None:
     assert {(0, line_of("sends"), "waiting"), (1, line_of("sends"), "waiting")} <= places(found)
 
 
-def test_a_group_split_off_the_default_one_to_which_a_rank_that_is_no_member_does_not_come(tmp_path: Path) -> None:
+def test_a_group_split_off_the_default_one_needs_its_non_members_too(tmp_path: Path) -> None:
     found = proved(tmp_path, "split", STANDIN_EAGER="1")
     assert found["kind"] == "deadlock"
     assert {(0, line_of("split"), "waiting"), (1, line_of("average"), "waiting")} <= places(found)
 
 
-def test_a_mismatch_is_proved_before_the_watchdog_ends_the_job_and_what_is_left_explains_it(tmp_path: Path) -> None:
+def test_a_mismatch_is_proved_before_and_after_the_watchdog_ends_the_job(tmp_path: Path) -> None:
     with start(tmp_path, "mismatch", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "dump_")) as job:
         wait_for(lambda: findings(tmp_path, "severity = 'error'"), 90, "a proof", job)
         (tmp_path / "thaw").touch()
@@ -185,7 +185,7 @@ def diagnosed(*left: Path) -> list[dict[str, Any]]:
     return [f for f in json.loads(done.stdout)["findings"] if f["severity"] != "info"]
 
 
-def test_a_device_that_is_busy_with_its_own_work_is_a_stall_of_that_device(tmp_path: Path) -> None:
+def test_a_device_that_is_busy_with_other_work_is_a_stall_of_that_device(tmp_path: Path) -> None:
     with start(tmp_path, "busy") as job:
         found = wait_for(lambda: findings(tmp_path, "severity != 'info'"), 180, "a finding", job)[0]
     assert (found["kind"], found["culprits"], found["victims"]) == ("stall", [1], [0])

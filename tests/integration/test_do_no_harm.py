@@ -99,7 +99,7 @@ def recorded(job: Job) -> None:
     wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
 
 
-def test_a_rank_that_shuts_down_beside_a_wait_is_left_alone(tmp_path: Path) -> None:
+def test_a_rank_that_shuts_down_is_sent_no_signal(tmp_path: Path) -> None:
     run = tmp_path / "R"
     with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, AWAITED)], nproc=3, cwd=tmp_path) as job:
         assert job.wait() == 0, job.tail()
@@ -109,13 +109,13 @@ def test_a_rank_that_shuts_down_beside_a_wait_is_left_alone(tmp_path: Path) -> N
     assert serious(run) == []
 
 
-def test_a_rank_that_becomes_another_program_is_left_alone(tmp_path: Path) -> None:
+def test_a_rank_that_calls_exec_is_sent_no_signal(tmp_path: Path) -> None:
     script = write(tmp_path, AWAITED)
     with launch(["-m", "distdiag.run", "--run-dir", "R", script, "exec"], nproc=3, cwd=tmp_path) as job:
         assert job.wait() == 0, job.tail()  # torchrun would end with 1 where a signal ended that program
 
 
-def test_a_dump_leaves_a_rank_alone_that_shuts_down(tmp_path: Path) -> None:
+def test_a_dump_sends_no_signal_to_a_rank_that_shuts_down(tmp_path: Path) -> None:
     run = tmp_path / "R"
     with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, ASKED)], cwd=tmp_path) as job:
         finished = "SELECT rank FROM rank WHERE life = 'finished'"

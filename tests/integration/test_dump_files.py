@@ -64,7 +64,7 @@ def dump(job: Job, *options: str) -> subprocess.CompletedProcess[str]:
     return distdiag("dump", "R", *options, cwd=job.cwd)
 
 
-def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job) -> None:
+def test_a_dump_shows_every_rank_and_is_saved(hanging: Job) -> None:
     script, run = hanging.cwd / "train.py", hanging.cwd / "R"
     shown = dump(hanging)
     assert shown.returncode == 0, shown.stderr
@@ -92,7 +92,7 @@ def test_a_dump_shows_every_rank_and_is_kept_for_other_readers(hanging: Job) -> 
     assert [max(e["collective_seq_id"] for e in records[q]["entries"]) for q in (0, 1)] == [21, 20]
 
 
-def test_what_a_dump_saves_is_readable_by_torchs_own_analyser(hanging: Job, tmp_path: Path) -> None:
+def test_torchs_own_analyser_reads_saved_dumps(hanging: Job, tmp_path: Path) -> None:
     assert dump(hanging).returncode == 0
     folder = hanging.cwd / "R" / "flight_recorder" / "torchfrtrace"
     assert sorted(p.name for p in folder.iterdir()) == ["rank_0", "rank_1"]

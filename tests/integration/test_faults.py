@@ -21,7 +21,7 @@ JOBS = [j for j in load(FOLDER / "manifest.json").jobs if "ci" in j.subsets]
 
 @pytest.mark.job
 @pytest.mark.parametrize("job", JOBS, ids=lambda j: j.name)
-def test_diagnosis(job: Job) -> None:
+def test_a_job_of_the_collection_gets_its_expected_finding(job: Job) -> None:
     s = run_job(job, FOLDER)
     assert s.problem is None
     assert s.false_findings == []
@@ -31,7 +31,7 @@ def test_diagnosis(job: Job) -> None:
 
 
 @pytest.mark.job
-def test_a_bench_that_is_ended_ends_its_jobs(tmp_path: Path) -> None:
+def test_a_killed_bench_ends_its_jobs(tmp_path: Path) -> None:
     """Jobs and their monitor sit in sessions of their own, where no signal to the bench reaches them."""
     args = [
         sys.executable,

@@ -61,7 +61,7 @@ def recorded(job: Job) -> None:
     wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
 
 
-def test_the_line_of_a_worker_that_waits_is_said(tmp_path: Path) -> None:
+def test_the_line_of_a_waiting_loader_worker_is_reported(tmp_path: Path) -> None:
     dataset, script, run = tmp_path / "photos.py", tmp_path / "train.py", tmp_path / "R"
     dataset.write_text(textwrap.dedent(DATASET))
     script.write_text(textwrap.dedent(SCRIPT))

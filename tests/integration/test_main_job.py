@@ -95,7 +95,7 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
     assert 0.98 * (whole - wait) < parts < 1.02 * whole  # waiting for DDP's buffers is in no phase
 
 
-def test_training_on_the_real_data_goes_on_without_its_monitor_and_has_no_findings(tmp_path: Path) -> None:
+def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Path) -> None:
     """A rank starts another monitor; the rank that reads the data for all ends up with no more memory than the others."""
     run = tmp_path / "R"
     options = ["--max-steps", "80", "--validate-every", "0", "--data", str(shared("cifar-10-batches-py"))]
@@ -114,7 +114,7 @@ def test_training_on_the_real_data_goes_on_without_its_monitor_and_has_no_findin
     assert serious(run) == []
 
 
-def test_a_deadlock_is_proved_named_and_said_while_the_job_hangs(tmp_path: Path) -> None:
+def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path) -> None:
     run = tmp_path / "R"
     with train(tmp_path, "--max-steps", "200", "--inject", "deadlock@rank1:step20") as job:
         finding = wait_for(lambda: found(run, ["deadlock"]), 150, "the deadlock to be found", job)
@@ -140,7 +140,7 @@ def place(finding: dict[str, Any], rank: int) -> Path:
     return Path(at["file"])
 
 
-def test_an_uneven_share_and_a_nan_are_found(tmp_path: Path) -> None:
+def test_uneven_batches_and_a_nan_are_found(tmp_path: Path) -> None:
     run = tmp_path / "R"
     options = ["--max-steps", "60", "--inject", "uneven@rank1", "--inject", "nan@rank1:step20"]
     with train(tmp_path, *options, fork_ranks=True) as job:
@@ -169,7 +169,7 @@ def test_a_straggler_is_named_with_its_phase(tmp_path: Path) -> None:
     assert (finding["cause"], finding["culprits"], finding["victims"]) == ("forward", [1], [0])
 
 
-def test_a_rank_killed_from_outside_is_named_and_the_monitor_goes_on(tmp_path: Path) -> None:
+def test_a_rank_killed_from_outside_is_named_and_the_monitor_continues(tmp_path: Path) -> None:
     run = tmp_path / "R"
     with train(tmp_path, "--max-steps", "2000") as job:
         wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)

@@ -136,7 +136,7 @@ def test_distdiag_run_launches_all_ranks_and_records_them(tmp_path: Path) -> Non
     assert (code, report["ranks_seen"], serious(report)) == (0, 2, [])
 
 
-def test_distdiag_run_ends_as_its_script_does(tmp_path: Path) -> None:
+def test_distdiag_run_exits_with_the_code_of_its_script(tmp_path: Path) -> None:
     script = write(tmp_path, TRAINS)
     with distdiag_run(tmp_path, "fail") as job:
         assert job.wait() == 1, job.tail()
@@ -154,7 +154,7 @@ def test_distdiag_run_ends_as_its_script_does(tmp_path: Path) -> None:
 # -- attach() ------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_of_ones_own_is_recorded_by_what_it_says_itself(tmp_path: Path) -> None:
+def test_a_custom_loop_is_recorded_through_the_handle(tmp_path: Path) -> None:
     run = tmp_path / "R"
     env = {"DISTDIAG_RUN_DIR": str(run)}
     with launch([write(tmp_path, BY_HAND)], cwd=tmp_path, env=env, fork_ranks=True) as job:
@@ -182,7 +182,7 @@ def test_a_loop_of_ones_own_is_recorded_by_what_it_says_itself(tmp_path: Path) -
 # -- elastic restart -----------------------------------------------------------------------------------------
 
 
-def test_the_attempts_of_an_elastic_restart_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_each_attempt_of_an_elastic_restart_is_a_run(tmp_path: Path) -> None:
     run = tmp_path / "R"
     command = ["-m", "distdiag.run", "--run-dir", "R", write(tmp_path, RESTARTED)]
     # torch 2.13 keeps one store for all attempts, in which gloo finds the addresses of the one before
@@ -203,7 +203,7 @@ def test_the_attempts_of_an_elastic_restart_are_runs_of_their_own(tmp_path: Path
 # -- FSDP ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_in_shards_is_recorded_and_healthy(tmp_path: Path) -> None:
+def test_a_sharded_model_is_recorded_and_healthy(tmp_path: Path) -> None:
     run = tmp_path / "R"
     command = ["-m", "distdiag.run", "--run-dir", run, write(tmp_path, SHARDED)]
     with launch(command, cwd=tmp_path, fork_ranks=True) as job:

@@ -111,7 +111,7 @@ def test_a_healthy_training_has_no_finding(library: str, tmp_path: Path) -> None
 
 @pytest.mark.job
 @pytest.mark.parametrize("library", LOOPS)
-def test_a_rank_that_takes_another_way_is_named(library: str, tmp_path: Path) -> None:
+def test_a_rank_with_another_control_flow_is_named(library: str, tmp_path: Path) -> None:
     with _run(library, tmp_path, HANG="1") as job:
 
         def verdict() -> dict | None:

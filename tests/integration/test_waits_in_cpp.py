@@ -98,7 +98,7 @@ def recorded(job: Job) -> None:
 # -- functional collectives ----------------------------------------------------------------------------------
 
 
-def test_a_parameter_gathered_on_one_rank_only(tmp_path: Path) -> None:
+def test_a_parameter_gathered_on_one_rank_only_is_a_deadlock(tmp_path: Path) -> None:
     with launch(job_of(tmp_path, SHARDED), nproc=3, cwd=tmp_path, fork_ranks=True) as job:
         found = proved(tmp_path, job)
     assert found["kind"] in ("deadlock", "mismatch") and found["culprits"] == [0]
@@ -106,7 +106,7 @@ def test_a_parameter_gathered_on_one_rank_only(tmp_path: Path) -> None:
     assert (0, "train.py", line_of(tmp_path, "full_tensor()")) in at
 
 
-def test_a_parameter_gathered_on_all_ranks_one_of_them_late(tmp_path: Path) -> None:
+def test_a_parameter_gathered_late_on_one_rank_is_a_stall(tmp_path: Path) -> None:
     with launch([*job_of(tmp_path, SHARDED), "late"], nproc=2, cwd=tmp_path, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         recorded(job)
@@ -116,13 +116,13 @@ def test_a_parameter_gathered_on_all_ranks_one_of_them_late(tmp_path: Path) -> N
 # -- messages whose tags rise --------------------------------------------------------------------------------
 
 
-def test_a_tag_that_is_off_by_one_after_hundreds(tmp_path: Path) -> None:
+def test_a_wrong_tag_after_hundreds_of_messages_is_found(tmp_path: Path) -> None:
     with launch([*job_of(tmp_path, BY_TAG), "800", "wrong"], nproc=3, cwd=tmp_path, fork_ranks=True) as job:
         found = proved(tmp_path, job)
     assert found["kind"] == "deadlock"
 
 
-def test_thousands_of_messages_are_nothing_to_speak_of(tmp_path: Path) -> None:
+def test_thousands_of_messages_are_no_finding(tmp_path: Path) -> None:
     """They may come faster than they are read: the times of single ones are lost then, and nothing is to be said of it."""
     with launch([*job_of(tmp_path, BY_TAG), "1500"], nproc=2, cwd=tmp_path, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()

@@ -24,5 +24,5 @@ from distdiag.page.layout import Phase
         ("job.main", "for x in loader:", Phase.DATA, False, "data"),
     ],
 )
-def test_one_word_for_what_it_does(frame: str, line: str, phase: Phase, idle: bool, word: str) -> None:
+def test_activity_is_classified_by_frame_and_line(frame: str, line: str, phase: Phase, idle: bool, word: str) -> None:
     assert activity_of(frame, line, phase, idle) == word

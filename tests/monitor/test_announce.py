@@ -11,9 +11,7 @@ from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.monitor.announce import Voice
 
 
-def test_an_error_that_is_cleared_is_corrected_where_it_was_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_printed_error_that_is_cleared_is_corrected(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     voice = Voice(tmp_path, quiet=False)
     error = Finding(
         kind="deadlock", cause="missing_rank", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,),
@@ -30,9 +28,7 @@ def test_an_error_that_is_cleared_is_corrected_where_it_was_printed(
     assert capfd.readouterr().err == "", "one correction for one finding"
 
 
-def test_a_warning_and_a_stall_that_a_deadlock_replaced_need_no_correction(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     voice = Voice(tmp_path, quiet=False)
     stall = Finding(
         kind="stall",

@@ -91,7 +91,7 @@ def test_a_damaged_page_costs_only_its_rank(
 
 
 @pytest.mark.parametrize("size", [0, 100, PAGE_BYTES - 1])
-def test_a_page_that_is_cut_short_or_empty_is_reported(
+def test_a_truncated_or_empty_page_is_reported(
     tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter], size: int
 ) -> None:
     directory, _, second = pages
@@ -119,7 +119,7 @@ def test_a_damaged_page_does_not_make_the_job_larger(
         monitor.close()
 
 
-def test_a_page_of_another_rank_than_its_name_says_is_damaged(
+def test_a_page_with_another_rank_than_in_its_name_is_damaged(
     tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter]
 ) -> None:
     pages[2].h.rank = 60_000

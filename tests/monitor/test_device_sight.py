@@ -73,7 +73,7 @@ def test_without_the_compiled_module_host_waits_are_not_judged_and_that_is_repor
     assert "native frames of rank 0 cannot be read" in rank.poll(1, 50)[0]
 
 
-def test_on_gloo_neither_is_needed(tmp_path: Path) -> None:
+def test_gloo_needs_neither_counters_nor_native_frames(tmp_path: Path) -> None:
     gloo = Rank(tmp_path / "pages", "gloo")
     gloo.native.unlink()
     assert gloo.poll(1, -1) == gloo.poll(SETTLED_BEATS, -1) == []
@@ -90,7 +90,7 @@ def stuck(host: str | None, **more: object) -> Snapshot:
     return Snapshot(t_s=100.0, world_size=2, ranks=ranks, groups={"g": Group(name="g", ranks=(0, 1), backend="other")})
 
 
-def test_a_job_that_stands_still_with_hosts_nobody_understands_is_reported() -> None:
+def test_a_job_without_progress_and_with_unknown_host_waits_is_reported() -> None:
     ((_, text, rank),) = DeviceSight.unknown_hosts(stuck("no"))
     assert rank == 0 and "group g (other) in flight" in text and "f in libx.so" in text
 
@@ -105,11 +105,11 @@ def test_a_job_that_stands_still_with_hosts_nobody_understands_is_reported() -> 
         stuck("no", life=Life.FINISHED),
     ],
 )
-def test_hosts_that_wait_move_or_are_explained_are_not_reported(s: Snapshot) -> None:
+def test_hosts_that_wait_or_make_progress_are_not_reported(s: Snapshot) -> None:
     assert list(DeviceSight.unknown_hosts(s)) == []
 
 
-def test_a_rank_that_was_stuck_before_the_monitor_came_counts_from_the_first_poll(tmp_path: Path) -> None:
+def test_a_rank_stuck_before_the_monitor_started_counts_from_the_first_poll(tmp_path: Path) -> None:
     """The run's time zero is known once the first page is open: until then the time is the monitor's own."""
     page = PageWriter(page_path(tmp_path, 0))
     page.publish()

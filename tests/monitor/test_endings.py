@@ -34,7 +34,7 @@ def test_an_exit_code_and_a_signal_are_read_before_the_parent_reaps(
 
 
 @pytest.mark.parametrize(("command", "status"), [("kill -TERM $$", (None, 15)), ("exit 3", (3, None))])
-def test_the_kernel_still_tells_how_a_process_ended_that_its_parent_has_reaped(
+def test_the_exit_status_of_a_reaped_process_is_read_from_its_pidfd(
     command: str, status: tuple[int | None, int | None]
 ) -> None:
     process = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)

@@ -17,7 +17,7 @@ SCRIPT = (
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGKILL"])
-def test_the_handlers_own_words_name_the_signal(name: str, tmp_path: Path) -> None:
+def test_faulthandlers_text_names_the_signal(name: str, tmp_path: Path) -> None:
     number = signal.Signals[name]
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "fatal", str(int(number))], timeout=60, check=False

@@ -48,7 +48,7 @@ def moves(page: PageWriter) -> int:
     return now
 
 
-def test_a_rank_that_moved_a_moment_ago_goes_on(page: PageWriter, view: RankView) -> None:
+def test_a_rank_that_just_changed_phases_is_not_polled_fully(page: PageWriter, view: RankView) -> None:
     assert not view.moves_on(time.monotonic_ns(), lambda _: None)
     now = moves(page)
     assert view.moves_on(now, lambda _: None)
@@ -68,7 +68,7 @@ def test_a_rank_that_moved_a_moment_ago_goes_on(page: PageWriter, view: RankView
         (Blocked.WAIT, False, 0.05, True),
     ],
 )
-def test_a_rank_that_computes_waits_for_nobody(
+def test_a_rank_that_uses_the_cpu_is_not_polled_fully(
     page: PageWriter, view: RankView, blocked: Blocked, idle: bool | None, still_s: float, moves_on: bool
 ) -> None:
     page.h.blocked = blocked
@@ -108,7 +108,7 @@ def samples_much(page: PageWriter) -> None:
     samples(page, SampleKind.PARAMETERS, SAMPLES // 2)
 
 
-def test_checksums_wait_for_the_next_full_look(page: PageWriter, view: RankView) -> None:
+def test_checksums_are_read_at_the_next_full_poll(page: PageWriter, view: RankView) -> None:
     for _ in range(3):
         samples(page, SampleKind.PARAMETERS)
         samples(page, SampleKind.LEARNING_RATE)
@@ -118,7 +118,7 @@ def test_checksums_wait_for_the_next_full_look(page: PageWriter, view: RankView)
 
 
 @pytest.mark.parametrize("happens", [raises, fails, calls_much, steps_much, loses_its_loss, samples_much])
-def test_what_a_full_look_must_see_is_not_passed_over(
+def test_records_that_need_a_full_poll_trigger_one(
     happens: Callable[[PageWriter], None], page: PageWriter, view: RankView
 ) -> None:
     happens(page)
@@ -152,7 +152,7 @@ def warns(reported: bool, severity: Severity = Severity.WARNING) -> Record:
         ([warns(reported=False, severity=Severity.INFO)], 60.0, False, CALM_POLL_S),
     ],
 )
-def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_suspected(
+def test_full_polls_are_rarer_on_a_busy_host_without_suspicion(
     records: list[Record], now_s: float, spare: bool, poll_s: float, monitor: Monitor
 ) -> None:
     monitor.diagnosis.records = {str(i): r for i, r in enumerate(records)}
@@ -165,7 +165,7 @@ def test_full_looks_are_fewer_where_they_take_from_the_ranks_and_nothing_is_susp
     ("bytes_a_second", "poll_s"), [(0, UNREAD_POLL_S), (1 << 18, UNREAD_POLL_S), (4 << 20, CALM_POLL_S)]
 )
 @pytest.mark.parametrize("course", ["memory", "device_memory"])
-def test_memory_that_grows_is_looked_at_more_often(
+def test_growing_memory_is_sampled_more_often(
     course: str, bytes_a_second: int, poll_s: float, monitor: Monitor, view: RankView
 ) -> None:
     monitor.views = {0: view}
@@ -174,7 +174,7 @@ def test_memory_that_grows_is_looked_at_more_often(
     assert monitor._poll_interval_s(200.0) == poll_s
 
 
-def test_what_somebody_reads_is_written_more_often(monitor: Monitor) -> None:
+def test_rows_are_written_more_often_while_a_reader_is_open(monitor: Monitor) -> None:
     reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
     going_on = SimpleNamespace(
         ending=None, takes_memory=lambda: False, moves_on=lambda *_: True, sample_place=lambda _: None
@@ -230,7 +230,7 @@ def test_counters_and_frames_are_read_at_every_beat_while_the_rank_may_be_waitin
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["schedstat", "ticks alone"])
-def test_a_process_that_computes_sleeps_or_is_stopped_is_told_from_outside(
+def test_computing_sleeping_and_stopped_processes_are_distinguished_by_proc(
     kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = CpuWatch._read

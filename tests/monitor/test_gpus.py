@@ -62,7 +62,7 @@ class Watch:
         self.process.communicate()
 
 
-def test_two_cards_and_their_ranks(tmp_path: Path) -> None:
+def test_cards_are_assigned_to_their_ranks(tmp_path: Path) -> None:
     with Watch(tmp_path) as watch:
         absent, rows, states, _ = watch(
             nvml.answers({}, {"nvmlDeviceGetTotalEccErrors": "3"}), by_index={"0": 4, "1": 5}
@@ -131,14 +131,14 @@ def test_nvlink_recoveries_and_lost_links_count_from_the_start(tmp_path: Path) -
         assert watch(nvml.answers(by_link | {"field215": "3"}))[2][0]["nvlink_recoveries"] == 4
 
 
-def test_an_old_driver_lacks_calls_and_costs_only_their_columns(tmp_path: Path) -> None:
+def test_calls_missing_in_an_old_driver_cost_only_their_columns(tmp_path: Path) -> None:
     with Watch(tmp_path, old_driver=True) as watch:
         absent, rows, states, _ = watch(nvml.answers({"nvmlDeviceGetCurrentClocksThrottleReasons": "0x40"}), samples=20)
     assert absent is None and rows[0]["throttle"] == "thermal (hardware)" and states[0]["throttled_share"] == 1.0
     assert rows[0]["processes"] is None and states[0]["xids"] == [] and rows[0]["utilization_pct"] == 97
 
 
-def test_processes_of_others_are_counted_only_where_ours_are_seen(tmp_path: Path) -> None:
+def test_other_processes_on_a_card_are_counted_only_if_ours_are_listed(tmp_path: Path) -> None:
     running = {"nvmlDeviceGetComputeRunningProcesses": "7 8 9"}
     with Watch(tmp_path) as watch:
         _, rows, states, _ = watch(nvml.answers(running), by_pid={"8": 3})
@@ -158,7 +158,7 @@ def test_a_driver_that_hangs_does_not_hang_the_monitor(tmp_path: Path) -> None:
         assert time.monotonic() - start < 30
 
 
-def test_a_machine_without_a_driver_says_so(tmp_path: Path) -> None:
+def test_a_machine_without_a_driver_is_reported(tmp_path: Path) -> None:
     with Watch(tmp_path) as watch:
         watch.file.unlink(missing_ok=True)
         absent, rows, _, _ = watch("")

@@ -16,7 +16,7 @@ SLEEPS = "import time\nwhile True: time.sleep(0.05)"
 
 
 @pytest.mark.parametrize(("worker", "busy"), [(SPINS, True), (SLEEPS, False)], ids=["computes", "sleeps"])
-def test_workers_that_want_a_cpu_are_told_from_those_that_sleep(worker: str, busy: bool) -> None:
+def test_workers_without_a_cpu_differ_from_sleeping_ones(worker: str, busy: bool) -> None:
     hosts, end = Hosts(0), time.monotonic() + 30
     with subprocess.Popen([sys.executable, "-c", PARENT, worker], start_new_session=True) as parent:
         try:

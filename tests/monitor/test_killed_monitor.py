@@ -62,7 +62,7 @@ def verdict(tmp_path: Path) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_a_rank_starts_another_monitor_and_the_run_is_closed_by_it(tmp_path: Path) -> None:
+def test_a_rank_replaces_a_killed_monitor_which_closes_the_run(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as jobs:
         (first,) = monitors(*jobs)
         os.kill(first, signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_a_rank_starts_another_monitor_and_the_run_is_closed_by_it(tmp_path: Pat
     assert not (tmp_path / "R" / "attempt_1").exists()
 
 
-def test_a_job_that_was_killed_with_its_monitor_is_judged_by_the_reader(tmp_path: Path) -> None:
+def test_a_reader_judges_a_job_that_was_killed_with_its_monitor(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as jobs:
         for pid in (*monitors(*jobs), jobs[0].process.pid, jobs[1].process.pid):
             os.kill(pid, signal.SIGKILL)

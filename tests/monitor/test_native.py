@@ -71,7 +71,9 @@ def start(library: Path, file: Path, function: str) -> Iterator[subprocess.Popen
         ("ncclCommInitRank", HostWait.COMMUNICATOR),
     ],
 )
-def test_a_main_thread_in_a_native_function(library: Path, tmp_path: Path, function: str, expected: HostWait) -> None:
+def test_the_native_function_of_the_main_thread_is_named(
+    library: Path, tmp_path: Path, function: str, expected: HostWait
+) -> None:
     pytest.importorskip("distdiag.recorder.fast._native")
     file = tmp_path / "r0.native"
     with start(library, file, function) as process:
@@ -108,7 +110,7 @@ def entry(op: str, state: str, seq: int, p2p: bool = False) -> dict[str, object]
     }  # fmt: skip
 
 
-def test_entries_of_a_coalesced_group_take_its_state() -> None:
+def test_entries_of_a_coalesced_group_have_its_state() -> None:
     """NCCL leaves each operation of it scheduled for ever; one entry more has the state of all."""
     record = ask.FlightRecord(0.0)
     entries = [
@@ -156,7 +158,7 @@ def waiting_rank(folder: Path, still_s: float) -> Any:
     return View()
 
 
-def test_a_rank_without_our_handler_is_sent_no_signal(tmp_path: Path) -> None:
+def test_a_rank_with_its_own_handler_is_sent_no_signal(tmp_path: Path) -> None:
     """The job may use the same signal itself: our handler is there only if its file is."""
 
     received: list[int] = []
@@ -191,12 +193,12 @@ BINDINGS, PYTHON, LIBC = "/v/site-packages/torch/lib/libtorch_python.so", "/usr/
         ([OURS, "/v/site-packages/torchvision/_C.so", TORCH, TORCH, TORCH, PYTHON], "", None),  # a package's operation
     ],
 )
-def test_a_backend_nobody_knows(libraries: list[str], in_python: str, expected: str | None) -> None:
+def test_a_wait_in_an_unknown_backend_is_found(libraries: list[str], in_python: str, expected: str | None) -> None:
     names = [f"f{i}" for i in range(len(libraries))]
     assert native.unknown_backend(libraries, names, in_python) == expected
 
 
-def test_the_next_poll_comes_as_soon_as_it_can_learn_more(tmp_path: Path) -> None:
+def test_the_next_poll_is_brought_forward_for_native_frames(tmp_path: Path) -> None:
     """A rank is asked once it is still for long enough, and answers within milliseconds."""
     (tmp_path / "r0.native").touch()
     before = signal.signal(46, lambda number, _: None)

@@ -55,7 +55,7 @@ def test_a_damaged_file_of_another_node_is_reported(data: bytes, tmp_path: Path)
     assert set(merged.ranks) == {0, 1} and "1.state" in (nodes.failed or "")
 
 
-def test_two_looks_at_one_file_are_one_look(tmp_path: Path) -> None:
+def test_two_polls_of_one_file_count_once(tmp_path: Path) -> None:
     (tmp_path / "node_1").mkdir()
     here, there = Nodes(tmp_path, 0), Nodes(tmp_path / "node_1", 1)
     there.publish(snapshot(2, 3), started_unix_s=time.time())
@@ -104,7 +104,7 @@ def test_ranks_of_a_node_that_falls_silent_are_named_once_others_wait_for_them(
     assert f.victims and set(f.victims) <= {0, 1}
 
 
-def test_a_directory_that_cannot_be_written_is_said_and_nothing_more(tmp_path: Path) -> None:
+def test_an_unwritable_nodes_directory_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("a file where the directory should be")
     nodes = Nodes(tmp_path, 0)
     nodes.publish(snapshot(0, 1), time.time())

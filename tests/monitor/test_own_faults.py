@@ -68,7 +68,7 @@ def only(found: list[Finding]) -> Finding:
     return found[0]
 
 
-def test_a_recorder_that_sees_everything_says_nothing(run: Run) -> None:
+def test_a_complete_recorder_has_no_finding(run: Run) -> None:
     facts = json.dumps({"torch": "2.13.0", "cuda": None, "backend": "gloo"})
     for page in run.pages:
         page.h.facts = page.text(facts)
@@ -88,7 +88,7 @@ def test_records_that_did_not_fit_are_counted_with_their_rank(run: Run) -> None:
     assert run.look() == []  # once per rank, not at every look
 
 
-def test_what_this_torch_lacks_is_named(run: Run) -> None:
+def test_features_that_this_torch_lacks_are_named(run: Run) -> None:
     for page in run.pages:
         facts = {"torch": "2.10.0", "unsupported": "flight recorder (JSON), worker server"}
         page.h.facts = page.text(json.dumps(facts))
@@ -100,14 +100,14 @@ def test_what_this_torch_lacks_is_named(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("jump_s", "way"), [(3600.0, "forward by 3600 s"), (-120.0, "back by 120 s")])
-def test_a_wall_clock_that_was_set_is_said_with_its_way(jump_s: float, way: str, run: Run) -> None:
+def test_a_wall_clock_that_was_set_is_reported_with_its_direction(jump_s: float, way: str, run: Run) -> None:
     f = only(run.look(began_s_ago=T_S + jump_s))
     assert (f.cause, f.severity, f.culprits) == ("clock_skew", "info", ())
     assert way in f.message and "differences" in f.advice
     assert run.look(began_s_ago=T_S + 2 * jump_s) == []
 
 
-def test_a_wall_clock_that_is_slowly_adjusted_is_no_fault(run: Run) -> None:
+def test_a_slowly_adjusted_wall_clock_is_no_finding(run: Run) -> None:
     assert run.look(began_s_ago=T_S + 0.8 * CLOCK_JUMP_S) == []
     assert run.look(began_s_ago=T_S - 0.8 * CLOCK_JUMP_S) == []
 
@@ -132,7 +132,7 @@ def full(writer: Writer) -> None:
     writer._con.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def test_a_full_disk_is_said_once_and_kept_for_the_summary_and_the_database(run: Run) -> None:
+def test_a_full_disk_is_reported_once_and_kept_for_summary_and_database(run: Run) -> None:
     full(run.writer)
     run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
     assert not run.writer.commit()
@@ -150,7 +150,7 @@ def test_a_full_disk_is_said_once_and_kept_for_the_summary_and_the_database(run:
         assert [(x.kind, x.cause) for x in reader.findings()] == [("recorder", "disk_full")]
 
 
-def test_a_write_that_failed_and_was_made_good_before_the_look_is_no_fault(run: Run) -> None:
+def test_a_failed_write_that_was_retried_before_the_poll_is_no_finding(run: Run) -> None:
     full(run.writer)
     run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
     assert not run.writer.commit() and run.writer._con is not None
@@ -160,7 +160,7 @@ def test_a_write_that_failed_and_was_made_good_before_the_look_is_no_fault(run: 
     assert run.look() == []
 
 
-def test_failures_of_the_recorder_and_of_rules_are_said_by_their_texts(run: Run) -> None:
+def test_failures_of_recorder_and_rules_are_reported_with_their_text(run: Run) -> None:
     run.pages[0].h.errors = 2
     run.pages[0].h.error = run.pages[0].text("KeyError: 'x' at hooks.py:40")
     failures = {"ZeroDivisionError: division by zero at speed.py:99": 12}
@@ -171,12 +171,12 @@ def test_failures_of_the_recorder_and_of_rules_are_said_by_their_texts(run: Run)
     assert only(run.look({**failures, "TypeError: x at gpus.py:1": 1})).cause == "failed"  # a second rule
 
 
-def test_ranks_of_other_nodes_that_cannot_be_read_are_said(run: Run) -> None:
+def test_unreadable_ranks_of_other_nodes_are_reported(run: Run) -> None:
     f = only(run.look(exchange="nodes/1.state cannot be read"))
     assert (f.cause, f.severity) == ("nodes", "info") and "nodes/1.state" in f.message
 
 
-def test_each_fault_keeps_a_record_of_its_own(run: Run) -> None:
+def test_each_fault_has_its_own_record(run: Run) -> None:
     """The key of a finding is its identity in the database: one must not overwrite another."""
     for page in run.pages:
         page.h.dropped = 5

@@ -40,7 +40,7 @@ def seen(view: RankView, line: int) -> tuple[int, ...]:
     return view.visits.known().get("default_pg", {}).get(f"/job/train.py:{line}", ())
 
 
-def test_of_calls_in_a_row_the_first_counts(page: PageWriter, view: RankView) -> None:
+def test_only_the_first_of_consecutive_calls_counts(page: PageWriter, view: RankView) -> None:
     for seq in (5, 6, 7, 20, 21):
         calls(page, 10, seq)
     calls(page, 30, 22)
@@ -50,12 +50,12 @@ def test_of_calls_in_a_row_the_first_counts(page: PageWriter, view: RankView) ->
     assert seen(view, 10) == (20, 40, 60, 80)  # as many as a rhythm takes
 
 
-def test_what_belongs_to_no_collective_is_no_visit(page: PageWriter, view: RankView) -> None:
+def test_calls_without_a_collective_are_no_visits(page: PageWriter, view: RankView) -> None:
     calls(page, 10, 1, group=NO_GROUP)  # init_process_group, new_group
     assert seen(view, 10) == () and view.visits.known() == {}
 
 
-def test_where_calls_were_missed_nothing_older_counts(page: PageWriter, view: RankView) -> None:
+def test_missed_calls_invalidate_older_visits(page: PageWriter, view: RankView) -> None:
     calls(page, 10, 5)
     assert seen(view, 10) == (5,)
     for seq in range(6, CALLS + 20):

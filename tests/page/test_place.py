@@ -67,7 +67,7 @@ def test_only_abandoned_page_directories_of_ours_are_removed(root: Path, tmp_pat
     assert elsewhere.is_dir() and (elsewhere / "r0.trace").exists() and not gone.exists()
 
 
-def test_pages_that_somebody_holds_are_left_whatever_process_number_is_in_them(root: Path, tmp_path: Path) -> None:
+def test_locked_pages_are_kept_whatever_pid_is_in_them(root: Path, tmp_path: Path) -> None:
     """Another container that shares /dev/shm: its process numbers mean nothing here, its locks do."""
     own, other = root / "own", abandoned(root / "other")
     place.make(own)
@@ -81,7 +81,7 @@ def test_pages_that_somebody_holds_are_left_whatever_process_number_is_in_them(r
     assert place.sweep(own) == [other]
 
 
-def test_nothing_is_swept_beside_pages_in_a_run_directory(tmp_path: Path) -> None:
+def test_pages_in_a_run_directory_sweep_nothing(tmp_path: Path) -> None:
     """A run directory named distdiag-…: the old code took it for its own in /dev/shm."""
     run = tmp_path / "distdiag-runs"
     pages = run / "pages.0"
@@ -100,7 +100,7 @@ def test_a_page_directory_is_private_whatever_the_umask(root: Path) -> None:
     assert [d.stat().st_mode & 0o777 for d in (root, root / "a")] == [0o700, 0o700]
 
 
-def test_a_link_or_a_foreign_directory_with_our_name_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_link_or_another_users_directory_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     root.symlink_to(tmp_path / "theirs")
     with pytest.raises(PermissionError):
@@ -113,7 +113,7 @@ def test_a_link_or_a_foreign_directory_with_our_name_is_refused(root: Path, tmp_
             place.make(root / "a")
 
 
-def test_room_is_asked_for_all_pages_of_the_node() -> None:
+def test_room_is_checked_for_all_pages_of_the_node() -> None:
     free = os.statvfs("/dev/shm")
     fit = (free.f_bavail * free.f_frsize - place.SPARE_BYTES) // PAGE_BYTES
     assert place.has_room(place.SHM, 1) == (fit >= 1)

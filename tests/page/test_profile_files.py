@@ -61,7 +61,7 @@ def test_a_damaged_request_is_refused(tmp_path: Path, text: str) -> None:
     assert not path.exists()
 
 
-def test_a_request_that_others_could_write_a_link_and_a_pipe_are_refused(tmp_path: Path) -> None:
+def test_a_request_that_others_can_write_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
     path = request_path(tmp_path, 0)
     path.write_text(json.dumps(GOOD))
     path.chmod(0o666)
@@ -77,7 +77,7 @@ def test_a_request_that_others_could_write_a_link_and_a_pipe_are_refused(tmp_pat
         take_request(path, NOW)
 
 
-def test_an_answer_comes_back_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+def test_an_answer_round_trips_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     path = answer_path(tmp_path, 0)
     given = Answer(2, DONE, "", 9, [[8, NOW], [9, NOW + 5]], [["/a.py", 3, "f", 7]], 9, 1.5, 2.0, 3.0, rss_peak_bytes=5)
     write(path, given)

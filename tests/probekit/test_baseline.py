@@ -38,37 +38,37 @@ def test_the_same_machine_passes(saved: Any, make_result: Any, make_row: Any):
     assert result.comparison is not None and len(result.comparison) == 3
 
 
-def test_a_slower_one_fails_with_test_and_effect_size(saved: Any, make_result: Any, make_row: Any):
+def test_a_slower_machine_fails_with_test_and_effect_size(saved: Any, make_result: Any, make_row: Any):
     result = compared(make_result([make_row()], measures=measures(3, 1.3)), saved, measures(13, 1.3))
     assert result.verdict is Verdict.FAIL
     assert "in two measurements" in result.reasons[-1] and " KiB by " in result.reasons[-1]
     assert "slower than the baseline at 3 of 3" in result.reasons[-1] and "Cliff's delta" in result.reasons[-1]
 
 
-def test_an_unlucky_measurement_passes_when_the_second_is_as_before(saved: Any, make_result: Any, make_row: Any):
+def test_an_outlier_passes_if_the_second_measurement_is_normal(saved: Any, make_result: Any, make_row: Any):
     result = compared(make_result([make_row()], measures=measures(3, 1.8)), saved, measures(14))
     assert result.verdict is Verdict.PASS and "in one measurement of two" in result.reasons[-1]
     assert result.comparison is not None and not any(r["slower"] for r in result.comparison)
 
 
-def test_only_what_is_slower_both_times_is_accused(saved: Any, make_result: Any, make_row: Any):
+def test_only_sizes_slower_in_both_measurements_fail(saved: Any, make_result: Any, make_row: Any):
     second = [*measures(15)[:2], measures(16, 1.8)[2]]
     result = compared(make_result([make_row()], measures=measures(3, 1.8)), saved, second)
     assert result.verdict is Verdict.FAIL and "at 1 of 3, in two measurements: 16 KiB by" in result.reasons[-1]
 
 
-def test_without_a_second_measurement_slower_is_inconclusive(saved: Any, make_result: Any, make_row: Any):
+def test_slower_without_a_second_measurement_is_inconclusive(saved: Any, make_result: Any, make_row: Any):
     result = compared(make_result([make_row()], measures=measures(3, 1.8)), saved)
     assert result.verdict is Verdict.INCONCLUSIVE and "repeat it" in result.reasons[-1]
 
 
-def test_significant_but_small_passes(saved: Any, make_result: Any, make_row: Any):
+def test_a_significant_but_small_difference_passes(saved: Any, make_result: Any, make_row: Any):
     result = compared(make_result([make_row()], measures=measures(4, 1.06, n=200)), saved)
     assert result.verdict is Verdict.PASS
     assert result.comparison is not None and max(r["p_value"] for r in result.comparison) < 0.01
 
 
-def test_faster_is_no_failure(saved: Any, make_result: Any, make_row: Any):
+def test_faster_passes(saved: Any, make_result: Any, make_row: Any):
     assert compared(make_result([make_row()], measures=measures(5, 0.5)), saved).verdict is Verdict.PASS
 
 
@@ -101,7 +101,7 @@ def test_a_baseline_of_other_conditions_is_refused(
 
 
 @pytest.mark.parametrize("name", ["allreduce", "dataloader", "step", "all"])
-def test_the_second_measurement_is_asked_for_with_the_same_options(make_result: Any, make_row: Any, name: str):
+def test_the_second_measurement_has_the_same_options(make_result: Any, make_row: Any, name: str):
     asked = [
         "--nproc",
         "2",

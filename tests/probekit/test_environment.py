@@ -20,21 +20,21 @@ def test_without_a_launcher_there_is_no_rank():
     assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}) is None  # an sbatch script is no job step
 
 
-def test_torchrun():
+def test_torchruns_environment_is_read():
     p = detect(TORCHRUN)
     assert p is not None
     assert (p.launcher, p.rank, p.world_size, p.local_rank, p.local_world_size) == ("torchrun", 3, 8, 1, 2)
     assert (p.master_addr, p.master_port) == ("node0", 29501)
 
 
-def test_srun_meets_on_the_first_node_at_a_port_made_of_the_job():
+def test_sruns_rendezvous_is_the_first_node_with_a_port_from_the_job_id():
     p = detect(SRUN)
     assert p is not None
     assert (p.launcher, p.rank, p.world_size, p.local_rank, p.local_world_size) == ("srun", 5, 8, 1, 4)
     assert (p.master_addr, p.master_port) == ("gpu03", 23456)
 
 
-def test_mpirun_on_one_host_and_on_several():
+def test_mpiruns_environment_is_read_on_one_host_and_on_several():
     p = detect(MPIRUN)
     assert p is not None
     assert (p.launcher, p.rank, p.world_size, p.master_addr) == ("mpirun", 1, 2, "127.0.0.1")
@@ -59,5 +59,5 @@ def test_a_broken_environment_is_an_error_with_a_hint(broken: dict[str, str]):
     ("folded", "host"),
     [("node[03-07,9],login1", "node03"), ("n1", "n1"), ("a,b", "a"), ("rack[1,5]-ib", "rack1-ib"), ("", "")],
 )
-def test_the_first_host_of_a_folded_list(folded: str, host: str):
+def test_the_first_host_of_a_folded_list_is_read(folded: str, host: str):
     assert first_host(folded) == host

@@ -60,7 +60,7 @@ class Driver:
         return answer
 
 
-def test_a_healthy_gpu_has_no_complaint():
+def test_a_healthy_gpu_has_no_reason():
     g = gpus.facts(Driver(), 0, {1})
     assert (g.name, g.uuid, g.temperature_c, g.power_w, g.power_limit_w) == (
         "NVIDIA H100 80GB HBM3",
@@ -91,13 +91,13 @@ def test_a_healthy_gpu_has_no_complaint():
         ),
     ],
 )
-def test_complaints(answers: dict[str, Any], fault: bool, says: str):
+def test_each_gpu_fault_has_its_reason(answers: dict[str, Any], fault: bool, says: str):
     found = gpus.complaints(gpus.facts(Driver(**answers), 0, {1}))
     assert [f for f, _ in found] == [fault]
     assert says in found[0][1]
 
 
-def test_what_a_card_does_not_offer_is_none_not_zero():
+def test_values_that_a_card_does_not_report_are_none():
     bare = gpus.facts(
         Driver(TotalEccErrors=None, RetiredPages=None, RemappedRows=None, NvLinkState=None, PowerUsage=None), 0, set()
     )
@@ -137,12 +137,12 @@ def test_an_unknown_device_has_no_peak():
     assert gpus.peak_of("NVIDIA A1000 Laptop GPU") is None
 
 
-def test_topology_in_words():
+def test_the_topology_is_described():
     driver = Driver(TopologyCommonAncestor=50)
     assert gpus.topology(driver, 2) == [["X", "across CPUs"], ["across CPUs", "X"]]
 
 
-def test_no_driver_is_no_data(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_driver_is_no_data(monkeypatch: pytest.MonkeyPatch):
     import pynvml
 
     def fail() -> None:

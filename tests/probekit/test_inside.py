@@ -25,12 +25,12 @@ from distdiag.store.writer import Writer
     ("text", "names"),
     [("", ()), ("allreduce", ("allreduce",)), ("all_reduce, broadcast,allreduce", ("allreduce", "broadcast")), ("barrier", ("barrier",))],
 )  # fmt: skip
-def test_names_of_the_trainings_option(text: str, names: tuple[str, ...]):
+def test_the_training_option_accepts_probe_names(text: str, names: tuple[str, ...]):
     assert catalog.parse_collectives(text) == names
 
 
 @pytest.mark.parametrize("text", ["nothing", "step", "all", "allreduce,gpu"])
-def test_what_cannot_run_inside_is_refused(text: str):
+def test_probes_that_cannot_run_in_a_job_are_refused(text: str):
     with pytest.raises(DistdiagError):
         catalog.parse_collectives(text)
 
@@ -96,7 +96,9 @@ def train(rank: int, folder: str, run_dir: str, share: float, seconds: float) ->
 @pytest.mark.job
 @pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("share", [0.3, 0.01])
-def test_it_measures_between_steps_within_its_share_and_records(share: float, tmp_path: Path, run_dir: Path):
+def test_a_probe_in_a_job_runs_between_steps_within_its_share_and_is_recorded(
+    share: float, tmp_path: Path, run_dir: Path
+):
     seconds = 3.0 if share > 0.1 else 1.0
     mp.start_processes(train, (str(tmp_path), str(run_dir), share, seconds), nprocs=2, start_method="fork")  # type: ignore[attr-defined]
 
@@ -122,7 +124,7 @@ def test_it_measures_between_steps_within_its_share_and_records(share: float, tm
     assert data["details"]["job"]["busbw_gbps"] == pytest.approx(1.0) and data["details"]["job"]["count"] == 20
 
 
-def test_one_process_without_a_group_does_nothing():
+def test_a_process_without_a_group_runs_no_probe():
     from distdiag.probekit.in_job.probe import InTrainingProbe
 
     probe = InTrainingProbe(("allreduce",), every=1)
@@ -133,7 +135,7 @@ def test_one_process_without_a_group_does_nothing():
 # ---------------------------------------------------------------------- beside a run, from another terminal
 
 
-def test_a_running_job_is_seen_warned_of_and_recorded_into(run_dir: Path, make_result: Any, make_row: Any):
+def test_a_probe_next_to_a_running_job_warns_and_is_recorded_in_its_run(run_dir: Path, make_result: Any, make_row: Any):
     options = parse(["--run", str(run_dir), "--budget", "7"], "allreduce")
     run = beside_run.find_run(options)
     assert run is not None and run.live and run.name == "mine" and run.world_size == 2
@@ -153,7 +155,7 @@ def test_a_running_job_is_seen_warned_of_and_recorded_into(run_dir: Path, make_r
     assert name == "allreduce" and verdict == "pass" and t_s >= 0 and json.loads(text)["probe"] == "allreduce"
 
 
-def test_a_finished_run_is_left_alone_unless_it_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_finished_run_is_not_written_unless_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     with sqlite3.connect(run_dir / "run.db") as con:
         con.execute("INSERT OR REPLACE INTO meta VALUES ('monitor_ended', '1')")
     con.close()
@@ -164,9 +166,7 @@ def test_a_finished_run_is_left_alone_unless_it_is_named(run_dir: Path, monkeypa
     assert beside_run.find_run(parse(["--no-record"], "allreduce")) is None
 
 
-def test_a_run_that_cannot_be_written_is_said_and_does_not_fail_the_probe(
-    run_dir: Path, make_result: Any, make_row: Any
-):
+def test_an_unwritable_run_is_reported_and_does_not_fail_the_probe(run_dir: Path, make_result: Any, make_row: Any):
     run = beside_run.find_run(parse(["--run", str(run_dir)], "allreduce"))
     assert run is not None
     with sqlite3.connect(run_dir / "run.db") as con:

@@ -15,13 +15,13 @@ ETH = Interface("eth0", "10.0.0.5", "the host name resolves to it")
 DOCKER = Interface("docker0", "172.17.0.1", "NCCL's first choice")
 
 
-def test_the_loopback_has_its_address():
+def test_the_loopback_interface_has_its_address():
     assert addresses().get("lo") == "127.0.0.1"
     assert line_rate_gbps("lo") is None
 
 
 @pytest.mark.parametrize(("backend", "variable"), [("gloo", "GLOO_SOCKET_IFNAME"), ("nccl", "NCCL_SOCKET_IFNAME")])
-def test_the_variable_decides(backend: str, variable: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_environment_variable_selects_the_interface(backend: str, variable: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(variable, "lo")
     found = tried_by(backend)
     assert (found.name, found.address, found.reason) == ("lo", "127.0.0.1", f"{variable}=lo")
@@ -29,7 +29,7 @@ def test_the_variable_decides(backend: str, variable: str, monkeypatch: pytest.M
     assert tried_by(backend).address == "no address"
 
 
-def test_without_it_gloo_takes_what_the_host_name_resolves_to(monkeypatch: pytest.MonkeyPatch):
+def test_by_default_gloo_uses_the_address_of_the_host_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     assert tried_by("gloo").text == "lo 127.0.0.1 (the host name no-such-host.invalid does not resolve to this host)"
@@ -68,13 +68,13 @@ def arrival(interface: Interface, network: str) -> dict[str, object]:
         ([arrival(Interface("ib9", "no address", "GLOO_SOCKET_IFNAME=ib9"), "a")] * 2, "no interface ib9"),
     ],
 )
-def test_what_cannot_connect_is_said_before_it_is_tried(arrivals: list[dict[str, object]], says: str):
+def test_an_interface_that_cannot_connect_is_reported_first(arrivals: list[dict[str, object]], says: str):
     with pytest.raises(DistdiagError) as e:
         job._refuse_unreachable(arrivals)
     assert "cannot connect to each other" in e.value.message and says in e.value.hint and e.value.code == 5
 
 
-def test_what_may_connect_is_left_to_try():
+def test_an_interface_that_may_connect_is_not_reported():
     job._refuse_unreachable([arrival(LO, "a"), arrival(LO, "a")])  # one host
     job._refuse_unreachable([arrival(ETH, "a"), arrival(DOCKER, "b")])  # who knows
 

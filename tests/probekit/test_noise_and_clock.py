@@ -19,7 +19,7 @@ intr 12345
 """
 
 
-def test_busy_ticks_are_user_nice_system_and_steal_of_our_cpus():
+def test_busy_time_is_user_nice_system_and_steal_of_our_cpus():
     assert parse_busy_ticks(STAT, {0, 1}) == 60 + 1 + 30 + 4 + 40 + 20 + 3
     assert parse_busy_ticks(STAT, {1}) == 63
 
@@ -27,7 +27,7 @@ def test_busy_ticks_are_user_nice_system_and_steal_of_our_cpus():
 @pytest.mark.parametrize(
     ("busy", "own", "wall", "foreign"), [(2.0, 0.5, 1.0, 1.5), (1.0, 1.2, 1.0, 0.0), (None, 1.0, 1.0, None)]
 )
-def test_foreign_is_busy_minus_ours(busy: float | None, own: float, wall: float, foreign: float | None):
+def test_foreign_load_is_busy_time_minus_ours(busy: float | None, own: float, wall: float, foreign: float | None):
     assert foreign_cpus(busy, own, wall) == foreign
 
 
@@ -42,12 +42,12 @@ def test_foreign_is_busy_minus_ours(busy: float | None, own: float, wall: float,
         (0.0, 2, 8, False),  # we crowd ourselves; nobody else is to blame
     ],
 )
-def test_noisy_is_when_others_leave_too_little(foreign: float | None, cpus: int, ranks: int, noisy: bool):
+def test_a_host_is_noisy_if_others_leave_too_little_cpu(foreign: float | None, cpus: int, ranks: int, noisy: bool):
     assert BlockNoise(foreign, cpus, ranks).noisy is noisy
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs /proc/stat")
-def test_a_busy_neighbour_is_foreign_and_an_own_child_is_not():
+def test_a_busy_neighbour_is_foreign_load_and_a_child_is_not():
     burn = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(burn) as child:
         try:

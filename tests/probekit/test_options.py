@@ -38,7 +38,7 @@ from distdiag.probekit.command.options import Options, check_backend, parse, pla
         (["allreduce", "--min-bytes", "2M", "--max-bytes", "1M"], "above --max-bytes", "swap"),
     ],
 )  # fmt: skip
-def test_bad_options_are_two_lines_and_exit_2(
+def test_bad_options_print_error_and_hint_and_exit_with_2(
     arguments: list[str], says: str, hints: str, capsys: pytest.CaptureFixture[str]
 ):
     assert command.main(arguments) == ExitCode.USAGE
@@ -58,7 +58,7 @@ def test_errors_are_an_object_under_json(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("spelling", ["all_reduce", "all-reduce", "AllReduce", "allreduce"])
-def test_a_probe_is_known_by_its_torch_name_too(spelling: str):
+def test_a_probe_is_also_found_by_its_torch_name(spelling: str):
     assert catalog.canonical(spelling) == "allreduce"
 
 
@@ -87,7 +87,7 @@ def placed(options: Options, gpus: int, min_ranks: int = 2) -> int:
         (["--inject", "drop:rank=5"], 0, "ranks are 0 to 1"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused(arguments: list[str], gpus: int, says: str):
+def test_an_invalid_number_of_ranks_is_refused(arguments: list[str], gpus: int, says: str):
     with pytest.raises(DistdiagError) as e:
         placed(parse(arguments, "allreduce"), gpus)
     assert says in e.value.message and e.value.hint
@@ -106,7 +106,7 @@ def test_ranks_that_cannot_be_are_refused(arguments: list[str], gpus: int, says:
         (["--device", "cuda", "--share-gpus", "--nproc", "2", "--backend", "nccl"], 1, 2, "cuda", "nccl"),
     ],
 )
-def test_ranks_devices_and_backends_by_default(arguments: list[str], gpus: int, ranks: int, device: str, backend: str):
+def test_default_ranks_devices_and_backends(arguments: list[str], gpus: int, ranks: int, device: str, backend: str):
     options = parse(arguments, "allreduce")
     assert placed(options, gpus) == ranks
     assert (options.device, options.backend) == (device, backend)
@@ -162,7 +162,7 @@ def test_an_unreadable_or_foreign_baseline_is_refused_before_measuring(
     assert command.main(["allreduce", "--against", str(file)]) == 2
 
 
-def test_a_named_run_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_named_run_that_does_not_exist_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert command.main(["allreduce", "--run", str(tmp_path / "nothing")]) == ExitCode.NO_DATA
     assert "no run directory" in capsys.readouterr().err
 

@@ -37,7 +37,7 @@ def filled(pattern: Pattern, rank: int, n: int) -> torch.Tensor:
     return out
 
 
-def test_one_wrong_element_is_found_with_its_place():
+def test_one_wrong_element_is_found_with_its_index():
     pattern = Pattern(torch.float32, 2)
     x = filled(pattern, 1, 5000)
     x[4321] += 1
@@ -51,7 +51,7 @@ def test_a_shift_is_found(shift: int):
     assert wrong_elements(x, Segment(pattern.of(0), 0, 8192), 0) is not None
 
 
-def test_swapped_chunks_and_anothers_part_are_found():
+def test_swapped_chunks_and_another_ranks_part_are_found():
     pattern = Pattern(torch.float32, 2)
     x = filled(pattern, 0, 4096)
     swapped = torch.cat([x[2048:], x[:2048]])
@@ -67,7 +67,7 @@ def test_a_segment_may_begin_anywhere_in_the_pattern_and_in_the_result():
     assert wrong_elements(result, Segment(pattern.of(2), 778, 5000), 10) is not None
 
 
-def test_odd_and_tiny_sizes():
+def test_patterns_work_for_odd_and_tiny_sizes():
     pattern = Pattern(torch.float32, 2)
     for n in (1, 2, 3, pattern.period - 1, pattern.period, pattern.period + 1):
         assert wrong_elements(filled(pattern, 1, n), Segment(pattern.of(1), 0, n), 0) is None

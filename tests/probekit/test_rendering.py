@@ -29,7 +29,7 @@ def text(result: Any, *arguments: str) -> str:
     return rendering.render([result], parse(list(arguments), "allreduce"))
 
 
-def test_json_is_the_contracts_object(result: Any):
+def test_json_follows_the_contract(result: Any):
     data = json.loads(text(result, "--json"))
     assert list(data)[: len(KEYS)] == KEYS and data["schema"] == "distdiag.probe/1"
     assert {"ceilings", "host_noise", "rows", "fit"} <= set(data)
@@ -40,7 +40,7 @@ def test_json_is_the_contracts_object(result: Any):
     assert "measures" not in data
 
 
-def test_what_json_cannot_say_is_null(result: Any):
+def test_nan_and_infinity_are_null_in_json(result: Any):
     result.rows[0].skew_us = float("nan")
     assert json.loads(text(result, "--json"))["rows"][0]["skew_us"] is None
 
@@ -68,7 +68,7 @@ def test_csv_has_one_line_per_size(result: Any):
 @pytest.mark.parametrize(
     ("word", "tag"), [(Verdict.PASS, None), (Verdict.FAIL, "failure"), (Verdict.INCONCLUSIVE, "skipped")]
 )
-def test_junit(result: Any, word: Verdict, tag: str | None):
+def test_junit_output_has_one_case_with_the_verdict(result: Any, word: Verdict, tag: str | None):
     result.verdict = word
     suite = ElementTree.fromstring(text(result, "--as", "junit"))
     case = suite.find("testcase")
@@ -77,7 +77,7 @@ def test_junit(result: Any, word: Verdict, tag: str | None):
     assert {child.tag for child in case} == {"system-out"} | ({tag} if tag else set())
 
 
-def test_nccl_tests_columns(result: Any):
+def test_nccl_tests_output_has_its_columns(result: Any):
     lines = [line for line in text(result, "--as", "nccl-tests").splitlines() if not line.startswith("#")]
     fields = lines[1].split()
     assert fields[:5] == ["67108864", "16777216", "float", "sum", "-1"]

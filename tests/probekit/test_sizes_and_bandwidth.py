@@ -13,12 +13,12 @@ from distdiag.terms.units import message_size, parse_bytes, size_text, sweep, ti
     ("text", "size"),
     [("4096", 4096), ("1K", 1024), ("64MiB", 2**26), ("1.5M", 3 * 2**19), ("2kB", 2000), ("1g", 2**30)],
 )
-def test_sizes_are_read(text: str, size: int):
+def test_sizes_are_parsed(text: str, size: int):
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-4", "1.3", "4 parsecs", "K"])
-def test_what_is_no_size_is_refused(text: str):
+def test_an_invalid_size_is_refused(text: str):
     with pytest.raises(DistdiagError) as e:
         parse_bytes(text, "--min-bytes")
     assert "--min-bytes" in e.value.message and e.value.hint
@@ -43,7 +43,7 @@ def test_sizes_that_ranks_share_are_rounded_up_to_whole_parts():
         (4, 8, 1, "factor"),
     ],
 )
-def test_bounds_that_cannot_be_are_refused(low: int, high: int, factor: float, says: str):
+def test_invalid_bounds_are_refused(low: int, high: int, factor: float, says: str):
     with pytest.raises(DistdiagError, match=says):
         sweep(low, high, factor, 4)
 
@@ -76,7 +76,7 @@ def test_one_rank_and_barriers_have_no_bus_bandwidth():
         bus_bandwidth("barrier", 8, 1.0, 2)
 
 
-def test_texts_for_people():
+def test_sizes_and_times_as_text():
     assert [message_size(n) for n in (512, 1024, 1536, 25 * 2**20, 3 * 2**30)] == [
         "512 B",
         "1 KiB",

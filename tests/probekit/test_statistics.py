@@ -28,7 +28,7 @@ def coverage(rng: np.random.Generator, phi: float, shuffled: bool) -> float:
     return hits / 120
 
 
-def test_the_block_bootstrap_keeps_its_promise_on_autocorrelated_samples():
+def test_the_block_bootstrap_has_its_coverage_on_autocorrelated_samples():
     rng = np.random.default_rng(1)
 
     by_blocks = coverage(rng, 0.85, shuffled=False)
@@ -59,7 +59,7 @@ def test_no_samples_is_an_error():
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("shape", ["normal", "lognormal", "exponential", "gamma"])
-def test_one_hump_is_not_called_two(shape: str, seed: int):
+def test_a_unimodal_sample_has_no_modes(shape: str, seed: int):
     rng = np.random.default_rng(seed)
     samples = {
         "normal": rng.normal(300, 30, 500),
@@ -71,7 +71,7 @@ def test_one_hump_is_not_called_two(shape: str, seed: int):
 
 
 @pytest.mark.parametrize("share", [0.08, 0.3, 0.5])
-def test_two_humps_are_found_with_their_shares(share: float):
+def test_two_modes_are_found_with_their_shares(share: float):
     rng = np.random.default_rng(4)
     slow = rng.random(1000) < share
     samples = np.where(slow, rng.normal(4300, 200, 1000), rng.normal(300, 30, 1000))
@@ -110,7 +110,7 @@ def test_latency_is_never_negative():
     assert fit is not None and fit.latency_us == 0
 
 
-def test_a_difference_is_told_from_none():
+def test_a_difference_is_distinguished_from_none():
     rng = np.random.default_rng(6)
     before = rng.normal(100, 5, 30)
 

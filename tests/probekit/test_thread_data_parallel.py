@@ -25,7 +25,7 @@ def images() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_gradients_are_those_of_the_single_module(replicas: int, images: torch.Tensor):
+def test_gradients_equal_those_of_the_single_module(replicas: int, images: torch.Tensor):
     alone, module = network(norm=False), network(norm=False)
     parallel = ThreadDataParallel(module, replicas)
 
@@ -68,7 +68,7 @@ def test_without_gradients_nothing_is_recorded(images: torch.Tensor):
     assert not out.requires_grad and parallel.times.apply_s > 0
 
 
-def test_a_batch_smaller_than_the_replicas(images: torch.Tensor):
+def test_a_batch_smaller_than_the_number_of_replicas_works(images: torch.Tensor):
     parallel = ThreadDataParallel(network(norm=False), 4)
     out = parallel(images[:2])
     parallel.close()

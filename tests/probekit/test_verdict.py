@@ -21,7 +21,7 @@ def judged(result: Result, floor: float | None = None, skipped: list[int] | None
     return result
 
 
-def test_a_sound_result_passes_and_says_why(make_row: Any, make_result: Any):
+def test_a_valid_result_passes_with_its_reasons(make_row: Any, make_result: Any):
     result = judged(make_result([make_row(1024, 300.0), make_row(2**26, 40_000.0)]))
     assert result.verdict is Verdict.PASS
     assert "correct at all 2 sizes" in result.reasons[0] and "1.68 GB/s at 64 MiB" in result.reasons[0]
@@ -29,7 +29,7 @@ def test_a_sound_result_passes_and_says_why(make_row: Any, make_result: Any):
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_wrong_values_fail_on_any_host(make_row: Any, make_result: Any, noisy: bool):
+def test_wrong_values_fail_even_on_a_busy_host(make_row: Any, make_result: Any, noisy: bool):
     result = judged(make_result([make_row(correct=False, wrong=WRONG), make_row(4096)], noisy))
     assert result.verdict is Verdict.FAIL
     assert result.reasons[0].startswith("wrong values on rank 1 at 1 of 2 sizes")
@@ -50,7 +50,7 @@ def test_a_rank_that_is_always_late_is_named(make_row: Any, make_result: Any, no
     assert any("rank 1 arrives 5.1 ms after the first, in 97%" in r for r in result.reasons)
 
 
-def test_late_at_one_size_of_many_is_no_finding(make_row: Any, make_result: Any):
+def test_a_rank_late_at_one_size_of_many_is_not_named(make_row: Any, make_result: Any):
     rows = [make_row(2**10, skew_us=5100.0, late_rank=1)] + [make_row(2**k) for k in range(11, 16)]
     assert judged(make_result(rows)).verdict is Verdict.PASS
 
@@ -64,7 +64,7 @@ def test_late_at_one_size_of_many_is_no_finding(make_row: Any, make_result: Any)
         (80_000.0, True, Verdict.INCONCLUSIVE),
     ],
 )
-def test_the_floor_fails_only_where_the_whole_interval_is_below(
+def test_the_floor_fails_only_if_the_whole_interval_is_below(
     make_row: Any, make_result: Any, p50: float, noisy: bool, expected: Verdict
 ):
     result = judged(make_result([make_row(2**26, p50)], noisy), floor=1.0)
@@ -99,7 +99,7 @@ def job(ranks: int = 2) -> Any:
     return SimpleNamespace(world_size=ranks, dtype=torch.float32)
 
 
-def test_skew_and_wire_time_are_two_columns_and_the_late_rank_is_not_the_one_that_waits(make_stamps: Any):
+def test_skew_and_wire_time_are_separate_and_the_late_rank_is_not_the_one_that_waits(make_stamps: Any):
     row, _, blocks = make_row("all_reduce", 4096, make_stamps(200, 5000.0, 300.0), [], job())
     assert row.late_rank == 1 and row.late_share > 0.99
     assert row.skew_us == pytest.approx(5000, abs=10)
@@ -114,7 +114,7 @@ def test_a_microsecond_later_is_not_late(make_stamps: Any):
     assert row.late_rank is None and row.skew_us == pytest.approx(40, abs=5)
 
 
-def test_blocks_beside_a_neighbour_are_left_out_where_enough_clean_ones_remain(make_stamps: Any):
+def test_noisy_blocks_are_left_out_if_enough_clean_ones_remain(make_stamps: Any):
     clean, busy = BlockNoise(0.0, 2, 2), BlockNoise(1.5, 2, 2)
     stamps = make_stamps(80, 0.0, 300.0, [clean, busy, clean, clean])
     stamps.left_us[:, stamps.block == 1] += 4000
@@ -145,7 +145,7 @@ def test_known_tails_are_named_with_their_remedy(extra_ms: float, hz: int, says:
     ("changes", "half", "given"),
     [({}, 300e3, True), ({"late_rank": 1}, 300e3, False), ({"size": 2**18}, 300e3, False), ({}, 60e6, False)],
 )
-def test_advice_on_buckets_only_where_the_sizes_tell(
+def test_bucket_advice_needs_enough_sizes(
     make_row: Any, make_result: Any, changes: dict[str, Any], half: float, given: bool
 ):
     size = changes.pop("size", 2**26)
@@ -159,7 +159,7 @@ def test_advice_on_buckets_only_where_the_sizes_tell(
     assert any(line.startswith("fit: ") for line in lines) and any("memcpy 20.00" in line for line in lines)
 
 
-def test_what_the_fit_means_for_the_buckets():
+def test_the_fit_gives_bucket_advice():
     assert "reaches 99%" in bucket_advice(300_000) and "bucket_cap_mb=3 or more" in bucket_advice(300_000)
     assert "raise bucket_cap_mb to" in bucket_advice(20 * 2**20)
 
@@ -167,7 +167,7 @@ def test_what_the_fit_means_for_the_buckets():
 # ---------------------------------------------------------------------- hangs
 
 
-def test_who_never_arrived():
+def test_ranks_that_never_arrived_are_named():
     waiting = Note(5, "allreduce", True, 12)
     assert never_arrived({0: waiting, 1: Note(4, "drop", False)}, 2) == ([1], [])
     assert never_arrived({0: waiting}, 3) == ([1, 2], [1, 2])

@@ -75,7 +75,7 @@ def test_one_command_starts_ranks_and_prints_one_object(clean_environment: dict[
     assert p.returncode == 2 and "world_size: 2 there, 3 here" in p.stderr and p.stdout == ""
 
 
-def test_a_script_under_torchrun(clean_environment: dict[str, str], tmp_path: Path):
+def test_a_probe_runs_as_a_script_under_torchrun(clean_environment: dict[str, str], tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [
         str(ROOT / "probes" / "allreduce.py"),
@@ -95,7 +95,7 @@ def test_a_script_under_torchrun(clean_environment: dict[str, str], tmp_path: Pa
     assert (p.returncode == 0) == (data["verdict"] == "pass"), p.stderr
 
 
-def test_the_command_under_mpiruns_variables(clean_environment: dict[str, str], tmp_path: Path):
+def test_a_probe_runs_under_mpiruns_variables(clean_environment: dict[str, str], tmp_path: Path):
     port = str(free_port())
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(2):
@@ -125,7 +125,7 @@ def test_the_command_under_mpiruns_variables(clean_environment: dict[str, str], 
     assert outputs[1][0] == "" and ranks[1].returncode == 0
 
 
-def test_ranks_that_never_meet_are_named_with_the_interface(clean_environment: dict[str, str], tmp_path: Path):
+def test_ranks_that_never_connect_are_named_with_the_interface(clean_environment: dict[str, str], tmp_path: Path):
     env = clean_environment | {
         "RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
@@ -160,7 +160,7 @@ def start_measuring(env: dict[str, str], cwd: Path) -> tuple[subprocess.Popen[st
 @pytest.mark.parametrize(
     "how", ["Ctrl-C in a terminal", "Ctrl-C pressed thrice", "SIGINT to the command alone", "SIGKILL to the command"]
 )
-def test_no_orphan_remains(how: str, clean_environment: dict[str, str], tmp_path: Path):
+def test_no_process_is_left_behind(how: str, clean_environment: dict[str, str], tmp_path: Path):
     p, ranks = start_measuring(clean_environment, tmp_path)
     try:
         if "Ctrl-C" in how:  # reaches the whole foreground process group

@@ -24,7 +24,7 @@ def gpu_check() -> ModuleType:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu-check` itself")
-def test_without_a_gpu_every_check_says_not_possible_here(gpu_check: ModuleType, tmp_path: Path):
+def test_without_a_gpu_every_check_is_skipped_with_a_reason(gpu_check: ModuleType, tmp_path: Path):
     output = tmp_path / "result.json"
     p = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu_check.py"), "-o", str(output)],

@@ -64,7 +64,7 @@ def test_three_ranks_and_other_types_are_exact(on_ranks: OnRanks, dtype: str):
         assert all(row.bytes % 3 == 0 for row in r.rows) or name == "allreduce"
 
 
-def test_step_compares_the_strategies(on_ranks: OnRanks, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_the_step_probe_compares_strategies(on_ranks: OnRanks, tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "tiny_net.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10))\n"
     )
@@ -80,7 +80,7 @@ def test_step_compares_the_strategies(on_ranks: OnRanks, tmp_path, monkeypatch: 
     assert rows["ddp"].state_bytes == rows["single"].state_bytes
 
 
-def test_dataloader_on_the_users_dataset(on_ranks: OnRanks, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_the_dataloader_probe_uses_the_users_dataset(on_ranks: OnRanks, tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_data.py").write_text(
         "import time, torch\n"
         "class Slow(torch.utils.data.Dataset):\n"
@@ -132,7 +132,7 @@ def test_a_rank_that_never_arrives_is_named(on_ranks: OnRanks):
     assert "interface" in e.value.hint and "drop injected" in e.value.hint
 
 
-def test_an_interface_that_is_not_there_is_named(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_interface_is_named(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(DistdiagError) as e:
         on_ranks("barrier", "--timeout", "3")
@@ -199,7 +199,7 @@ def test_a_killed_rank_is_named_with_its_signal(on_ranks: OnRanks):
     assert "rank 1 was killed by SIGKILL" in e.value.message and e.value.code is ExitCode.FAILED
 
 
-def test_a_stopped_rank_is_silent_and_is_ended_too(on_ranks: OnRanks):
+def test_a_stopped_rank_is_named_and_killed(on_ranks: OnRanks):
     thread = in_a_while(lambda ranks: os.kill(ranks[1].pid, signal.SIGSTOP), 2)
     with pytest.raises(DistdiagError) as e:
         on_ranks("allreduce", "--max-bytes", "1M", "--precision", "0.01", "--timeout", "2", seconds=60.0)

@@ -10,7 +10,7 @@ from distdiag.probes.pairs import PairRow, blame, heat_map, tournament
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 17, 64])
-def test_every_pair_meets_once_in_disjoint_rounds(ranks: int):
+def test_every_pair_is_measured_once_in_disjoint_rounds(ranks: int):
     rounds = tournament(ranks)
     met = [pair for pairs in rounds for pair in pairs]
     assert sorted(met) == list(combinations(range(ranks), 2))
@@ -31,11 +31,11 @@ def test_a_slow_rank_is_slow_in_all_its_pairs():
     assert blame(times(8, {5}), 8) == ({5: (7, 7)}, [])
 
 
-def test_a_slow_link_between_good_ranks_is_a_link():
+def test_a_slow_link_between_healthy_ranks_is_named():
     assert blame(times(8, set(), {(2, 6)}), 8) == ({}, [(2, 6)])
 
 
-def test_two_slow_ranks_and_a_link_are_kept_apart():
+def test_slow_ranks_and_a_slow_link_are_distinguished():
     ranks, links = blame(times(10, {3, 7}, {(0, 1)}), 10)
     assert set(ranks) == {3, 7} and links == [(0, 1)]
 

@@ -33,7 +33,7 @@ def here() -> FrameType:
     return sys._getframe(1)
 
 
-def test_the_user_is_where_the_backend_was_called(tmp_path: Path) -> None:
+def test_the_user_frame_is_the_caller_of_the_backend(tmp_path: Path) -> None:
     spin = function(tmp_path / "device.py")
     before = spin(here)
     assert isinstance(before, FrameType)
@@ -45,7 +45,7 @@ def test_the_user_is_where_the_backend_was_called(tmp_path: Path) -> None:
     assert frames.user_stack(inner, 4)[0].f_code.co_filename == __file__
 
 
-def test_a_backend_that_waits_in_the_standard_library(tmp_path: Path) -> None:
+def test_a_backend_that_waits_in_the_standard_library_is_recognised(tmp_path: Path) -> None:
     frames.backend_files(str(tmp_path / "device.py"), "")
     in_stdlib = function(Path(frames._STDLIB[0]) / "threading.py")
     inner = function(tmp_path / "device.py")(partial(in_stdlib, here))
@@ -55,7 +55,7 @@ def test_a_backend_that_waits_in_the_standard_library(tmp_path: Path) -> None:
     assert isinstance(called_by_user, FrameType) and not frames.in_backend(called_by_user)
 
 
-def test_the_package_of_a_backend_belongs_to_it_unless_it_is_the_users(
+def test_a_backends_package_is_backend_code_unless_it_is_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -164,7 +164,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [((), {}), (("cuda",), {"DISTDIAG_PURE": "1"})],
     ids=["cpu_build", "cuda_build_and_python_hooks"],
 )
-def test_graphs_tracebacks_and_lifetimes_are_those_of_the_plain_job(
+def test_graphs_tracebacks_and_lifetimes_equal_those_of_the_unrecorded_job(
     plain: dict[str, Any], switches: tuple[str, ...], env: dict[str, str], tmp_path: Path
 ) -> None:
     recorded = observed(tmp_path / "run", "recorded", *switches, env=env)

@@ -61,7 +61,7 @@ def test_measured_steps_have_times_and_the_others_have_none(run: Run) -> None:
     assert all(0 <= x.exposed_ms <= x.comm_ms <= x.step_ms for x in measured)  # type: ignore[operator]
 
 
-def test_buckets_are_those_of_the_gradients(run: Run) -> None:
+def test_recorded_buckets_match_the_gradients(run: Run) -> None:
     found = run.ddp()
     assert [(x.rank, x.model) for x in found] == [(0, 0), (1, 0)]  # the idle module was never measured
     for x in found:
@@ -81,7 +81,7 @@ def test_the_recorder_had_no_errors(run: Run) -> None:
     [(8, 8, 1), (8, 4, 1), (8, 0, 1), (8, 32, 4), (8, 12, 0)],
     ids=["each", "every second", "none since", "four a step", "not always as many"],
 )
-def test_backward_passes_a_step(steps: int, synced: int, expected: int) -> None:
+def test_backward_passes_per_step_are_counted(steps: int, synced: int, expected: int) -> None:
     times = DdpTimes(None, 0, ModelSlot(), 0)  # a torch without the interface: nothing is read
     times._per_step(2, 2)
     assert times._per_step(2 + steps, 2 + synced) == expected

@@ -49,7 +49,7 @@ def step(clock: DeviceClock, out: list[dict[Phase, int]]) -> None:
     clock.close(out.append)
 
 
-def test_times_come_when_the_device_is_done_and_in_order() -> None:
+def test_device_times_arrive_in_order_once_the_device_is_done() -> None:
     Event.now_ms = Event.done_until_ms = 0.0
     clock, out = DeviceClock(Event), []
     step(clock, out)
@@ -63,7 +63,7 @@ def test_times_come_when_the_device_is_done_and_in_order() -> None:
     assert len(out) == 2
 
 
-def test_events_are_used_again_and_a_device_that_never_comes_costs_a_bounded_queue() -> None:
+def test_events_are_reused_and_a_stuck_device_has_a_bounded_queue() -> None:
     Event.now_ms, Event.done_until_ms, Event.made = 0.0, 1e9, 0
     clock, out = DeviceClock(Event), []
     for _ in range(50):
@@ -129,7 +129,7 @@ dist.destroy_process_group()
 @pytest.mark.job
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pure", ["0", "1"], ids=["compiled", "python"])
-def test_from_the_first_forward_on_a_device_its_times_stand_for_the_hosts(pure: str, tmp_path: Path) -> None:
+def test_device_times_replace_host_times_from_the_first_forward_on(pure: str, tmp_path: Path) -> None:
     if pure == "0" and not accounts.COMPILED:
         pytest.skip("the hooks were not compiled at the install")
     script, run = tmp_path / "script.py", tmp_path / "R"
@@ -146,9 +146,7 @@ def test_from_the_first_forward_on_a_device_its_times_stand_for_the_hosts(pure: 
     assert rows(run, "SELECT json FROM finding WHERE kind = 'recorder'") == []
 
 
-def test_the_pulse_reads_the_device_of_the_model_and_not_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pulse_reads_the_models_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the pulse's thread the current device is always 0."""
     recorder = Recorder(PageWriter(tmp_path / "page"))
     pulse = Pulse(recorder)

@@ -125,7 +125,7 @@ def recorded(folder: Path, pure: bool) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-def test_hooks_in_c_write_what_those_in_python_write(tmp_path: Path) -> None:
+def test_c_and_python_hooks_write_the_same(tmp_path: Path) -> None:
     compiled, python = recorded(tmp_path / "c", pure=False), recorded(tmp_path / "p", pure=True)
     assert (compiled.pop("compiled"), python.pop("compiled")) == (True, False)
     assert compiled["errors"] == [0, ""]
@@ -150,7 +150,7 @@ def test_a_compiled_module_of_another_version_is_not_used(monkeypatch: pytest.Mo
     assert "Ledger has no" in accounts.misfit(other)
 
 
-def test_an_index_outside_the_page_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_outside_the_page_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "current", state.Recorder(PageWriter(tmp_path / "page")))
     ledger = accounts.ledger(state.current.page, threading.get_ident())
     asked: list[str] = []
@@ -178,7 +178,7 @@ def test_an_index_outside_the_page_is_not_followed(tmp_path: Path, monkeypatch: 
     assert asked == ["data_ends", "forward_begins", "forward_ends", "backward_begins"]
 
 
-def test_a_gradient_is_looked_at_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_is_checked_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with gaps in its memory may lie at the address of the last one."""
     monkeypatch.setattr(state, "current", state.Recorder(PageWriter(tmp_path / "page")))
     words = accounts.GradientWords()
@@ -193,9 +193,7 @@ def test_a_gradient_is_looked_at_anew_each_time(tmp_path: Path, monkeypatch: pyt
     assert asked == [gaps]
 
 
-def test_what_goes_wrong_in_c_is_counted_and_leaves_the_job_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_c_is_counted_and_does_not_reach_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PageWriter(tmp_path / "page")
     monkeypatch.setattr(state, "current", state.Recorder(page))
     ledger = accounts.ledger(page, 0)

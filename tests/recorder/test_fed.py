@@ -39,13 +39,13 @@ def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]
     return rows(folder / "R", "SELECT length, batches, fingerprint FROM loader")
 
 
-def test_batches_of_the_jobs_own_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+def test_batches_without_a_loader_are_distinguished_by_content(tmp_path: Path) -> None:
     [(length, batches, first)] = noted(tmp_path / "a", 1, loader=False)
     [(_, _, other)] = noted(tmp_path / "b", 2, loader=False)
     assert (length, batches) == (None, 30)  # what is only evaluated is no training
     assert first and other and first != other
 
 
-def test_a_loader_is_noted_alone(tmp_path: Path) -> None:
+def test_inputs_are_not_recorded_if_a_loader_is(tmp_path: Path) -> None:
     [(length, batches, _)] = noted(tmp_path / "a", 1, loader=True)
     assert (length, batches) == (30, 30)

@@ -60,7 +60,7 @@ dist.destroy_process_group()
         ("compiled", ""),  # hooks of ours would be seen by its guards
     ],
 )
-def test_the_cause_of_a_missing_gradient(case: str, says: str, tmp_path: Path) -> None:
+def test_the_cause_of_a_missing_gradient_is_found(case: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(JOB)
     with launch(
         ["-m", "distdiag.run", "--run-dir", "R", "net.py", case], nproc=1, cwd=tmp_path, fork_ranks=True

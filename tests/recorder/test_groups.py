@@ -51,7 +51,7 @@ def test_collectives_between_messages_are_counted_from_one() -> None:
     assert (g.number(0), g.number(-1)) == (0, -1)  # none yet; not known
 
 
-def test_messages_that_overlap_and_a_backend_that_does_not_count_them() -> None:
+def test_overlapping_messages_are_subtracted_unless_the_backend_does_not_count_them() -> None:
     gloo, g = group()
     gloo.collective()
     g.message_begins()
@@ -69,7 +69,7 @@ def test_messages_that_overlap_and_a_backend_that_does_not_count_them() -> None:
     assert h.offset == 0 and [h.number(raw) for raw in nccl.collectives] == [1, 2]
 
 
-def test_old_numbers_are_forgotten_and_new_ones_stay_right() -> None:
+def test_old_numbers_are_dropped_and_new_ones_stay_correct() -> None:
     gloo, g = group()
     for _ in range(100):
         gloo.collective()
@@ -111,7 +111,7 @@ class Recorded:
         return [(s.enqueued, s.completed, s.flight_recorder_id) for s in self.slots]
 
 
-def test_groups_that_keep_step_are_told_apart_when_one_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_with_equal_counts_are_distinguished_once_one_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Recorded(monkeypatch, 2, 1)  # used in another order than made; the default group never
     for gloo in job.gloos:
         gloo.collective()
@@ -122,7 +122,7 @@ def test_groups_that_keep_step_are_told_apart_when_one_is_ahead(monkeypatch: pyt
     assert job.beat() == [(2, 1, 2), (2, 1, 1)]
 
 
-def test_a_group_that_goes_on_while_it_is_read_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_advances_during_the_read_is_not_confused_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Recorded(monkeypatch, 1, 2)
     job.gloos[0].collective()
     job.gloos[1].collective()
@@ -134,7 +134,7 @@ def test_a_group_that_goes_on_while_it_is_read_is_not_taken_for_another(monkeypa
     assert job.beat() == [(3, 2, 1), (2, 1, 2)]
 
 
-def test_counters_that_were_anothers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_matched_to_the_wrong_group_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Recorded(monkeypatch, -1, 1)  # the flight recorder does not know the first
     job.gloos[0].collective()
     job.slots[0].flight_recorder_id = 1
@@ -143,7 +143,7 @@ def test_counters_that_were_anothers_are_given_up(monkeypatch: pytest.MonkeyPatc
     assert job.beat() == [(1, -1, -1), (2, 1, 1)]
 
 
-def test_a_call_that_is_not_yet_in_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_call_may_be_missing_in_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Recorded(monkeypatch, 1)
     job.gloos[0].collective()
     job.slots[0].flight_recorder_id = 1
@@ -168,7 +168,7 @@ def test_operations_of_a_coalesced_group_share_one_number() -> None:
     assert collectives._next_seq(g) == 3
 
 
-def test_the_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job with NCCL and gloo has two, whose groups have numbers of their own."""
     for name, done in (("_dump_nccl_trace_json", "7"), ("_dump_fr_trace_json", "3")):
         text = json.dumps({"pg_status": {"0": {"last_completed_collective": done}}})
@@ -197,7 +197,7 @@ class Mute:
         return self.inner
 
 
-def test_without_sequence_numbers_the_calls_of_python_are_counted() -> None:
+def test_without_sequence_numbers_calls_from_python_are_counted() -> None:
     g = Group(Mute(), GroupSlot(enqueued=3), 0, [0, 1])
     assert g.counter is None and group_counters._issued(g) == 3
     g.message_begins()

@@ -62,7 +62,7 @@ def recorded(tmp_path: Path) -> Loaders:
 
 
 @pytest.mark.parametrize("name", loaders(Counted()))
-def test_the_length_of_a_data_set_is_asked_once_an_epoch(name: str, recorded: Loaders) -> None:
+def test_a_datasets_length_is_called_once_per_epoch(name: str, recorded: Loaders) -> None:
     data = Counted()
     loader = loaders(data)[name]
     data.calls = 0
@@ -80,7 +80,7 @@ class OwnSampler(torch.utils.data.Sampler[int]):
         raise OSError("the index is not there yet")
 
 
-def test_a_length_that_raises_is_unknown_and_no_failure(recorded: Loaders) -> None:
+def test_a_length_that_raises_is_unknown(recorded: Loaders) -> None:
     recorded.starts(DataLoader(Counted(), 2, sampler=OwnSampler()), object(), None)
     slot = next(iter(recorded._slots.values()))
     assert (slot.length, slot.dataset_length, recorded.h.errors) == (-1, SAMPLES, 0)
@@ -101,9 +101,7 @@ class Stored(Dataset[int]):
 
 
 @pytest.mark.parametrize(("sample_s", "step_s", "slow"), [(0.05, 0.0, True), (0.0, 0.1, False)])
-def test_workers_of_a_loader_that_is_fast_enough_rest(
-    sample_s: float, step_s: float, slow: bool, recorded: Loaders
-) -> None:
+def test_workers_of_a_fast_loader_are_idle(sample_s: float, step_s: float, slow: bool, recorded: Loaders) -> None:
     loader = DataLoader(Stored(sample_s), 2, num_workers=2)
     iterator = iter(loader)
     recorded.starts(loader, iterator, None)
@@ -119,7 +117,7 @@ def test_workers_of_a_loader_that_is_fast_enough_rest(
     assert slot.polls == 20 and recorded.h.errors == 0
 
 
-def test_batches_that_a_thread_has_pinned_are_ready(recorded: Loaders) -> None:
+def test_batches_pinned_by_a_thread_count_as_ready(recorded: Loaders) -> None:
     """Pinning needs a GPU; so the iterator is made by hand: two batches are ordered, one is with the thread, one with the workers."""
 
     class Pinned:

@@ -41,7 +41,7 @@ for step in range(40):
     ],
     ids=["dropped by hand", "dropped by a scaler"],
 )
-def test_it_is_said_when_a_step_is_made_with_it_or_none_any_more(
+def test_a_nonfinite_loss_is_reported_once_a_step_uses_it_or_steps_stop(
     nan: str, dropped: str, scales: bool, steps: range, tmp_path: Path
 ) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
@@ -93,7 +93,7 @@ dist.destroy_process_group()
     ],
     ids=["in a batch", "made in forward"],
 )
-def test_the_rank_is_named_whose_batch_holds_nan(bad: str, scale: str, culprits: list[int], tmp_path: Path) -> None:
+def test_the_rank_with_nan_in_its_batch_is_named(bad: str, scale: str, culprits: list[int], tmp_path: Path) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(f"BAD, SCALE = {bad}, {scale}\n{SHARED_IN_FORWARD}")
     with launch(

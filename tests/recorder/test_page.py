@@ -29,7 +29,7 @@ def test_a_page_is_invisible_until_it_is_published(tmp_path: Path) -> None:
     assert PageReader(page_path(tmp_path, 3)).header().magic == MAGIC
 
 
-def test_texts_are_kept_once_and_read_back(tmp_path: Path) -> None:
+def test_texts_are_stored_once_and_read_back(tmp_path: Path) -> None:
     w = fresh(tmp_path)
     first, second = w.text("train.py"), w.text("Δ self – ünïcödé")
     assert w.text("train.py") == first
@@ -63,7 +63,7 @@ def test_the_ring_of_calls_wraps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"x" * (1 << 20)])
-def test_a_foreign_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_page_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rank_00000.page"
     path.write_bytes(content)
     with pytest.raises(PageError, match="rank_00000"):
@@ -77,7 +77,7 @@ def test_a_page_of_another_version_is_refused(tmp_path: Path) -> None:
         PageReader(w.path)
 
 
-def test_the_last_words_survive_sigkill(tmp_path: Path) -> None:
+def test_the_page_survives_sigkill(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -97,7 +97,7 @@ def test_the_last_words_survive_sigkill(tmp_path: Path) -> None:
     assert r.text(r.header().exception) == "about to call all_reduce"
 
 
-def test_a_forked_child_writes_into_a_copy_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_writes_into_its_own_copy(tmp_path: Path) -> None:
     code = (
         "import os, sys, json\n"
         "from distdiag.recorder import session\n"

@@ -68,7 +68,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     return Rank(tmp_path)
 
 
-def test_the_steps_that_were_asked_for_are_recorded_and_nothing_stays(rank: Rank) -> None:
+def test_requested_steps_are_recorded_and_all_hooks_removed(rank: Rank) -> None:
     before = torch.autograd.profiler._prepare_profiler, torch.autograd.profiler._enable_profiler
     assert rank.ask(first_step=3).state == "waiting"
     rank.train(6)
@@ -96,7 +96,7 @@ def test_a_rank_that_is_past_the_first_step_records_the_rest(rank: Rank) -> None
     [(1, MINUTE_NS, "past step 2"), (50, -1, "did not reach step 50 in time")],
     ids=["past", "late"],
 )
-def test_a_request_that_cannot_be_met_fails(rank: Rank, first_step: int, in_ns: int, reason: str) -> None:
+def test_a_request_for_past_steps_fails(rank: Rank, first_step: int, in_ns: int, reason: str) -> None:
     rank.train(3)
     rank.ask(first_step=first_step, in_ns=in_ns)
     rank.train(1)
@@ -106,7 +106,7 @@ def test_a_request_that_cannot_be_met_fails(rank: Rank, first_step: int, in_ns: 
     assert rank.watcher is None
 
 
-def test_one_profile_at_a_time_and_one_that_never_began_is_forgotten(rank: Rank) -> None:
+def test_one_profile_at_a_time_and_one_that_never_began_is_dropped(rank: Rank) -> None:
     rank.ask(first_step=50)
     assert rank.ask(first_step=60, number=2).detail == "another profile is being taken"
     rank.session.profile.request.deadline_ns = 1  # it passes
@@ -137,7 +137,7 @@ def test_a_full_disk_and_a_directory_that_cannot_be_written_cost_only_the_profil
     assert (rank.ended().state, "FileExistsError" in rank.ended().detail) == (FAILED, True)
 
 
-def test_the_jobs_own_profiler_comes_first(rank: Rank) -> None:
+def test_the_jobs_own_profiler_has_priority(rank: Rank) -> None:
     with torch.autograd.profiler.profile(use_kineto=True):
         rank.ask(first_step=1)
         rank.train(1)

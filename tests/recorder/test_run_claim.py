@@ -37,7 +37,7 @@ def claims(tmp_path: Path, run_dir: str, ranks: int, **env: str) -> set[str]:
         return set(pool.map(ask, range(ranks)))
 
 
-def test_ranks_that_ask_at_once_get_one_answer(tmp_path: Path) -> None:
+def test_concurrent_ranks_get_the_same_directory(tmp_path: Path) -> None:
     assert claims(tmp_path, "R", 4, TORCHELASTIC_RUN_ID="a") == {str(tmp_path / "R")}
 
 
@@ -53,7 +53,7 @@ def test_without_a_writable_working_directory_all_ranks_agree_on_one_elsewhere(t
     assert Path(answer).parent == root / "reports" and root.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_restart_and_another_job_get_directories_of_their_own_and_readers_take_the_newest(tmp_path: Path) -> None:
+def test_a_restart_and_another_job_get_their_own_directories_and_readers_use_the_newest(tmp_path: Path) -> None:
     (first,) = claims(tmp_path, "R", 2, TORCHELASTIC_RUN_ID="a")
     (Path(first) / "run.db").touch()
     (second,) = claims(tmp_path, "R", 2, TORCHELASTIC_RUN_ID="a", TORCHELASTIC_RESTART_COUNT="1")
@@ -125,14 +125,14 @@ sys.stdout.write(f"{run_claim.claim_rank(sys.argv[1], 'job', int(os.environ['RAN
 """
 
 
-def test_the_place_of_the_pages_is_decided_once_for_all_ranks_of_a_node(tmp_path: Path) -> None:
+def test_the_page_directory_is_chosen_once_for_all_ranks_of_a_node(tmp_path: Path) -> None:
     """Rank 1 finds no room in memory any more: with pages in two places there would be two monitors and two databases."""
     pages = together(tmp_path, ONE_SEES_NO_ROOM, "R")
     place.remove(Path(pages[0]))
     assert len(pages) == 2 and len(set(pages)) == 1
 
 
-def test_pages_are_in_the_run_directory_if_our_name_in_memory_is_somebody_elses(
+def test_pages_are_in_the_run_directory_if_another_user_has_our_name_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(place, "SHM", tmp_path)

@@ -56,7 +56,7 @@ def run(command: list[str], cwd: Path, env: dict[str, str]) -> tuple[int, str, s
 
 @pytest.mark.parametrize("as_rank", [False, True], ids=["no_rank", "rank"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_ends_and_prints_as_it_does_alone(name: str, as_rank: bool, tmp_path: Path) -> None:
+def test_a_recorded_script_exits_and_prints_as_without_recording(name: str, as_rank: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[name])
     env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)})
@@ -104,7 +104,7 @@ print(os.waitpid(child, 0)[1] >> 8)
 """
 
 
-def test_descriptors_that_the_script_has_closed_are_its_own(tmp_path: Path) -> None:
+def test_descriptors_closed_by_the_script_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CLOSES_ALL)
     env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -140,7 +140,7 @@ print(page.trace_signal)
 
 
 @pytest.mark.parametrize("offset", [12, 13])
-def test_a_signal_that_the_script_takes_for_itself_is_asked_for_no_more(offset: int, tmp_path: Path) -> None:
+def test_a_signal_that_the_script_handles_is_no_longer_used(offset: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TAKES_A_SIGNAL.replace("OFFSET", str(offset)))
     env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
     command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "--quiet", "script.py"]
@@ -160,7 +160,7 @@ ctypes.string_at(0)
 """
 
 
-def test_a_crash_writes_only_its_own_stack_and_not_into_the_scripts_files(tmp_path: Path) -> None:
+def test_a_crash_writes_no_stack_into_the_scripts_files(tmp_path: Path) -> None:
     """The stack of a forked child would be read as that of the rank."""
     (tmp_path / "script.py").write_text(CRASHES)
     env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
@@ -263,7 +263,7 @@ def test_a_directory_that_cannot_be_written_costs_only_the_record(rank: dict[str
     assert "not recorded" in err and "hint: " in err and "Traceback" not in err
 
 
-def test_interruption_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
+def test_an_interrupt_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
     env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "DISTDIAG_QUIET": "1"})
     p = subprocess.Popen(
@@ -309,7 +309,7 @@ def test_a_users_test_suite_does_not_see_failures_of_the_recorder(tmp_path: Path
     assert run([sys.executable, "script.py"], tmp_path, env) == (0, "passed\n", "")
 
 
-def test_stderr_stays_where_it_is_while_the_witness_starts(
+def test_stderr_is_not_redirected_while_the_witness_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._C import _distributed_c10d as c10d
@@ -325,7 +325,7 @@ def test_stderr_stays_where_it_is_while_the_witness_starts(
     assert capfd.readouterr().err == "another thread's words\n"
 
 
-def test_a_witness_that_does_not_serve_yet_is_not_shut_down(tmp_path: Path) -> None:
+def test_a_witness_that_is_not_serving_yet_is_not_shut_down(tmp_path: Path) -> None:
     """torch's shutdown would wait for ever for a thread that has not begun to serve."""
     from distdiag.recorder import witness
 

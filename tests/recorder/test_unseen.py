@@ -78,7 +78,7 @@ dist.destroy_process_group()
 """
 
 
-def test_modes_and_subclasses_of_the_script_see_what_they_see_without_us(tmp_path: Path) -> None:
+def test_modes_and_subclasses_see_only_the_jobs_operations(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     seen = []
     for pure, *before in (
@@ -115,7 +115,7 @@ dist.destroy_process_group()
 """
 
 
-def test_of_sharded_parameters_this_ranks_part_is_read(tmp_path: Path) -> None:
+def test_only_this_ranks_part_of_sharded_parameters_is_read(tmp_path: Path) -> None:
     """Reading a DTensor whose dispatch is off reads no memory of its own: the process would crash."""
     (tmp_path / "script.py").write_text(SHARDED)
     env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}

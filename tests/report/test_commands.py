@@ -44,9 +44,7 @@ def test_text_and_json_go_to_standard_output(run: Path, capsysbinary: pytest.Cap
     assert facts["findings"][0]["kind"] == "deadlock"
 
 
-def test_a_report_of_a_running_job_names_the_time_that_it_is_of(
-    run: Path, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_a_report_of_a_running_job_names_its_time(run: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     def first_line() -> bytes:
         assert main(["report", str(run), "--format", "text"]) == 0
         return capsysbinary.readouterr().out.splitlines()[0]
@@ -63,7 +61,7 @@ def test_a_report_of_a_running_job_names_the_time_that_it_is_of(
     assert b"the job is running, as of " in capsysbinary.readouterr().out
 
 
-def test_a_trace_beside_the_run(run: Path) -> None:
+def test_a_trace_is_written_next_to_the_report(run: Path) -> None:
     assert main(["report", str(run), "--format", "perfetto", "--last-steps", "3"]) == 0
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
@@ -91,7 +89,7 @@ def test_the_latest_run_is_the_default(
         (["compare", "{run}", "{run}", "--skip", "-1"], 2, "Invalid value for '--skip'"),
     ],
 )
-def test_bad_input_is_one_line_and_a_hint(
+def test_bad_input_is_an_error_line_and_a_hint(
     run: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, says: str
 ) -> None:
     assert main([a.format(run=run) for a in args]) == code
@@ -102,7 +100,7 @@ def test_bad_input_is_one_line_and_a_hint(
     assert lines[1].startswith("hint: ")
 
 
-def test_a_database_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_database_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.db").write_bytes(b"not a database at all, but long enough to be read as a header of one" * 20)
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("distdiag: error: ")
@@ -110,7 +108,7 @@ def test_a_database_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_run_on_a_read_only_disk(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_run_can_be_printed_but_not_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run.chmod(0o555)
     try:
         assert main(["report", str(run)]) == 2
@@ -120,7 +118,7 @@ def test_a_run_on_a_read_only_disk(run: Path, capsys: pytest.CaptureFixture[str]
         run.chmod(0o755)
 
 
-def test_compare_says_which_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_the_slower_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = make_run(tmp_path / "old", seed=1), make_run(tmp_path / "new", slow_rank=1, slow_ms=15.0, seed=2)
     assert main(["compare", str(old), str(new)]) == 0
     out = capsys.readouterr().out
@@ -134,7 +132,7 @@ def test_compare_says_which_is_slower(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["runs"][1]["against_baseline"]["outcome"] == "slower"
 
 
-def test_compare_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_needs_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few, none = make_run(tmp_path / "few", steps=5), make_run(tmp_path / "none", steps=0)
     assert main(["compare", str(few), str(few), "--fail-above", "5"]) == 3
     assert "at least 20" in capsys.readouterr().out

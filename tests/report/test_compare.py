@@ -50,11 +50,11 @@ def test_the_interval_covers_the_truth_although_steps_are_correlated() -> None:
     assert covered >= 50
 
 
-def test_too_few_steps_are_said() -> None:
+def test_too_few_steps_are_reported() -> None:
     assert difference(noise(19, 100, 1), noise(400, 100, 2)).outcome == Outcome.UNKNOWN
 
 
-def test_runs_side_by_side(tmp_path: Path) -> None:
+def test_runs_are_listed_next_to_each_other(tmp_path: Path) -> None:
     slow = make_run(tmp_path / "slow", slow_rank=2, slow_ms=30.0, findings=(STRAGGLER,), torch="2.12.0")
     with compared(make_run(tmp_path / "good", seed=1), slow, make_run(tmp_path / "again", seed=3)) as c:
         good, worse, again = c.runs
@@ -78,7 +78,7 @@ def test_warm_up_is_left_out(tmp_path: Path) -> None:
         assert c.runs[0].step and c.runs[0].step.max_ms == pytest.approx(60_000)
 
 
-def test_a_run_without_steps_beside_one_with(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_compared_with_one_that_has_steps(tmp_path: Path) -> None:
     with compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=0, findings=(DEADLOCK,))) as c:
         empty = c.runs[1]
     assert empty.step is None and empty.against_baseline and empty.against_baseline.outcome == Outcome.UNKNOWN

@@ -25,7 +25,7 @@ def test_the_slow_rank_is_the_one_that_waits_least(tmp_path: Path) -> None:
     assert f.collectives[0].late_rank == 2 and f.collectives[0].late_share == 1.0
 
 
-def test_numbers_of_the_job(tmp_path: Path) -> None:
+def test_facts_of_the_job_are_computed(tmp_path: Path) -> None:
     f = facts_of(make_run(tmp_path / "r", ranks=4, steps=200, step_ms=100.0, samples=32))
     assert f.step and f.step.n == 200
     assert f.step.ci95_ms and f.step.ci95_ms[0] <= f.step.p50_ms <= f.step.ci95_ms[1]
@@ -43,7 +43,7 @@ def test_numbers_of_the_job(tmp_path: Path) -> None:
     assert collective.busbw_gbps == pytest.approx(1.5 * 2**20 / 1e-3 / 1e9)
 
 
-def test_gpus_over_the_run(tmp_path: Path) -> None:
+def test_gpu_facts_cover_the_run(tmp_path: Path) -> None:
     g = facts_of(make_run(tmp_path / "r", ranks=2, gpus=True)).gpus
     assert len(g) == 2
     assert g[0].temperature_max_c == 62 and g[0].throttled_share == pytest.approx(1 / 3)
@@ -55,7 +55,7 @@ def test_findings_are_split_into_open_and_cleared(tmp_path: Path) -> None:
     assert f.open_findings == (DEADLOCK,) and f.cleared_findings == (STRAGGLER,)
 
 
-def test_a_run_of_which_nothing_is_known_yet(tmp_path: Path) -> None:
+def test_a_run_without_rows_has_empty_facts(tmp_path: Path) -> None:
     Writer(tmp_path / "r").close()
     f = facts_of(tmp_path / "r")
     assert f.step is None and f.series == () and f.ranks == () and f.samples_per_s is None and f.collectives == ()
@@ -111,7 +111,7 @@ def test_a_long_series_is_folded_and_keeps_its_extremes(tmp_path: Path) -> None:
     assert [p.step_end for p in points[:-1]] == [p.step for p in points[1:]]
 
 
-def test_a_number_of_ranks_that_is_text_is_not_measured() -> None:
+def test_a_rank_count_that_is_text_is_not_measured() -> None:
     from distdiag.report import facts
 
     found = facts._collective(("g", "all_reduce", "float32", 4, "many"), [(10.0, 0.0, None)])

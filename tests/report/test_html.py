@@ -76,7 +76,7 @@ def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_text_from_the_job_is_shown_and_never_obeyed(tmp_path: Path) -> None:
+def test_text_from_the_job_is_escaped(tmp_path: Path) -> None:
     finding = Finding(
         kind="rank_lost", cause=HOSTILE, severity="error", message=HOSTILE, cost=HOSTILE, advice=HOSTILE, culprits=(0,),
         where=(Where(0, HOSTILE, 1, HOSTILE, HOSTILE),), names=(HOSTILE,), evidence=(HOSTILE,), detected_s=1.0,
@@ -106,7 +106,7 @@ def test_the_newest_profile_has_a_section_and_its_names_are_never_markup(tmp_pat
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 300])
-def test_every_size_of_job(tmp_path: Path, ranks: int) -> None:
+def test_html_works_for_every_size_of_job(tmp_path: Path, ranks: int) -> None:
     _, p = page(make_run(tmp_path / "r", ranks=ranks, steps=12, slow_rank=ranks - 1))
     assert f"{ranks} of {ranks} reported" in p.words
     if ranks > html.MAX_RANKS:
@@ -114,25 +114,25 @@ def test_every_size_of_job(tmp_path: Path, ranks: int) -> None:
         assert "rank 299" in p.words, "the slow one must not be among those left out"
 
 
-def test_a_run_without_a_step(tmp_path: Path) -> None:
+def test_html_of_a_run_without_a_step(tmp_path: Path) -> None:
     Writer(tmp_path / "r").close()
     text, p = page(tmp_path / "r")
     assert "No findings." in p.words and "<svg" not in text
     assert "waiting" in p.words
 
 
-def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
+def test_html_is_deterministic(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r")
     assert page(run)[0] == page(run)[0]
 
 
-def test_dead_ranks_are_among_those_shown() -> None:
+def test_dead_ranks_are_shown() -> None:
     ranks = tuple(RankSummary(rank=r, self_ms=float(r), life="running") for r in range(100))
     dead = msgspec.structs.replace(ranks[3], life="killed", self_ms=None)
     shown = notable_ranks((*ranks[:3], dead, *ranks[4:]), 10)
     assert [r.rank for r in shown] == [3, *range(91, 100)]
 
 
-def test_control_characters_are_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     assert visible("a\x1b]0;x\x07\n\u202eb\udc80\x9b") == "a\\x1b]0;x\\x07\\n\\u202eb\\udc80\\x9b"
     assert visible("größe – 5 µs ✓ 日本") == "größe – 5 µs ✓ 日本"

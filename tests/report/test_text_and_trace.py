@@ -25,7 +25,7 @@ def trace(path: Path, last_steps: int | None = None) -> list[dict[str, Any]]:
     return events
 
 
-def test_text_says_the_verdict_first_and_stays_in_its_width(tmp_path: Path) -> None:
+def test_text_starts_with_the_verdict_and_keeps_its_width(tmp_path: Path) -> None:
     said = text.render(
         facts_of(make_run(tmp_path / "r", state="deadlocked", findings=(STRAGGLER, DEADLOCK), slow_rank=2))
     )
@@ -38,7 +38,7 @@ def test_text_says_the_verdict_first_and_stays_in_its_width(tmp_path: Path) -> N
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_text_obeys_nothing_from_the_job(tmp_path: Path) -> None:
+def test_text_escapes_what_comes_from_the_job(tmp_path: Path) -> None:
     evil = "x\x1b[2J\x07\r\n\u202e"
     run = make_run(
         tmp_path / "r", name=evil, host=evil, command=evil, exception=evil,
@@ -82,7 +82,7 @@ def test_findings_collectives_and_counters_are_in_the_trace(tmp_path: Path) -> N
     assert {"findings", "rank 0 (node0)", "rank 1 (node0)", "hosts", "GPUs"} <= names
 
 
-def test_only_the_last_steps(tmp_path: Path) -> None:
+def test_a_trace_can_be_limited_to_the_last_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", ranks=2, steps=50)
     shown = {e["name"] for e in trace(run, last_steps=5) if e.get("cat") == "step"}
     assert shown == {f"step {n}" for n in range(46, 51)}

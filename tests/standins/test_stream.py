@@ -30,13 +30,13 @@ def _numbers(env: dict[str, str]) -> Iterator[str]:
         yield from sorted(line for line in job.stdout().splitlines() if line[:2] in ("0 ", "1 "))
 
 
-def test_a_caller_sees_what_it_would_see_of_nccl() -> None:
+def test_the_standin_behaves_like_nccl_to_its_caller() -> None:
     with launch([HERE / "semantics_job.py", str(free_port())], env=STREAM) as job:
         assert job.wait() == 0, job.tail()
         assert job.stdout().count("done") == 2
 
 
-def test_numbers_are_those_of_gloo() -> None:
+def test_the_standins_results_equal_gloos() -> None:
     plain = list(_numbers({}))
     assert len(plain) == 16
     assert list(_numbers(STREAM)) == plain

@@ -11,7 +11,7 @@ import pytest
 from distdiag.store.frames import RankRow, pack, unpack, unpack_table
 
 
-def test_every_field_comes_back() -> None:
+def test_every_field_round_trips() -> None:
     full = RankRow(
         **{  # type: ignore[arg-type]
             name: f"{name} ✓\x1b[31m" if "str" in str(kind) else i + 0.5 if "float" in str(kind) else 2**40 + i
@@ -35,16 +35,16 @@ def test_a_column_that_nobody_measured_reads_as_not_measured() -> None:
     assert list(table.numbers("rank")) == [0, 1, 2]
 
 
-def test_no_rank_at_all() -> None:
+def test_a_frame_without_ranks_round_trips() -> None:
     assert unpack(pack([])) == []
 
 
-def test_many_different_words() -> None:
+def test_many_different_texts_round_trip() -> None:
     rows = [RankRow(rank=r, host=f"host{r}") for r in range(70_000)]
     assert unpack_table(pack(rows)).words("host")[69_999] == "host69999"
 
 
 @pytest.mark.parametrize("blob", [b"", b"x", zlib.compress(b"x"), zlib.compress(msgspec.msgpack.encode([1]))])
-def test_foreign_blobs_raise_what_is_promised(blob: bytes) -> None:
+def test_invalid_blobs_raise_the_documented_errors(blob: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, zlib.error)):
         unpack(blob)

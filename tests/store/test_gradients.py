@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Run:
     return open_run(tmp_path / "run")
 
 
-def test_the_cost_is_that_of_the_rank_with_the_least(run: Run) -> None:
+def test_the_gradient_cost_is_the_smallest_of_all_ranks(run: Run) -> None:
     g = read_gradients(run)
     assert g is not None and (g.ranks, g.bytes, g.buckets, g.bucket_bytes) == (2, 3 * MIB, 2, (2 * MIB, MIB))
     assert (g.steps, g.comm_ms, g.exposed_ms, g.exposed_share) == (5, 50.0, 30.0, 0.3)  # steps 1 and 2 are warm-up
@@ -68,7 +68,7 @@ def test_the_cost_is_that_of_the_rank_with_the_least(run: Run) -> None:
     assert run.report().gradients == g
 
 
-def test_gradients_lead_the_comm_screen_before_many_small_operations(run: Run) -> None:
+def test_gradients_are_listed_first_on_the_comm_screen(run: Run) -> None:
     frame = run.latest_frame()
     assert frame is not None
     first, *rest = read_comm(run, frame, None, {}).ops
@@ -76,7 +76,7 @@ def test_gradients_lead_the_comm_screen_before_many_small_operations(run: Run) -
     assert first.algbw_gbps is not None and [o.op for o in rest] == ["all_reduce"]
 
 
-def test_reports_comparisons_and_traces_show_them(run: Run) -> None:
+def test_reports_comparisons_and_traces_show_gradients(run: Run) -> None:
     facts = read_facts(run)
     assert [(r.comm_ms, r.exposed_ms) for r in facts.ranks] == [(70.0, 50.0), (50.0, 30.0)]
     shown = text.render(facts)

@@ -54,7 +54,7 @@ def test_views_and_computed_columns_are_refused(tmp_path: Path, statements: tupl
     assert e.value.status is ReadStatus.CORRUPT
 
 
-def test_a_schema_that_is_no_text_is_damage(tmp_path: Path) -> None:
+def test_a_schema_that_is_not_text_is_damage(tmp_path: Path) -> None:
     """SQLite's message quotes it, and Python cannot decode the message."""
     run_with(
         tmp_path,
@@ -66,7 +66,7 @@ def test_a_schema_that_is_no_text_is_damage(tmp_path: Path) -> None:
     assert e.value.status is ReadStatus.CORRUPT
 
 
-def test_an_endless_query_ends(tmp_path: Path) -> None:
+def test_an_endless_query_is_stopped(tmp_path: Path) -> None:
     with open_run(run_with(tmp_path)) as run, pytest.raises(RunUnreadable, match="more than"):
         run.query(f"{ENDLESS} SELECT count(*) FROM n")
 
@@ -115,7 +115,7 @@ def test_frames_are_checked(blob: bytes) -> None:
         unpack_table(blob)
 
 
-def test_json_of_any_depth_and_encoding(tmp_path: Path) -> None:
+def test_json_of_any_depth_and_encoding_is_handled(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     for content in (b"[" * 100_000, b'{"a": "\xff"}', b'{"host": "h", "path": ' + b"[" * 100_000):
         for name in ("run.json", rundir.POINTER, stacks.NAME):
@@ -139,13 +139,13 @@ def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
     assert shlex.split(" ".join(there)) == ["distdiag", "tui", str(folder)]
 
 
-def test_a_fifo_is_no_database(tmp_path: Path) -> None:
+def test_a_fifo_is_refused_as_a_database(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.db")
     with pytest.raises(RunUnreadable, match="is not a file"):
         open_run(tmp_path)
 
 
-def test_a_page_cannot_send_a_signal_to_a_stranger(tmp_path: Path) -> None:
+def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
     """The page names a process that would die of the signal; it does not map the page, and is left alone."""
 
     victim = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdin=subprocess.DEVNULL)

@@ -38,7 +38,7 @@ def _status(path: Path) -> ReadStatus:
     return e.value.status
 
 
-def test_time_travel(tmp_path: Path) -> None:
+def test_frames_at_earlier_times_are_read(tmp_path: Path) -> None:
     with open_run(_run(tmp_path)) as run:
         assert [f.t_s for f in run.frames()] == [0.0, 1.0, 2.0, 3.0, 4.0]
         at = run.frame_at(2.7)
@@ -49,7 +49,7 @@ def test_time_travel(tmp_path: Path) -> None:
         assert [f.t_s for f in run.frames(1.0, 3.0)] == [1.0, 2.0, 3.0]
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_run_is_named_with_the_reason(tmp_path: Path) -> None:
     assert _status(tmp_path / "none") is ReadStatus.DELETED
     (tmp_path / "starting").mkdir()
     assert _status(tmp_path / "starting") is ReadStatus.MISSING
@@ -94,7 +94,7 @@ def test_columns_that_an_older_version_did_not_write_are_not_measured(tmp_path: 
         assert np.isnan(read_steps(run)["exposed_ms"]).all()
 
 
-def test_what_ddp_measured_is_added_to_a_step_that_is_written(tmp_path: Path) -> None:
+def test_ddp_times_are_added_to_a_written_step(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with Writer(path) as w:
         w.steps([StepRow(rank=0, step=1, step_ms=5.0), StepRow(rank=1, step=1, step_ms=5.0)])
@@ -114,7 +114,7 @@ def test_damage_in_the_middle_of_the_file_is_corrupt(tmp_path: Path) -> None:
     assert e.value.status is ReadStatus.CORRUPT
 
 
-def test_a_locked_database_is_said_soon(tmp_path: Path) -> None:
+def test_a_locked_database_is_reported_quickly(tmp_path: Path) -> None:
     _run(tmp_path)
     holder = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")  # in rollback mode this also keeps readers out
@@ -124,7 +124,7 @@ def test_a_locked_database_is_said_soon(tmp_path: Path) -> None:
         holder.close()
 
 
-def test_a_run_deleted_under_its_reader(tmp_path: Path) -> None:
+def test_a_run_deleted_while_open_is_reported(tmp_path: Path) -> None:
     path = _run(tmp_path / "r")
     with open_run(path) as run:
         run.check()
@@ -225,7 +225,7 @@ def test_a_finished_run_reads_on_a_read_only_disk(tmp_path: Path) -> None:
         path.chmod(0o755)
 
 
-def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_resolved_from_option_environment_and_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(rundir.ENV, raising=False)
     with pytest.raises(DistdiagError) as e:
@@ -255,7 +255,7 @@ def test_latest_never_raises_and_never_replaces_a_real_directory(tmp_path: Path)
 
 
 @pytest.mark.parametrize("target", ["step_1000", "/data/step_1000", "gone", "sub/step_1000"])
-def test_a_link_named_latest_that_is_not_to_a_run_is_left(tmp_path: Path, target: str) -> None:
+def test_a_link_named_latest_to_something_else_is_kept(tmp_path: Path, target: str) -> None:
     """A directory of checkpoints with --run-dir in it."""
     for name in ("step_1000", "sub/step_1000"):
         (tmp_path / name).mkdir(parents=True)
@@ -301,7 +301,7 @@ def test_stacks_merge_into_a_tree_with_the_odd_one_last(tmp_path: Path) -> None:
     assert stacks.read(tmp_path) is None
 
 
-def test_the_store_costs_no_heavy_import() -> None:
+def test_the_store_imports_nothing_heavy() -> None:
     code = (
         "import sys, distdiag.store.writer, distdiag.store.reader, distdiag.store.rundir, distdiag.store.stacks\n"
         "print(sorted({'torch', 'pandas', 'numpy', 'textual', 'rich'} & set(sys.modules)))"

@@ -33,7 +33,7 @@ def test_every_duration_of_a_snapshot_is_a_column() -> None:
     assert durations - {"forward_wait_ms"} <= set(COLUMNS)
 
 
-def test_a_minute_keeps_columns_of_the_step_only() -> None:
+def test_step_minute_has_only_columns_of_step() -> None:
     assert set(schema()["step_minute"]) - {"minute", "steps"} <= set(COLUMNS)
 
 

@@ -89,14 +89,14 @@ def test_a_finding_keeps_one_record_as_it_develops_and_clears(tmp_path: Path) ->
         assert second.where == found.where and second.cleared_s == 9.0 and second.certainty == "proved"
 
 
-def test_not_a_number_is_not_mistaken_for_a_measurement(tmp_path: Path) -> None:
+def test_nan_is_stored_as_null(tmp_path: Path) -> None:
     with Writer(tmp_path) as w:
         w.steps([StepRow(rank=0, step=1, loss=math.nan), StepRow(rank=0, step=2, loss=math.inf)])
     with open_run(tmp_path) as run:
         assert [s.loss for s in run.steps(1, 2)] == [None, math.inf]
 
 
-def test_a_full_disk_is_counted_retried_and_said(tmp_path: Path) -> None:
+def test_a_full_disk_is_counted_retried_and_reported(tmp_path: Path) -> None:
     w = Writer(tmp_path)
     assert w._con is not None
     pages = w._con.execute("PRAGMA page_count").fetchone()[0]
@@ -157,7 +157,7 @@ def test_a_directory_that_cannot_be_written_never_raises(tmp_path: Path) -> None
         assert run.latest_frame() is not None
 
 
-def test_a_value_that_sqlite_cannot_hold_costs_its_batch_alone(tmp_path: Path) -> None:
+def test_a_value_that_sqlite_cannot_store_costs_only_its_batch(tmp_path: Path) -> None:
     w = Writer(tmp_path)
     w.scalars([ScalarRow(rank=0, step=1, name="huge", value=2**70)])  # type: ignore[arg-type]
     w.steps([StepRow(rank=0, step=1, step_ms=1.0)])
@@ -176,7 +176,7 @@ def test_the_finished_run_is_one_file_readable_on_a_read_only_disk(tmp_path: Pat
     assert sqlite3.connect(tmp_path / "r" / "run.db").execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
-def test_on_a_network_file_system_the_database_lives_locally_and_comes_home(tmp_path: Path) -> None:
+def test_on_a_network_file_system_the_database_is_local_and_copied_back(tmp_path: Path) -> None:
     local = tmp_path / "local"
     local.mkdir()
     w = Writer(tmp_path / "nfs", local_dir=local, fs_type="nfs4")
@@ -210,7 +210,7 @@ def test_network_file_systems_are_recognised(path: str, expected: bool) -> None:
     assert filesystem.is_network(filesystem.filesystem_type(Path(path), mounts)) is expected
 
 
-def test_the_size_bound_thins_old_rows_and_keeps_the_new_and_the_said(tmp_path: Path) -> None:
+def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path: Path) -> None:
     w = Writer(tmp_path, keep_bytes=2 * 2**20)
     w._keeper.check_s = w._keeper._check_at = 0.0
     ranks, steps = 16, 4000
@@ -246,7 +246,7 @@ def test_the_size_bound_thins_old_rows_and_keeps_the_new_and_the_said(tmp_path: 
     assert os.path.getsize(tmp_path / "run.db") <= 3 * 2**20  # freed pages are given back
 
 
-def test_a_bound_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:
     con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
     con.executescript((Path(filesystem.__file__).parent / "schema.sql").read_text())
     keeper = Keeper(keep_bytes=1000, check_s=0.0)

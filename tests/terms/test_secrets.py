@@ -36,12 +36,12 @@ def test_values_of_secrets_are_masked(given: str, masked: str | None) -> None:
     assert mask_text(given) == (masked or given)
 
 
-def test_text_that_no_shell_would_take_is_masked_too() -> None:
+def test_secrets_in_invalid_shell_text_are_masked() -> None:
     assert mask_text("train.py --name it's --token abc") == "train.py --name it's --token ***"
 
 
 @pytest.mark.parametrize(("keep", "shown"), [(None, "***"), ("1", "abc")])
-def test_a_recorded_run_does_not_show_them(
+def test_a_recorded_run_shows_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str | None, shown: str
 ) -> None:
     """A database written by an older version holds the command as it was typed."""
@@ -55,7 +55,7 @@ def test_a_recorded_run_does_not_show_them(
 
 
 @pytest.mark.parametrize(("keep", "stored"), [("0", "--api-key *** X_SECRET=***"), ("1", "--api-key abc X_SECRET=def")])
-def test_the_recorder_does_not_store_them(tmp_path: Path, keep: str, stored: str) -> None:
+def test_the_recorder_stores_no_secrets(tmp_path: Path, keep: str, stored: str) -> None:
     import subprocess
 
     code = "from distdiag.recorder.session import _command; print(_command())"

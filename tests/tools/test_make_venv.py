@@ -50,16 +50,16 @@ def fake_python(path: Path, torch: str | None) -> str:
         (None, False),
     ],
 )
-def test_which_torch_is_taken_as_it_is(tmp_path: Path, make_venv: ModuleType, version: str | None, found: bool) -> None:
+def test_an_installed_torch_is_reused(tmp_path: Path, make_venv: ModuleType, version: str | None, found: bool) -> None:
     answer = make_venv.find_torch(fake_python(tmp_path / "python", version))
     assert answer == ((version, "/opt/site-packages") if found else None)
 
 
-def test_a_python_that_is_not_there_has_no_torch(make_venv: ModuleType) -> None:
+def test_a_missing_python_has_no_torch(make_venv: ModuleType) -> None:
     assert make_venv.find_torch("/no/such/python") is None
 
 
-def test_nothing_is_done_when_all_is_up_to_date(make_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_up_to_date_venv_is_not_rebuilt(make_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("started a process")
 
@@ -78,7 +78,7 @@ def test_nothing_is_done_when_all_is_up_to_date(make_venv: ModuleType, monkeypat
     assert not make_venv.STAMP.exists(), "a half-made environment must not look finished"
 
 
-def test_without_an_index_the_remedy_is_named(
+def test_without_a_package_index_the_remedy_is_named(
     make_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_python(make_venv.PYTHON, None)  # a pip that fails, too
@@ -96,7 +96,7 @@ def test_constraints_pin_all_but_torch() -> None:
     assert {"pytest", "textual", "pandas", "ruff"} <= {pin.partition("==")[0] for pin in pins}
 
 
-def test_make_says_what_it_can_do(tmp_path: Path) -> None:
+def test_make_lists_its_targets(tmp_path: Path) -> None:
     answer = subprocess.run(
         ["make", "--no-print-directory"],
         cwd=REPOSITORY,

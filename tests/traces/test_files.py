@@ -74,7 +74,7 @@ def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_p
     assert "traces of 2 of 128 ranks" in "\n".join(found.notes)
 
 
-def test_ranks_that_come_together_get_no_verdict(tmp_path: Path) -> None:
+def test_ranks_that_arrive_together_get_no_verdict(tmp_path: Path) -> None:
     for rank in range(3):
         write_rank(tmp_path, rank, late_us=rank * 5.0)
     found = diagnose("traces", find([str(tmp_path)]))

@@ -54,7 +54,7 @@ def two_ranks(late_us: float = 300.0) -> dict[int, Recorded]:
     return out
 
 
-def test_intervals_cover_overlap_and_leave_out() -> None:
+def test_interval_arithmetic() -> None:
     spans = union([(5, 9), (0, 2), (1, 3), (8, 20)], 1, 10)
     assert spans == [(1, 3), (5, 10)]
     assert both(spans, [(2, 6), (9, 30)]) == [(2, 3), (5, 6), (9, 10)]
@@ -73,7 +73,7 @@ def test_ranks_of_one_host_share_a_clock() -> None:
     assert profile_of("run", 1, ranks, [], None, same_clock=True)[0].notes == []
 
 
-def test_the_time_of_each_rank_and_its_wait_for_the_late_one() -> None:
+def test_each_ranks_time_and_its_wait_for_the_late_rank_are_computed() -> None:
     profile, collectives, _ = profile_of("run", 1, two_ranks(), [], None)
     assert (profile.first_step, profile.steps) == (10, 2)
     early, late = profile.ranks
@@ -92,7 +92,7 @@ def test_the_time_of_each_rank_and_its_wait_for_the_late_one() -> None:
     assert (reduce.skew_ms, reduce.transfer_ms) == (pytest.approx(0.3), pytest.approx(0.195))
 
 
-def test_the_critical_path_goes_through_the_rank_that_came_last() -> None:
+def test_the_critical_path_goes_through_the_last_rank_to_arrive() -> None:
     profile, *_ = profile_of("run", 1, two_ranks(), [], None)
     path = profile.critical_path
     assert path is not None and path.step_ms == pytest.approx(1.0)
@@ -148,7 +148,7 @@ def test_the_communication_of_fsdp_is_shown_by_module() -> None:
     assert "layers.1" in "\n".join(text.lines(profile))
 
 
-def test_the_comparison_shows_what_the_culprit_does_more() -> None:
+def test_the_comparison_shows_the_culprits_extra_work() -> None:
     profile, *_ = profile_of("run", 1, two_ranks(), [], (1, 0, "most self time"))
     assert profile.comparison is not None
     more = {d.name: d.culprit_ms - d.peer_ms for d in profile.comparison.rows}
@@ -245,7 +245,7 @@ def test_the_merged_trace_has_a_process_per_rank_and_arrows_from_the_late_one(tm
         b"\xff" * 40,
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "rank_0.json"
     path.write_bytes(data)
     with pytest.raises(BadTrace):

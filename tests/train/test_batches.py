@@ -86,7 +86,7 @@ def test_both_inputs_take_the_samples_of_the_same_sampler(images: TensorImages) 
 
 
 @pytest.mark.parametrize("kind", ["batched", "workers"])
-def test_an_epoch_entered_at_any_batch_goes_on_as_if_run_from_its_start(kind: str, images: TensorImages) -> None:
+def test_an_epoch_resumed_at_any_batch_continues_as_if_run_from_its_start(kind: str, images: TensorImages) -> None:
     whole = list(make(kind, images).epoch(2))
     for start in (3, 7):
         rest = list(make(kind, images).epoch(2, start))
@@ -108,7 +108,7 @@ def test_augmentation_differs_between_epochs_and_ranks(images: TensorImages) -> 
     assert len({derived_seed(*parts) for parts in ((0, 1), (1, 0), (0, 1, 0), (1, 1))}) == 4
 
 
-def test_fewer_batches_are_seen_by_the_loader_too(images: TensorImages) -> None:
+def test_a_limited_epoch_is_visible_in_the_loaders_length(images: TensorImages) -> None:
     assert len(list(make("batched", images, batches=5).epoch(0))) == 5
     source = make("workers", images, batches=5)
     assert len(source.epoch(0)) == len(list(source.epoch(0))) == 5
@@ -131,7 +131,9 @@ def test_a_slow_input_is_slow_once_per_batch(kind: str, images: TensorImages, mo
     ("samples", "world_size", "batch_size", "accumulate", "expected"),
     [(50_000, 2, 64, 1, 390), (50_000, 3, 64, 4, 260), (100, 2, 64, 1, 0), (101, 2, 17, 1, 3), (64, 1, 16, 3, 3)],
 )
-def test_batches_per_epoch(samples: int, world_size: int, batch_size: int, accumulate: int, expected: int) -> None:
+def test_batches_per_epoch_are_computed(
+    samples: int, world_size: int, batch_size: int, accumulate: int, expected: int
+) -> None:
     assert batches_per_epoch(samples, world_size, batch_size, accumulate) == expected
 
 

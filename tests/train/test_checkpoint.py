@@ -38,7 +38,7 @@ def state(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_what_was_saved_is_loaded_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_checkpoints_round_trip_and_only_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "made" / "here", keep=2, ranks=ALONE)
     for step in (5, 10, 15):
         checkpoints.save(state(), step)
@@ -49,7 +49,7 @@ def test_what_was_saved_is_loaded_and_only_the_newest_are_kept(tmp_path: Path) -
     assert torch.equal(loaded["model"]["weight"], torch.arange(4.0))
 
 
-def test_random_states_come_back(tmp_path: Path) -> None:
+def test_random_states_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(7)
     before = random_state()
     expected = torch.rand(3)
@@ -57,13 +57,13 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_directory_of_a_run_is_understood(tmp_path: Path) -> None:
+def test_a_run_directory_is_accepted_as_checkpoint(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "checkpoints", 2, ALONE).save(state(), 3)
     assert find_checkpoint(str(tmp_path)) == tmp_path / "checkpoints" / "step-00000003.pt"
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty directory"])
-def test_no_checkpoint(tmp_path: Path, what: str) -> None:
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path, what: str) -> None:
     with pytest.raises(DistdiagError, match="no such checkpoint" if what == "nothing" else "no checkpoint"):
         find_checkpoint(str(tmp_path / "absent" if what == "nothing" else tmp_path))
 
@@ -112,7 +112,7 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_an_older_one(tmp_path: 
         (state(data="other"), TrainConfig(), "another data set", "--data"),
     ],
 )
-def test_a_run_that_would_not_go_on_alike_is_refused(
+def test_a_resume_with_other_settings_is_refused(
     saved: dict[str, Any], config: TrainConfig, message: str, hint: str
 ) -> None:
     check_fits(state(), TrainConfig(), ALONE, "fingerprint")
@@ -123,7 +123,7 @@ def test_a_run_that_would_not_go_on_alike_is_refused(
     assert hint in raised.value.hint
 
 
-def test_a_directory_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_directory_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", 2, ALONE)
     for step in (1, 2, 3):
@@ -138,7 +138,7 @@ def test_a_directory_that_cannot_be_written_is_said_once(tmp_path: Path, capsys:
     assert checkpoints.newest is None
 
 
-def test_a_disk_that_fills_up_leaves_no_half_file(
+def test_a_full_disk_leaves_no_partial_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, 2, ALONE)

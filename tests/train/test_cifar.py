@@ -92,7 +92,7 @@ def test_damage_names_the_file_and_the_remedy(tmp_path: Path, damage: Callable[[
     assert raised.value.code == 2
 
 
-def test_a_truncated_published_file_is_told_from_a_corrupt_one(tmp_path: Path) -> None:
+def test_a_truncated_file_differs_from_a_corrupt_one(tmp_path: Path) -> None:
     whole = shared("cifar-10-batches-py")
     for name in PYTHON_FILES:
         (tmp_path / name).symlink_to(whole / name)
@@ -119,7 +119,7 @@ def test_a_truncated_published_file_is_told_from_a_corrupt_one(tmp_path: Path) -
         (lambda d: d, "holds no CIFAR-10", "generated"),
     ],
 )
-def test_a_place_without_data_is_an_error_with_a_way_out(
+def test_a_folder_without_data_is_an_error_with_a_hint(
     tmp_path: Path, make: Callable[[Path], Path], words: str, hint: str
 ) -> None:
     with pytest.raises(DistdiagError) as raised:
@@ -143,7 +143,7 @@ def test_the_folder_may_be_named_by_its_parent(tmp_path: Path) -> None:
         (b"", "labels (0,)"),
     ],
 )
-def test_binary_content_that_is_no_image_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+def test_binary_content_without_images_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     folder = binary_folder(tmp_path)
     (folder / "data_batch_4.bin").write_bytes(content)
     write_manifest(folder)
@@ -164,7 +164,7 @@ def test_binary_content_that_is_no_image_is_refused(tmp_path: Path, content: byt
         {b"labels": [-1], b"data": np.zeros((1, 3072), np.uint8)},
     ],
 )
-def test_pickled_content_that_is_no_batch_is_refused(tmp_path: Path, batch: object) -> None:
+def test_pickled_content_without_batches_is_refused(tmp_path: Path, batch: object) -> None:
     write_python(tmp_path, small_set())
     (tmp_path / "data_batch_5").write_bytes(pickle.dumps(batch, protocol=2))
     write_manifest(tmp_path)
@@ -182,7 +182,7 @@ class _Touches:
         return os.mknod, (str(self.path),)
 
 
-def test_a_pickle_that_would_run_something_does_not(tmp_path: Path) -> None:
+def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
     trace = tmp_path / "it_ran"
     hostile = pickle.dumps({b"labels": [1], b"data": _Touches(trace)}, protocol=2)
     pickle.loads(hostile)
@@ -238,7 +238,7 @@ except (pickle.UnpicklingError, TypeError, ValueError):
     assert done.returncode == 7, (done.returncode, done.stdout, done.stderr)
 
 
-def test_a_manifest_that_is_none_is_an_error(tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_an_error(tmp_path: Path) -> None:
     folder = binary_folder(tmp_path)
     (folder / MANIFEST).write_text("hello\n")
     with pytest.raises(DistdiagError, match="is not what md5sum writes"):

@@ -17,7 +17,7 @@ def test_no_option_at_all_gives_the_documented_defaults() -> None:
     assert parse_arguments([]) == TrainConfig(strategy="single")
 
 
-def test_options_may_stand_after_two_dashes() -> None:
+def test_options_may_follow_two_dashes() -> None:
     """torchrun's own parser trips over a bare --monitor (it has a --monitor-interval), so options follow `--`."""
     assert parse_arguments(["--", "--monitor"]).monitor
 
@@ -36,7 +36,7 @@ def test_every_field_has_a_docstring_and_the_help_states_its_default(capsys: pyt
             assert "efault: " in helps[f.name], f.name
 
 
-def test_options_are_taken() -> None:
+def test_options_are_parsed() -> None:
     config = parse_arguments(
         ["--max-steps", "7", "--sync-bn", "--no-channels-last", "--lr", "0.5", "--inject", "unused,uneven@rank0"]
     )

@@ -100,7 +100,7 @@ def test_more_ranks_than_cores_are_marked() -> None:
     assert [m.endswith("*") for m in marked] == [False, False, True]
 
 
-def test_an_interval_of_rounds_is_students() -> None:
+def test_the_interval_of_rounds_uses_students_t() -> None:
     """ln 90, ln 100, ln 111.1: mean ln 100, deviation 0.105, t(2) = 4.30."""
     interval = interval_of_rounds([90.0, 100.0, 1000 / 9])
     half = 4.30 * math.log(10 / 9) / math.sqrt(3)
@@ -135,7 +135,7 @@ def test_strategies_are_named_as_in_the_training_job_too() -> None:
         possible.parse_strategies("ddp,magic")
 
 
-def test_the_formula_gives_the_bytes_that_training_has() -> None:
+def test_the_formula_gives_the_bytes_of_a_real_training() -> None:
     model = SimpleCNN()
     count = count_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -193,9 +193,7 @@ def test_a_combination_that_cannot_work_is_one_line(line: str) -> None:
 
 @pytest.mark.job
 @pytest.mark.timeout(300)
-def test_all_cases_are_measured_on_real_ranks_and_those_that_cannot_run_have_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_cases_are_measured_on_real_ranks_or_have_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "two_layers.py").write_text(
         "from torch import nn\n"
         "def make(): return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10))\n"

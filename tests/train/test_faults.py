@@ -30,7 +30,7 @@ from distdiag.train.faults import KINDS, Faults, InjectedFault, parse_fault
         ("uneven@rank1", ("uneven", 1, None, 0.0, "forward")),
     ],
 )
-def test_specs_are_understood(spec: str, expected: tuple) -> None:
+def test_fault_specs_are_parsed(spec: str, expected: tuple) -> None:
     fault = parse_fault(spec)
     assert (fault.kind, fault.rank, fault.step, fault.duration_s, fault.place) == expected
     assert fault.spec == spec
@@ -60,7 +60,7 @@ def test_specs_are_understood(spec: str, expected: tuple) -> None:
         "uneven@step3",
     ],
 )
-def test_anything_else_is_refused_with_an_example_that_is_right(spec: str) -> None:
+def test_invalid_specs_are_refused_with_a_valid_example(spec: str) -> None:
     with pytest.raises(DistdiagError) as raised:
         parse_fault(spec)
     assert f"--inject {spec}" in raised.value.message

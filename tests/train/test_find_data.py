@@ -146,7 +146,7 @@ def test_without_a_network_the_generated_set_is_made_once_and_announced(no_netwo
     assert len(named.data.train) == 50
 
 
-def test_a_damaged_generated_set_is_made_anew(no_network: str) -> None:
+def test_a_damaged_generated_set_is_generated_again(no_network: str) -> None:
     find_data.find_data("generated", show_progress=False)
     (cache_directory() / synthetic.FOLDER / "data_batch_2.bin").write_bytes(b"x")
     found = find_data.find_data("generated", show_progress=False, url=no_network)
@@ -154,7 +154,7 @@ def test_a_damaged_generated_set_is_made_anew(no_network: str) -> None:
     assert np.array_equal(found.data.train.images, synthetic.generate(50, seed=1).images)
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(
+def test_an_unwritable_cache_does_not_stop_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     assert "cannot be written" in found.notice
 
 
-def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -176,7 +176,7 @@ def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
-def test_a_named_folder_that_is_not_there_is_an_error_not_a_fallback(
+def test_a_named_folder_that_does_not_exist_is_an_error(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "environment":
@@ -185,7 +185,7 @@ def test_a_named_folder_that_is_not_there_is_an_error_not_a_fallback(
         find_data.find_data(str(tmp_path / "absent") if by == "option" else "", show_progress=False)
 
 
-def test_a_damaged_cache_is_an_error_that_says_what_to_remove(archive: _Archive) -> None:
+def test_a_damaged_cache_is_an_error_that_names_what_to_remove(archive: _Archive) -> None:
     archive.find()
     (cache_directory() / cifar.PYTHON_FOLDER / "data_batch_1").write_bytes(b"x")
     with pytest.raises(DistdiagError, match="data_batch_1 is corrupt") as raised:
@@ -193,7 +193,7 @@ def test_a_damaged_cache_is_an_error_that_says_what_to_remove(archive: _Archive)
     assert raised.value.hint.endswith(f"rm -r {cache_directory() / cifar.PYTHON_FOLDER}")
 
 
-def test_a_server_that_never_answers_is_no_network() -> None:
+def test_a_server_that_never_answers_counts_as_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
         assert why_unreachable(url, deadline_s=0.3) == "no network"

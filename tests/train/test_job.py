@@ -150,7 +150,7 @@ def test_sigterm_ends_a_single_process_cleanly(data: Path) -> None:
         assert job.stderr() == "distdiag: interrupted; continue from a checkpoint with --resume DIR\n"
 
 
-def test_an_unwritable_checkpoint_directory_is_said_once_and_the_training_goes_on(data: Path, tmp_path: Path) -> None:
+def test_an_unwritable_checkpoint_directory_is_reported_once_and_training_continues(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-X", "importtime", *ALONE[1:], *SMALL, "--data", data, "--max-steps", "3", "--quiet"]
     options = ["--checkpoint-every", "1", "--checkpoint-dir", tmp_path / "file", "--validate-every", "0"]

@@ -13,7 +13,7 @@ from distdiag.train.models import SimpleCNN, build_model, count_parameters
     ("name", "parameters"),
     [("simple", 2_474_058), ("resnet18", 11_173_962), ("resnet34", 21_282_122)],  # He et al. 2015, for 10 classes
 )
-def test_parameters_and_output(name: str, parameters: int) -> None:
+def test_models_have_the_documented_parameters_and_output(name: str, parameters: int) -> None:
     model = build_model(name).eval()
     assert count_parameters(model) == parameters
     images = torch.randn(2, 3, 32, 32)

@@ -61,7 +61,7 @@ def test_state_buffers_and_exchange_follow_the_formulas() -> None:
         ("--bytes-per-param 2,4,6.5", (2, 4, 6.5)),
     ],
 )
-def test_bytes_for_each_parameter(options: str, per: tuple[float, float, float]) -> None:
+def test_bytes_per_parameter(options: str, per: tuple[float, float, float]) -> None:
     paper = parse(f"step --params 1M {options}".split()).paper
     assert paper is not None
     sizes = paper.per_parameter
@@ -102,14 +102,14 @@ def test_the_tree_takes_the_simplest_strategy_that_fits(
 @pytest.mark.parametrize(
     "line", ["--params 7e9 --memory 24G", "--params 70e9 --memory 80G --layers 80", "--params 3e9 --memory 40G"]
 )
-def test_the_least_number_of_ranks_is_the_least(line: str) -> None:
+def test_no_smaller_number_of_ranks_fits(line: str) -> None:
     s = sheet(line)
     least = recommend(s, [2]).least_ranks
     assert least is not None
     assert s.row("fsdp", least).fits != "no" and (least == 2 or s.row("fsdp", least - 1).fits == "no")
 
 
-def test_accumulation_is_what_makes_the_activations_fit() -> None:
+def test_accumulation_makes_the_activations_fit() -> None:
     s = sheet("--params 1e9 --memory 80G --activations 500G", batch=64)
     *_, batch = recommend(s, [4]).decisions
     assert batch.because.endswith("; accumulate 3 micro-batches of 7")  # 16 samples of 7.8 GiB in 80 - 16.8 - 8
@@ -291,7 +291,7 @@ def test_a_combination_that_cannot_work_is_two_lines(line: str, capsys: pytest.C
     assert out == "" and error == f"distdiag: error: {WRONG[line]}" and hint.startswith("hint: ")
 
 
-def test_a_launcher_is_not_needed() -> None:
+def test_the_command_needs_no_launcher() -> None:
     class Torchrun:
         launcher = "torchrun"
 

@@ -21,7 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ({"architecture": "arm64", "bf16": True}, False),  # never measured
     ],
 )
-def test_auto_on_a_cpu_asks_its_instructions(
+def test_auto_on_a_cpu_depends_on_its_instructions(
     capabilities: dict[str, bool], gains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
@@ -31,7 +31,7 @@ def test_auto_on_a_cpu_asks_its_instructions(
     assert why_amp("auto", amp, CPU).startswith(f"{amp} (auto: this CPU")
 
 
-def test_an_older_torch_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_queried_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
     assert cpu_multiplies_bf16()
@@ -47,14 +47,14 @@ def test_an_older_torch_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch)
         ("fp16", CUDA, False, "fp16"),
     ],
 )
-def test_resolved(
+def test_the_precision_is_resolved(
     amp: str, device: torch.device, bf16_gpu: bool, resolved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision.torch.cuda, "is_bf16_supported", lambda: bf16_gpu)
     assert resolve_amp(amp, device) == resolved
 
 
-def test_what_a_device_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_the_device_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision.torch.cuda, "is_bf16_supported", lambda: False)
     with pytest.raises(DistdiagError, match="fp16 needs a GPU"):
         resolve_amp("fp16", CPU)

@@ -11,9 +11,7 @@ import torch
 from distdiag.train import progress as progress_module
 
 
-def test_a_rate_is_of_training_alone_whatever_came_between(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rate_counts_training_time_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """18 steps, a validation of 30 s, 2 more steps: the rate of the 20 is theirs."""
     now = 100.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)

@@ -88,7 +88,7 @@ def test_without_the_option_torchrun_decides(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("network", "stages"), [(SimpleCNN(), 2), (SimpleCNN(), 5), (ResNet((2, 2, 2, 2)), 4)])
-def test_stages_together_are_the_model(network: nn.Module, stages: int) -> None:
+def test_the_stages_together_equal_the_model(network: nn.Module, stages: int) -> None:
     network.eval()
     whole = {k: v.clone() for k, v in network.state_dict().items()}
     images = torch.randn(2, 3, 32, 32)

@@ -70,7 +70,7 @@ def test_sorting_by_key_and_by_click(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_clicks_on_rows_keys_and_findings(runs: MakeRun) -> None:
+def test_rows_keys_and_findings_can_be_clicked(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(RUNNING)) as d:
             lines = d.app.canvas._lines
@@ -91,7 +91,7 @@ def test_clicks_on_rows_keys_and_findings(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_the_filter_line(runs: MakeRun) -> None:
+def test_the_filter_line_filters_ranks(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(Scenario(ranks=67))) as d:
             await d.pilot.press("slash", *"rank 3-5")
@@ -111,7 +111,7 @@ def test_the_filter_line(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_following_grouping_and_nodes(runs: MakeRun) -> None:
+def test_follow_group_and_node_views(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(Scenario(ranks=67))) as d:
             await d.press("j", "j", "f")
@@ -124,7 +124,7 @@ def test_following_grouping_and_nodes(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_pausing_holds_the_moment_while_the_job_goes_on(tmp_path: Path) -> None:
+def test_pausing_freezes_the_view_while_the_job_continues(tmp_path: Path) -> None:
     run = make(tmp_path / "r", RUNNING)
 
     async def work() -> None:
@@ -144,7 +144,7 @@ def test_pausing_holds_the_moment_while_the_job_goes_on(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_flag_leads_to_its_moment_and_its_rank(runs: MakeRun) -> None:
+def test_a_finding_leads_to_its_time_and_rank(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(Scenario(state="failed", ranks=8, frames=8), "ended")) as d:
             await d.press("5")
@@ -158,7 +158,7 @@ def test_a_flag_leads_to_its_moment_and_its_rank(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_new_data_arrive_by_themselves_and_a_restart_is_followed(tmp_path: Path) -> None:
+def test_new_data_appear_and_a_restart_is_followed(tmp_path: Path) -> None:
     run = make(tmp_path / "r", Scenario(state="waiting", ranks=2, gpus=False))
 
     async def work() -> None:
@@ -180,7 +180,7 @@ def test_new_data_arrive_by_themselves_and_a_restart_is_followed(tmp_path: Path)
     asyncio.run(work())
 
 
-def test_exports(runs: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screens_are_exported(runs: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs(Scenario(state="deadlocked", ranks=8, hostile=True))
     monkeypatch.chdir(tmp_path)
 
@@ -200,7 +200,7 @@ def test_exports(runs: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(pictures) == 2 and all("DEADLOCK" in p.read_text() for p in pictures)
 
 
-def test_an_export_that_cannot_be_written_is_said(runs: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_cannot_be_written_is_reported(runs: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -226,7 +226,7 @@ def test_the_palette_goes_to_a_rank(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_stacks_are_taken_by_the_dump_command_and_its_failure_is_said(
+def test_stacks_are_taken_by_the_dump_command_and_its_failure_is_shown(
     runs: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, ...]] = []
@@ -263,7 +263,7 @@ def test_only_changed_lines_are_drawn(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_leaving_says_nothing_to_the_job(runs: MakeRun) -> None:
+def test_quitting_does_not_affect_the_job(runs: MakeRun) -> None:
     for key, code in (("q", 0), ("ctrl+c", 130)):
 
         async def work(key: str = key, code: int = code) -> None:
@@ -294,7 +294,7 @@ def test_every_key_does_something_and_is_in_the_help(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
-def test_a_slow_page_is_drawn_late_rather_than_wrong(runs: MakeRun) -> None:
+def test_a_slow_page_is_drawn_late_and_correctly(runs: MakeRun) -> None:
     """Until the data of a page have come, the page before stays: no panel says "nothing" of what is not read yet."""
 
     async def work() -> None:

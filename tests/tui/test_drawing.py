@@ -91,7 +91,7 @@ def test_the_history_is_read_step_by_step_and_stays_bounded(runs: MakeRun, monke
         assert len(few.points) <= 40 and {b.step - a.step for a, b in itertools.pairwise(few.points)} == {4}
 
 
-def test_a_picture_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
+def test_an_svg_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     lines = [line((" <rank> & ", "bold"), ("█▌━⠿", "area-data on-wait")), line("two  words")]
 
     def style_of(names: str) -> Style:
@@ -106,7 +106,7 @@ def test_a_picture_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     assert palette.COLOURS["data"][0] in text
 
 
-def test_phases_and_heat_can_be_told_apart_in_256_colours() -> None:
+def test_phases_and_heat_differ_in_256_colours() -> None:
     codes = [palette.code_256(palette.COLOURS[p][0]) for p in palette.PHASES]
     assert len(set(codes)) == len(codes)
 

@@ -101,7 +101,7 @@ async def _paused(d: Driver) -> str:
     return await d.press("left_square_bracket", "left_square_bracket")
 
 
-def test_time_travel(runs: MakeRun, at: At) -> None:
+def test_frames_at_earlier_times_are_read(runs: MakeRun, at: At) -> None:
     screens: dict[str, str] = {}
 
     async def work() -> None:
@@ -121,7 +121,7 @@ def test_time_travel(runs: MakeRun, at: At) -> None:
     compare("time-travel", screens)
 
 
-def test_what_goes_wrong_with_the_reading(runs: MakeRun, at: At, tmp_path: Path) -> None:
+def test_read_errors_are_shown(runs: MakeRun, at: At, tmp_path: Path) -> None:
     """Monitor gone, locked, older and newer versions, damaged, empty, elsewhere, deleted while it is shown."""
     good = runs(Scenario(ranks=8))
     screens: dict[str, str] = {}
@@ -166,7 +166,7 @@ def test_what_goes_wrong_with_the_reading(runs: MakeRun, at: At, tmp_path: Path)
     compare("reading", screens)
 
 
-def test_ascii_and_small(runs: MakeRun, at: At) -> None:
+def test_ascii_and_small_terminals(runs: MakeRun, at: At) -> None:
     screens: dict[str, str] = {}
 
     async def work() -> None:
@@ -184,7 +184,7 @@ def test_ascii_and_small(runs: MakeRun, at: At) -> None:
     compare("ascii-and-sizes", screens)
 
 
-def test_many_nodes(runs: MakeRun, at: At) -> None:
+def test_screens_of_many_nodes(runs: MakeRun, at: At) -> None:
     """4,096 ranks: a map by node, rows by need, grouped and filtered."""
     screens: dict[str, str] = {}
 
@@ -200,7 +200,7 @@ def test_many_nodes(runs: MakeRun, at: At) -> None:
     compare("4096-ranks", screens)
 
 
-def test_no_colour_says_the_same(runs: MakeRun, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screens_without_colour_have_the_same_text(runs: MakeRun, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     """NO_COLOR changes no text, and the picture then holds greys only."""
     import re
 

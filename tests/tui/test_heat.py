@@ -84,7 +84,7 @@ def test_levels_and_digits_agree_on_what_is_quiet() -> None:
     assert heat.level(1e9, 5.0, 60.0) == heat.HEAT_LEVELS - 1
 
 
-def test_two_ranks_share_a_line_only_where_they_must(runs: MakeRun) -> None:
+def test_two_ranks_share_a_line_only_if_space_is_short(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(Scenario(ranks=67)), (120, 30)) as d:
             text = await d.press("3")

@@ -30,7 +30,7 @@ def _run_with_gpus(path: Path, seconds: int, gpus: int = 3) -> Path:
     return path
 
 
-def test_reading_in_pieces_gives_what_one_reading_gives(tmp_path: Path) -> None:
+def test_reading_in_pieces_equals_one_read(tmp_path: Path) -> None:
     with open_run(_run_with_gpus(tmp_path, 40)) as run:
         whole = samples.Series("gpu", {"node": 0, "gpu": 2})
         whole.read(run, 40.0)
@@ -47,7 +47,7 @@ def test_reading_in_pieces_gives_what_one_reading_gives(tmp_path: Path) -> None:
         assert absent.until(40.0).times == ()
 
 
-def test_a_long_history_stays_bounded_and_reaches_from_begin_to_end(tmp_path: Path) -> None:
+def test_a_long_history_stays_bounded_and_complete(tmp_path: Path) -> None:
     with open_run(_run_with_gpus(tmp_path, 6000, 1)) as run:
         at_once = samples.Series("gpu", {"node": 0, "gpu": 0})
         at_once.read(run, 6000.0)

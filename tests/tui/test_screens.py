@@ -100,7 +100,7 @@ def test_worse_ranks_first_and_healthy_ones_by_number(runs: MakeRun) -> None:
     assert [waits[i] for i in by_wait] == sorted(waits)
 
 
-def test_what_was_not_measured_stands_last_in_any_order(tmp_path: Path) -> None:
+def test_missing_values_are_sorted_last(tmp_path: Path) -> None:
     with Writer(tmp_path) as w:
         w.frame(
             1.0,
@@ -136,13 +136,13 @@ def test_filters(runs: MakeRun, text: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["sev>=bad", "nothing>5", "wait>x", "rank 5-a", "rank 1-2-3"])
-def test_a_filter_that_says_nothing_is_refused(text: str) -> None:
+def test_an_invalid_filter_is_refused(text: str) -> None:
     with pytest.raises(filters.BadFilter) as e:
         filters.parse(text)
     assert re.split("[>-]", text.split()[-1])[0] in str(e.value)
 
 
-def test_nothing_is_cut_off_in_silence(runs: MakeRun) -> None:
+def test_everything_that_is_cut_off_is_marked(runs: MakeRun) -> None:
     run = runs(Scenario(ranks=67))
     shown = _check(run, "ranks", Ui(), 80, 24)
     assert any("rows 1–" in x and "of 67" in x for x in shown)
@@ -152,7 +152,7 @@ def test_nothing_is_cut_off_in_silence(runs: MakeRun) -> None:
     assert any("findings 1–" in x for x in findings)
 
 
-def test_everything_is_there_where_there_is_room(runs: MakeRun) -> None:
+def test_everything_is_shown_if_there_is_room(runs: MakeRun) -> None:
     """A pipe has no height: all ranks, all findings."""
     lines, _ = screen(runs(Scenario(ranks=67)), Ui(), 110, None)
     text = "\n".join(map(plain, lines))
@@ -168,19 +168,19 @@ def test_the_cause_is_named_as_network_or_rank(runs: MakeRun) -> None:
     assert flight.split()[-5:] == ["7", "of", "8", "rank", "5"]
 
 
-def test_busy_without_progress_is_said(runs: MakeRun) -> None:
+def test_busy_without_progress_is_shown(runs: MakeRun) -> None:
     text = "\n".join(_check(runs(Scenario(state="deadlocked", ranks=8)), "memory", Ui(page="memory"), 120, 30))
     assert text.count("spinning") == 8 and "8 GPUs are busy, yet the job makes no progress" in text
     assert "spinning" not in "\n".join(_check(runs(Scenario(ranks=8)), "memory", Ui(page="memory"), 120, 30))
 
 
-def test_a_leak_is_given_its_time(runs: MakeRun) -> None:
+def test_a_leak_is_shown_with_the_time_left(runs: MakeRun) -> None:
     text = _check(runs(Scenario(ranks=8)), "memory", Ui(page="memory"), 160, 48)
     row = next(x for x in text if x.split()[1:2] == ["5"])
     assert "+387" in row and "4,238" in row  # 3.9 MiB a step, 16 GiB left
 
 
-def test_equal_data_and_uneven_lengths_are_seen(runs: MakeRun) -> None:
+def test_equal_data_and_uneven_lengths_are_shown(runs: MakeRun) -> None:
     text = "\n".join(_check(runs(Scenario(ranks=8)), "data", Ui(page="data"), 120, 30))
     assert "lengths differ: 97 to 98" in text and text.count("twice") == 2
 
@@ -191,7 +191,7 @@ def test_the_odd_rank_is_alone_in_the_tree(runs: MakeRun) -> None:
     assert any("ranks 0–4, 6, 7 (7 of 8)" in x and "train_step" in x for x in text)
 
 
-def test_time_travel_knows_only_what_was_known_then(runs: MakeRun) -> None:
+def test_a_past_view_shows_only_what_was_known_then(runs: MakeRun) -> None:
     run = runs(Scenario(state="failed", ranks=8, frames=8), "ended")
     ui = Ui(paused_at_s=268.0)
     text = "\n".join(_check(run, "ranks", ui, 80, 24))
@@ -206,7 +206,7 @@ def test_a_printed_screen_names_the_command_where_a_live_one_names_the_key(runs:
     assert "+1: press 5" in live and "+1: distdiag tui --screen findings" in printed and "press 5" not in printed
 
 
-def test_a_run_that_cannot_be_read_says_why_and_what_to_do(runs: MakeRun, tmp_path: Path) -> None:
+def test_an_unreadable_run_shows_reason_and_remedy(runs: MakeRun, tmp_path: Path) -> None:
     for status in ReadStatus:
         error = RunUnreadable(status, f"reason {status}", f"remedy {status}")
         snap = Snapshot(tmp_path, problem=error)
@@ -254,7 +254,7 @@ def test_groups_and_collectives_in_flight_are_a_matrix() -> None:
     assert matrix(CommData(data.ops[:1], 50), 100, 12) == []
 
 
-def test_arrivals_show_who_comes_last_and_nothing_where_that_is_not_known(runs: MakeRun) -> None:
+def test_arrivals_show_the_last_rank_if_it_is_known(runs: MakeRun) -> None:
     for ranks, width in ((2, 60), (67, 100), (67, 250)):
         frame = take(runs(Scenario(ranks=ranks)), pages()["comm"], Ui(), width, 40).frame
         assert frame is not None

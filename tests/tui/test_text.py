@@ -41,7 +41,7 @@ from distdiag.tui.screens.findings import evidence_lines
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60), st.integers(1, 40))
-def test_foreign_text_keeps_its_place(text: str, width: int) -> None:
+def test_text_from_the_job_keeps_its_width(text: str, width: int) -> None:
     shown = clean(text)
     assert not any(ord(c) < 32 or ord(c) == 127 for c in shown)
     assert cells(fit(shown, width)) == width and cells(clip(shown, width)) <= width
@@ -67,11 +67,11 @@ def test_wrapping_loses_no_word(text: str, width: int) -> None:
         (gib, 62.2 * 2**30, "62.2"), (gib, 0.6 * 2**30, "0.60"),
     ],
 )  # fmt: skip
-def test_numbers_for_people(function, value, expected) -> None:
+def test_numbers_are_formatted(function, value, expected) -> None:
     assert function(value) == expected
 
 
-def test_places_are_files_and_lines() -> None:
+def test_sites_are_files_and_lines() -> None:
     assert place("/a/b/train.py", 118, "next_batch") == "train.py:118 in next_batch"
     assert place(None, 3) == "–" and place("/x/\x1b.py", 1) == "\\x1b.py:1"
     assert clip_left("abcdef", 4) == "…def"
@@ -82,7 +82,7 @@ def test_with_two_values_the_smaller_is_the_median() -> None:
     assert quantile([1, 2, 3, 4], 0.99) == 4 and quantile([1, 2, 3, 4], 0.5) == 2
 
 
-def test_a_quiet_series_draws_no_mountains() -> None:
+def test_a_flat_series_is_drawn_flat() -> None:
     assert spark([100.0, 101.0, 100.5], 8) == "▁▁▁"
     assert spark([100.0, 100.0, 200.0], 8) == "▁▁█"
     assert spark([None, 1.0, math.nan], 8) == " ▁ " and spark([], 8) == "" and len(spark([1.0] * 100, 10)) == 10
@@ -131,12 +131,12 @@ def test_states_of_ranks(life: str, severe: str | None, word: str, glyph: str) -
     assert mark.glyph == glyph and severity.state_of(row, mark)[0] == word
 
 
-def test_old_numbers_say_their_age() -> None:
+def test_old_numbers_show_their_age() -> None:
     row = RankRow(rank=0, life="running", heartbeat_age_s=5.0)
     assert severity.stale(row) and severity.state_of(row, severity.OK)[0] == "5.0 s"
 
 
-def test_the_details_of_a_suspected_finding_claim_no_proof_and_name_the_culprit() -> None:
+def test_a_suspected_findings_details_claim_no_proof() -> None:
     f = Finding(
         kind="nonfinite", severity="error", certainty="suspected", culprits=(2,), victims=(0, 1), evidence=("stacks/a.txt",)
     )  # fmt: skip
@@ -144,7 +144,7 @@ def test_the_details_of_a_suspected_finding_claim_no_proof_and_name_the_culprit(
     assert words == ["when", "culprit", "victims", "evidence"]
 
 
-def test_a_finding_is_four_lines_with_hedge_and_closing() -> None:
+def test_a_finding_is_four_lines_with_certainty() -> None:
     f = Finding(
         kind="stall",
         severity="warning",

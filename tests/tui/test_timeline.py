@@ -58,7 +58,7 @@ def test_what_a_rank_does_now_ends_its_lane(row: RankRow, expected: tuple[str, s
     assert last[1] == 10.0 and last[2:] == expected
 
 
-def test_a_deadlock_is_seen_as_lanes_that_stop(runs: MakeRun) -> None:
+def test_a_deadlock_shows_lanes_that_stop(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(Scenario(state="deadlocked", ranks=8)), (120, 30)) as d:
             lines = (await d.press("9")).splitlines()

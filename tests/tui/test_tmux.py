@@ -27,7 +27,7 @@ def _tui(run: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "distdiag", "tui", str(run), *options]
 
 
-def test_keys_in_a_terminal(runs: MakeRun) -> None:
+def test_keys_work_in_a_real_terminal(runs: MakeRun) -> None:
     run = runs(Scenario(state="deadlocked", ranks=8), "always")
     with terminal(_tui(run)) as t:
         t.until(lambda s: "DEADLOCK" in s and "train.py:118" in s)
@@ -48,7 +48,7 @@ def test_keys_in_a_terminal(runs: MakeRun) -> None:
         assert "Traceback" not in last and "distdiag tui" in last and t.ended() == 0
 
 
-def test_a_small_terminal_and_ctrl_c(runs: MakeRun) -> None:
+def test_a_small_terminal_works_and_ctrl_c_restores_it(runs: MakeRun) -> None:
     stale = {"COLUMNS": "80", "LINES": "24"}  # as some shells export them: the terminal itself is believed
     with terminal(_tui(runs(Scenario(ranks=8), "always")), size=(40, 12), env=stale) as t:
         t.until("distdiag needs 60x16")

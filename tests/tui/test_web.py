@@ -86,7 +86,7 @@ def _get(address: str, path: str, **headers: str) -> http.client.HTTPResponse:
     return response
 
 
-def test_nothing_is_answered_without_the_token(server: str) -> None:
+def test_requests_without_the_token_are_refused(server: str) -> None:
     parts = urlsplit(server)
     assert parts.hostname == "127.0.0.1" and re.fullmatch(r"token=[\w-]{20,}", parts.query)
     token = parts.query.removeprefix("token=")
@@ -157,7 +157,7 @@ def _colours(png: bytes) -> tuple[int, int, int]:
     return len(shades), red, blue
 
 
-def test_in_a_browser(server: str, tmp_path: Path) -> None:
+def test_the_app_works_in_a_browser(server: str, tmp_path: Path) -> None:
     """A headless Chromium shows it and passes keys on: by its own protocol, in real time."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
