@@ -8,7 +8,7 @@ from pathlib import Path
 from distdiag.diagnosis.dumps.verdict import diagnose_dumps
 from distdiag.diagnosis.model.findings import Report
 from tests.diagnosis.recordings import Job, as_json, write
-from tests.diagnosis.test_dumps import only, quiet, said, trained
+from tests.diagnosis.test_dumps import errors, only, quiet, said, trained
 
 SECOND_NS = 1_000_000_000
 
@@ -151,3 +151,32 @@ def test_a_message_to_the_wrong_rank_is_named(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, job))
     assert said(f) == ("deadlock", "p2p_cycle", (3,)) and f.certainty == "suspected"
     assert "rank 3's send to rank 0" in f.message and "rank 4's recv from rank 3" in f.message
+
+
+def test_dumps_of_one_node_only_do_not_accuse_the_other_node(tmp_path: Path) -> None:
+    job = trained(Job(16))
+    job.collective(ranks=tuple(r for r in range(16) if r != 11))
+    write(tmp_path, job)
+    for r in range(8):
+        (tmp_path / f"_dump_{r}").unlink()
+    report = diagnose_dumps(tmp_path)
+    assert only(report).culprits == (11,)
+    rest = next(f for f in report.findings if f.cause == "missing_dump")
+    assert rest.severity == "warning" and "ranks 0–7 left no dump: whole nodes" in rest.message
+
+
+def test_a_single_missing_dump_is_accused_although_another_rank_is_late(tmp_path: Path) -> None:
+    job = trained(Job(8))
+    job.collective(ranks=(0, 1, 2, 4, 6, 7))
+    write(tmp_path, job)
+    (tmp_path / "_dump_3").unlink()
+    assert {r for f in errors(diagnose_dumps(tmp_path)) for r in f.culprits} == {3, 5}
+
+
+def test_a_message_of_a_running_job_is_named_from_the_end_that_is_missing(tmp_path: Path) -> None:
+    job = trained(Job(2))
+    for _ in range(5):
+        job.message(0, 1)
+    job.message(0, 1, sent=False)
+    (f,) = diagnose(tmp_path, job, after_s=0.1).findings
+    assert (f.severity, f.culprits) == ("info", (0,)) and "the send that matches rank 1's recv" in f.message

@@ -53,8 +53,8 @@ def late_rank(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRa
 def stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) -> Finding:
     main = blame.main
     call = any_call(main) if main is not None else None
-    what = collective_text(snapshot, main, call) if main is not None else "a collective"
     culprits = blame.extra or blame.culprits
+    what = _awaited(snapshot, main, culprits)
     made_by, unmade = _half_made(snapshot, loaded, blame)
     culprits = loaded.without_group[unmade] if unmade else culprits
     message, advice = _wording(snapshot, blame, culprits, what, made_by, unmade)
@@ -79,6 +79,17 @@ def stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) -> 
         advice=advice,
         evidence=tuple(p for r in culprits[:8] for p in loaded.files.get(r, ())),
     )
+
+
+def _awaited(snapshot: Snapshot, main: Wait | None, culprits: tuple[int, ...]) -> str:
+    """Return what the others wait in; of a message, the end that is missing."""
+    if main is None:
+        return "a collective"
+    if not main.p2p or main.key[4] not in culprits:
+        return collective_text(snapshot, main, any_call(main))
+    sends = main.key[2] == "send"
+    here, there = ("recv", "send") if sends else ("send", "recv")
+    return f"the {here} that matches rank {main.key[3]:,}'s {there} ({group_label(snapshot, main.group)})"
 
 
 def _kind_of(blame: Blame, culprits: tuple[int, ...], unmade: str) -> tuple[str, str]:
@@ -134,9 +145,7 @@ def _wording(
         f"{rank_list(blame.victims)} {verb(blame.victims, 'waits', 'wait')}"
     )  # fmt: skip
     on_host = blame.main is not None and snapshot.groups[blame.main.group].backend == "gloo"
-    if (main := blame.main) is not None and main.p2p and main.key[4] in culprits:
-        sends = main.key[2] == "send"
-        what = f"the {'recv' if sends else 'send'} that matches rank {main.key[3]:,}'s {'send' if sends else 'recv'} ({group_label(snapshot, main.group)})"
+    main = blame.main
     lack = f"{has} issued {what} but not begun it" if blame.behind == culprits else f"{has} not entered {what}"
     members = snapshot.groups[main.group].ranks if main is not None and not main.p2p else culprits
     here, elsewhere = tuple(q for q in culprits if q in members), tuple(q for q in culprits if q not in members)

@@ -41,6 +41,8 @@ def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: li
     # a dump that cannot be read is listed with its file, in `unreadable`
     damaged = tuple(r for r in loaded.unreadable if r in blame.silent) if not decided else ()
     blamed = tuple(r for r in loaded.missing if r in blame.silent) if decided else loaded.missing
+    if decided and _whole_nodes(loaded.missing, snapshot.world_size or 0):
+        blamed = ()
     blamed = tuple(sorted({*blamed, *damaged}))
     rest = tuple(r for r in loaded.missing if r not in blamed)
     out = []
@@ -75,13 +77,29 @@ def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: li
                 kind="recorder",
                 cause="missing_dump",
                 severity=Severity.WARNING,
-                message=f"{rank_list(rest)} left no dump: dead, or stuck outside torch; no dump shows a rank that waits for "
-                f"{verb(rest, 'it', 'them')}",
+                message=f"{rank_list(rest)} left no dump: {_why(rest, blame)}",
                 cost=f"what {rank_list(rest)} did is not known",
                 advice="add the missing files, or see how those processes ended",
             )
         )
     return out
+
+
+def _why(ranks: tuple[int, ...], blame: Blame) -> str:
+    """Return what may be the reason why ranks that are not blamed left no dump."""
+    if set(ranks) & set(blame.silent):
+        return "whole nodes, whose files were not given, or which are dead"
+    return f"dead, or stuck outside torch; no dump shows a rank that waits for {verb(ranks, 'it', 'them')}"
+
+
+def _whole_nodes(missing: tuple[int, ...], world_size: int) -> bool:
+    """True if the ranks without a dump are whole nodes of at least four ranks: their files were not collected, most likely."""
+    for size in range(len(missing), 3, -1):
+        if world_size % size == 0 and len(missing) % size == 0:
+            nodes = {r // size for r in missing}
+            if len(nodes) * size == len(missing):
+                return True
+    return False
 
 
 def unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
