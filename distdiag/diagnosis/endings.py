@@ -67,6 +67,11 @@ def ending_kind(r: RankState) -> str:
     return "echo" if _ECHO.search(text) else "cause"
 
 
+def is_echo(exception: str) -> bool:
+    """True if this exception follows from another rank's end or lateness."""
+    return bool(_ECHO.search(exception) or (_TIMEOUT.search(exception) and _IN_TORCH.search(exception)))
+
+
 def _by_watchdog(r: RankState) -> bool:
     """True if the watchdog of a device backend aborted this rank: an operation of its device ran into its timeout."""
     if r.wait_measured or not r.ended_waiting or not r.queued or r.ended_s is None:

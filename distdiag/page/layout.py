@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 8
+VERSION = 9
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 BACKEND_FRAME = "backend:"
@@ -108,6 +108,9 @@ class Header(Structure):
         # "queue.get": the innermost Python frame of all, torch's and stdlib's included; BACKEND_FRAME before it: in a backend's code
         ("raw_innermost", c_uint64),
         ("stack_ns", c_uint64),
+        # the exception that the main thread is handling while it waits, and the user's line that raised it; 0 = none
+        ("handling", c_uint64),
+        ("handling_site", c_uint64),
         ("n_samples", c_uint64),
         ("n_scalars", c_uint64),
         ("n_ddp_times", c_uint64),

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
-from distdiag.recorder import state
+from distdiag.recorder import pending, state
 from distdiag.recorder.frames import in_backend, raw_name, user_stack
 from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.state import guarded, now_ns
@@ -29,6 +29,7 @@ _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counte
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it is likely to compute
 _VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 8
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
+_HANDLING, _HANDLING_SITE = word("handling"), word("handling_site")
 _PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
 
 
@@ -91,7 +92,7 @@ class Pulse:
         beats, t = words[_BEATS], now_ns()
         waits = words[_BLOCKED] not in _GOES_ON or t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS
         if waits or beats % 2 == 0:
-            self._sample()
+            self._sample(waits)
         if (waits or beats % 4 == 0) and self.collectives is not None:
             t = now_ns()  # read after the frames, so that the operation that they wait in is counted
             self.collectives.refresh_groups()
@@ -108,7 +109,7 @@ class Pulse:
         words[_BEATS] = beats + 1
         words[_HEARTBEAT] = now_ns()
 
-    def _sample(self) -> None:
+    def _sample(self, still: bool) -> None:
         frame = sys._current_frames().get(self.r.main_thread or 0)
         if frame is None:
             return
@@ -122,6 +123,7 @@ class Pulse:
         words, at = self.r.page.words, _STACK
         phase = words[_PHASE]
         sites = [self.r.site(f) for f in user_stack(frame, STACK)]
+        exception = pending.handled(self.r) if still else pending.NONE
         words[_VERSION] += 1  # odd: being written
         for s in sites:
             words[at] = s
@@ -129,6 +131,7 @@ class Pulse:
         words[_DEPTH] = len(sites)
         words[_STACK_PHASE] = phase
         words[_RAW] = known[0]
+        words[_HANDLING], words[_HANDLING_SITE] = exception
         words[_STACK_NS] = now_ns()
         words[_VERSION] += 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
@@ -98,6 +99,24 @@ def test_a_receive_from_any_source_may_still_get_a_message_from_a_living_rank() 
     s = snapshot(messaging(0, p2p("recv", None)), rank(1, life=Life.FINISHED), rank(2))
     g = graph.build(s)
     assert (g.stuck, g.sinks) == (frozenset(), (2,))
+
+
+@pytest.mark.parametrize(
+    ("sent", "culprits"),
+    [((121, 90, 121), (2,)), ((121, 121, 121), (0,)), ((60, 90, 121), (0,)), ((121, 20, 121), (0,))],
+)
+def test_an_actor_that_never_said_that_it_is_done(sent: tuple[int, ...], culprits: tuple[int, ...]) -> None:
+    """A server receives from any rank, all others are in the barrier. Episodes may differ in number: then the server is alone."""
+    s = snapshot(
+        messaging(0, p2p("recv", None, nth=340)),
+        *(rank(r, call("barrier", 3, SAVE), p2p_issued={"send:0:0:default_pg": n}) for r, n in enumerate(sent, 1)),
+    )
+    received = {f"recv:{r}:0:default_pg": 0 for r in (1, 2, 3)} | {"recv:any:0:default_pg": sum(sent) + 1}
+    s.ranks[0] = msgspec.structs.replace(s.ranks[0], p2p_issued=received)
+    f = only(s)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", culprits)
+    if culprits == (2,):
+        assert f.message.startswith("rank 2 has not sent what rank 0 waits for in recv")
 
 
 def test_two_incidents_are_two_findings() -> None:

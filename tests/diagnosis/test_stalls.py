@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.locks import lock_cycles
-from distdiag.diagnosis.model.snapshot import Call, Group, Model, Site, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Call, Group, Model, RankState, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
@@ -30,15 +30,51 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
     assert bool(findings(s, rank_lost, stall)) is said
 
 
-def test_waiting_for_a_child_process_is_not_waiting_on_a_socket() -> None:
-    s = waits_for_rank_one(85.0, 100.0, activity="socket")
+@pytest.mark.parametrize(
+    ("activity", "line", "text"),
+    [
+        ("socket", "answer = connection.recv(64)", "it waits on a socket"),
+        ("socket", 'subprocess.run(["aws", "s3", "cp", path])', "it waits for a process that it started at"),
+        ("socket", "batch = loop.run_until_complete(queue.get())", "it waits in an event loop"),
+        ("lock", "with self.lock:", "it waits for a lock"),
+        ("lock", "batch = self.ready.get()", "it waits on a queue"),
+        ("lock", "views = self.pool.map(augment, jobs)", "it waits for another thread or process"),
+        ("lock", "return self.future.result()", "it waits for another thread or process"),
+        ("lock", "writer.join()", "it waits for another thread or process"),
+    ],
+)
+def test_what_a_rank_waits_for_is_read_from_its_line(activity: str, line: str, text: str) -> None:
+    s = waits_for_rank_one(85.0, 100.0, activity=activity)
+    source = {LOOP.file: "\n" * (LOOP.line - 1) + "    " + line}.get
+    assert text in only(findings(s, stall, source=source)).message
 
-    def message(line: str) -> str:
-        text = "\n" * (LOOP.line - 1) + line
-        return only(findings(s, stall, source={LOOP.file: text}.get)).message
 
-    assert "it waits for a process that it started at" in message('    subprocess.run(["aws", "s3", "cp", path])')
-    assert "it waits on a socket" in message("    answer = connection.recv(64)")
+def _waiting_for(*late: RankState) -> Snapshot:
+    """Rank 0 has waited 15 s for `late` in an all_reduce."""
+    blocked = Call(op="all_reduce", group="default_pg", seq=7, entered_s=85.0)
+    return job(rank(0, blocked=blocked, enqueued={"default_pg": 7}), *late, t_s=100.0)
+
+
+def test_ranks_that_wait_at_one_line_are_one_finding() -> None:
+    """All wait for a key that one rank should set: not a finding for each of 63 ranks."""
+
+    def late(number: int, line: int, moved_s: float = 0.0) -> RankState:
+        made = Call(op="all_reduce", group="default_pg", seq=6, entered_s=moved_s, completed_s=moved_s)
+        place = Site(LOOP.file, line, "plan")
+        return rank(
+            number, activity="socket", place=place, user_stack=(place,), enqueued={"default_pg": 6}, calls=(made,)
+        )
+
+    (f,) = findings(_waiting_for(late(1, 30), late(2, 30), late(3, 30)), stall)
+    assert (f.culprits, f.victims) == ((1, 2, 3), (0,))
+    assert (
+        f.message.startswith("ranks 1, 2, 3 have not entered all_reduce #7") and "each waits on a socket" in f.message
+    )
+    assert {(w.rank, w.line) for w in f.where} == {(1, 30), (2, 30), (3, 30)}
+    other_line = findings(_waiting_for(late(1, 30), late(2, 30), late(3, 50)), stall)
+    assert [f.culprits for f in other_line] == [(1, 2), (3,)]
+    assert findings(_waiting_for(late(1, 30), late(2, 30, moved_s=87.5)), stall)[0].culprits == (1, 2)  # nearly as long
+    assert findings(_waiting_for(late(1, 30), late(2, 30, moved_s=99.0)), stall)[0].culprits == (1,)  # on its way
 
 
 def test_a_rank_that_validates_alone_has_the_patience_of_a_checkpoint() -> None:
@@ -97,7 +133,7 @@ def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
 
 
 def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
-    """A checkpoint in a thread, on some ranks only: what it waits for stands beside where its rank does."""
+    """A checkpoint in a thread, on some ranks only: the message names the open collective and the line of its rank."""
     open_save = {"enqueued": {"default_pg": 6, "save": 3}, "completed": {"default_pg": 6, "save": 2}}
     s = waits_for_rank_one(80.0, 100.0, activity="lock")
     s = msgspec.structs.replace(s, ranks={**s.ranks, 1: msgspec.structs.replace(s.ranks[1], **open_save)})

@@ -11,20 +11,24 @@ from distdiag.diagnosis.waits.incidents import Incident
 
 
 def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
-    """Return p if rank m waits for its message, p is in a collective with other ranks, and all of those have sent m theirs."""
+    """Return the rank that has sent fewer messages than all that wait in a collective with it, if another rank waits for one of
+    its messages. If a message of any of them would do, the others must have sent equally many, at least two of them.
+    """
     states = snapshot.ranks
     for w in incident.waits:
-        if not w.p2p or len(w.ranks) != 1 or len(w.missing) != 1:
+        if not w.p2p or len(w.ranks) != 1 or not (w.any_of or len(w.missing) == 1):
             continue
-        (m,), (p,) = w.ranks, w.missing
+        (m,) = w.ranks
         call = w.calls.get(m)
         if call is None or messages.direction_of(call) != "recv":
             continue
-        together = next((x.ranks for x in incident.waits if not x.p2p and p in x.ranks), [])
-        sent = {q: messages.count(states[q], "send", m, call.tag, call.group) for q in together if q != m}
-        others = [n for q, n in sent.items() if q != p]
-        if others and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
-            return (p,)
+        for p in sorted(w.missing):
+            together = next((x.ranks for x in incident.waits if not x.p2p and p in x.ranks), [])
+            sent = {q: messages.count(states[q], "send", m, call.tag, call.group) for q in together if q != m}
+            others = [n for q, n in sent.items() if q != p]
+            equal = not w.any_of or (len(others) > 1 and len(set(others)) == 1)
+            if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
+                return (p,)
     return ()
 
 

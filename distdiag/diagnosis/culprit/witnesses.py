@@ -19,6 +19,7 @@ from distdiag.diagnosis.culprit import (
     call_site,
     message_counts,
     paths,
+    pending_exception,
     rank_condition,
     rhythm,
     skipped,
@@ -34,6 +35,7 @@ class Reason(StrEnum):
 
     EXHAUSTED = "exhausted"  # it ran out of batches
     MAJORITY = "majority"  # fewer ranks than on the other side
+    EXCEPTION = "exception"  # it is handling an exception that the others do not have
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     SKIPPED = "skipped"  # it ran a forward without its backward
     SITE = "site"  # it is at a site that the others never used
@@ -186,6 +188,10 @@ def _departed(case: Case) -> Collection[int]:
     return () if departed is None else (departed,)
 
 
+def _with_exception(case: Case) -> Collection[int]:
+    return pending_exception.side_with_exception(case.states, [[r] for r in sorted(case.incident.members)])
+
+
 def _collectives_only(case: Case) -> bool:
     """True if no rank waits for a message. The number of messages in a step depends on its data (micro-batches): none is due."""
     return not any(w.p2p for w in case.incident.waits)
@@ -231,6 +237,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.CONFLICT: (
         Witness(Reason.EXHAUSTED, _always, _exhausted),
         Witness(Reason.MAJORITY, _always, _minority),
+        Witness(Reason.EXCEPTION, _tie, lambda case: pending_exception.side_with_exception(case.states, case.sides)),
         Witness(Reason.ARGUMENT, _tie, lambda case: arguments.side_that_changed(case.states, case.wait)),
         Witness(Reason.SKIPPED, _tie, _skipped),
         Witness(Reason.SITE, _tie, _one_side(call_site.odd_by_site)),
@@ -246,6 +253,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     ),
     Root.CYCLE: (
         Witness(Reason.EXHAUSTED, _always, _exhausted),
+        Witness(Reason.EXCEPTION, _always, _with_exception),
         Witness(Reason.MESSAGES, _always, lambda case: message_counts.fewer_messages(case.snapshot, case.incident)),
         Witness(Reason.ARGUMENT, _always, lambda case: arguments.new_peer(case.states, case.calls)),
         Witness(Reason.PATTERN, _always, _departed),

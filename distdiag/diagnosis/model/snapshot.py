@@ -243,6 +243,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: float | None = None
+    handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"
+    handling_site: Site | None = None  # the user's line that raised it
     memory: tuple[
         tuple[float, int], ...
     ] = ()  # (t_s, resident bytes, without file pages and shared memory), oldest first

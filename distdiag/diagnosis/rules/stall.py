@@ -1,5 +1,7 @@
 """stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared if it continues.
 
+Ranks that are kept at one line by one and the same thing (a lock, a key of a store, a file that does not appear) are one finding.
+
 Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
 quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited,
 staged_team.
@@ -17,6 +19,7 @@ from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, outpaced
@@ -52,6 +55,8 @@ class Limits:
     """Multiple of the longest wait that this rank has caused so far without hanging."""
     error_factor: float = 3.0
     """Multiple of the patience after which a stall is an error."""
+    together: float = 0.8
+    """Share of its own patience from which a rank is named with others that exceed theirs at the same line."""
 
 
 limits = Limits()
@@ -68,12 +73,36 @@ _VALIDATION = {
     "predict",
     "inference",
 }
-_STARTS_PROCESS = re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(")
+# what a rank waits for, by the text of its line, where the innermost frame alone shows a lock or a socket
+_BY_LINE = {
+    "socket": (
+        (re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\("), "process"),
+        (re.compile(r"\.run_until_complete\(|\.run_forever\(|\b(asyncio|trio|anyio)\.run\("), "event_loop"),
+    ),
+    "lock": (
+        (re.compile(r"\.(get|put)\("), "queue"),
+        (re.compile(r"\.(map|starmap|i?map_\w+|apply|result|join|wait)\(|\bas_completed\("), "worker"),
+    ),
+}
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
 
+@dataclass(frozen=True)
+class _Late:
+    """One living rank that others wait for."""
+
+    state: RankState
+    victims: list[int]
+    waited_s: float
+    limit_s: float
+
+    @property
+    def where(self) -> tuple[Site | None, str]:
+        return self.state.place, _doing(self.state)
+
+
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield one stall per living rank that others have waited for longer than usual."""
+    """Yield the stalls: living ranks that others have waited for longer than usual, one for each line that they are at."""
     if facts.stopped:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
@@ -85,21 +114,36 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if not graph.sinks:
         yield Abstained("no rank is waited for by the others", checked=True)
     yield from _incomplete(facts)
+    late: list[_Late] = []
     for rank in graph.sinks:
         state = s.ranks.get(rank)
         if state is None or state.life not in (Life.RUNNING, Life.STARTING):
             continue
         kept = kept_waiting(s, graph, rank)
-        if kept is None:
+        if kept is not None:
+            late.append(_Late(state, *kept, patience_s(state)))
+    named: set[int] = set()
+    for together in _by_line(late):
+        named |= {x.state.rank for x in together}
+        yield _finding(facts, together)
+    for x in late:
+        if x.state.rank in named:
             continue
-        (victims, waited_s), limit_s = kept, patience_s(state)
-        if waited_s < limit_s and (found := _trains_on(facts, state)) is not None:
-            yield found
-        elif waited_s < limit_s:
-            usual = f"rank {rank} has kept the others waiting {rough_duration(waited_s)}; its limit is {rough_duration(limit_s)}"
-            yield Abstained(usual, checked=True)
-        else:
-            yield _finding(facts, state, victims, waited_s, limit_s)
+        found = _trains_on(facts, x.state)
+        yield found or Abstained(
+            f"rank {x.state.rank} has kept the others waiting {rough_duration(x.waited_s)}; its limit is {rough_duration(x.limit_s)}",
+            checked=True,
+        )
+
+
+def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
+    """Yield the ranks that exceed their patience, those at one line together, the longest wait first."""
+    groups: dict[object, list[_Late]] = {}
+    for x in late:
+        groups.setdefault(x.where if x.state.place is not None else x.state.rank, []).append(x)
+    for group in groups.values():
+        if any(x.waited_s >= x.limit_s for x in group):
+            yield sorted((x for x in group if x.waited_s >= limits.together * x.limit_s), key=lambda x: -x.waited_s)
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
@@ -223,6 +267,8 @@ _DOES = {
     "queue": "waits on a queue",
     "socket": "waits on a socket, a pipe or a key of a store",
     "process": "waits for a process that it started",
+    "worker": "waits for another thread or process of its own",
+    "event_loop": "waits in an event loop in which no task can run",
     "data": "waits for its data loader",
     "checkpoint": "writes a checkpoint",
     "sleep": "sleeps",
@@ -236,6 +282,10 @@ _DO = {
     "queue": "find who should fill or drain that queue",
     "socket": "check the other end of that connection (who should send, or set the key?), and give it a timeout",
     "process": "see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks go on without it",
+    "worker": "check that thread or process: it may have ended by an error that no log shows, been killed, or wait for this rank; "
+    "`distdiag dump` shows the threads, `ps --ppid PID` the processes",
+    "event_loop": "find the task that it awaits and what that task awaits (asyncio.all_tasks(), PYTHONASYNCIODEBUG=1): a task that "
+    "failed without being awaited, a queue that no task fills, a peer that does not answer",
     "device": "check what was launched before that line: a long kernel, a copy, a device shared with another process",
     "gil_held": "check the native call at that line",
     "checkpoint": "wait, or write checkpoints asynchronously",
@@ -243,14 +293,16 @@ _DO = {
 _DEFAULT_ADVICE = "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues"
 
 
-def _finding(facts: Facts, r: RankState, victims: list[int], waited_s: float, limit_s: float) -> Finding:
-    s, doing = facts.snapshot, _doing(r)
-    if doing == "socket" and _STARTS_PROCESS.search(_line(r.place, facts.source)):
-        doing = "process"
-    call = s.ranks[victims[0]].blocked
+def _finding(facts: Facts, late: list[_Late]) -> Finding:
+    """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
+    s, r, doing = facts.snapshot, late[0].state, _doing(late[0].state)
+    line = _line(r.place, facts.source)
+    doing = next((word for pattern, word in _BY_LINE.get(doing, ()) if pattern.search(line)), doing)
+    victims = sorted({v for x in late for v in x.victims})
+    call = s.ranks[late[0].victims[0]].blocked
     assert call is not None
-    workers = [w for w in r.workers if w is not None] if doing == "data" else []
-    left_open = _left_open(s, r) if doing in ("lock", "queue") else None
+    workers = [w for x in late for w in x.state.workers if w is not None] if doing == "data" else []
+    left_open = _left_open(s, r) if doing in ("lock", "queue", "worker") else None
     if doing == "data" and not workers and _loads_itself(r):
         advice = "check that line of the dataset: with num_workers=0 it runs in the training process"
     elif workers:
@@ -259,22 +311,29 @@ def _finding(facts: Facts, r: RankState, victims: list[int], waited_s: float, li
         advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or no rank may: find what started it, maybe a thread"
     else:
         advice = _DO.get(doing, _DEFAULT_ADVICE)
+    by_rank = sorted((x.state for x in late), key=lambda state: state.rank)
+    far_beyond = any(x.waited_s > limits.error_factor * x.limit_s for x in late)
     return Finding(
         kind=kind.name,
         cause=_CAUSE.get(doing, "user_code" if r.place else "unknown"),
         certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
-        culprits=(r.rank,),
+        severity=Severity.ERROR if far_beyond else Severity.WARNING,
+        culprits=tuple(state.rank for state in by_rank),
         victims=tuple(victims),
         collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
         where=(
-            *where_stack(r, r.user_stack, r.activity),
-            *(where(r, "data_worker", w) for w in dict.fromkeys(workers)),
+            *(w for state in by_rank for w in where_stack(state, state.user_stack, state.activity)),
+            *(
+                where(state, "data_worker", w)
+                for state in by_rank
+                if doing == "data"
+                for w in dict.fromkeys(w for w in state.workers if w is not None)
+            ),
         ),
         waiting=tuple(where(s.ranks[v]) for v in victims),
         step=r.step,
-        first_seen_s=s.t_s - waited_s,
-        message=_message(r, doing, call, implicit_text(s.ranks[victims[0]], call), victims, waited_s, left_open),
+        first_seen_s=s.t_s - late[0].waited_s,
+        message=_message(late, doing, call, implicit_text(s.ranks[late[0].victims[0]], call), victims, left_open),
         cost=f"{len(victims)} of {s.world_size} ranks make no progress",
         advice=advice,
     )
@@ -286,16 +345,16 @@ def _line(site: Site | None, source: Source) -> str:
 
 
 def _message(
-    r: RankState,
+    late: list[_Late],
     doing: str,
     call: Call,
     implicit: str,
     victims: list[int],
-    waited_s: float,
     left_open: tuple[Call, tuple[int, ...]] | None,
 ) -> str:
+    ranks, r, waited_s = [x.state.rank for x in late], late[0].state, late[0].waited_s
     size = f", {size_text(call.bytes)}" if call.bytes else ""
-    does = f"it {_DOES.get(doing, 'is busy')}{at(r.place)}"
+    does = f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.place)}"
     worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
     if worker is not None:
         does += f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"
@@ -305,15 +364,17 @@ def _message(
             f" while it has {op_text(open_call)}{at(open_call.site)} in flight, which {rank_list(missing)} "
             f"{verb(missing, 'has', 'have')} not entered"
         )
+    if r.handling:
+        does += f", while it handles {exception_text.handled(r)}"
     usual = f" (its longest so far: {rough_duration(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
     waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
-    return f"{_missing_text(r.rank, call, victims[0])}{size}{implicit}; {does}; {waited}"
+    return f"{_missing_text(ranks, call, late[0].victims[0])}{size}{implicit}; {does}; {waited}"
 
 
-def _missing_text(rank: int, call: Call, victim: int) -> str:
-    """Return what a victim that is in `call` waits for: the call of this rank, or the other end of a message."""
+def _missing_text(ranks: list[int], call: Call, victim: int) -> str:
+    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end of a message."""
     if not call.p2p:
-        return f"rank {rank} has not entered {op_text(call)}"
-    if call.peer != rank:
-        return f"rank {rank} keeps rank {victim} waiting in {op_text(call)}"
-    return f"rank {rank} has not {'sent' if 'recv' in call.op else 'received'} what rank {victim} waits for in {op_text(call)}"
+        return f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op_text(call)}"
+    if ranks != [call.peer]:
+        return f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victim} waiting in {op_text(call)}"
+    return f"rank {call.peer} has not {'sent' if 'recv' in call.op else 'received'} what rank {victim} waits for in {op_text(call)}"

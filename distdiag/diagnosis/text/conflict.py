@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from distdiag.diagnosis.culprit import arguments, rhythm, skipped
+from distdiag.diagnosis.culprit import arguments, pending_exception, rhythm, skipped
 from distdiag.diagnosis.culprit.paths import SHOWN, decision_advice, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Site, Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
+from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, place_text
 from distdiag.diagnosis.waits import compatible
@@ -66,6 +67,8 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     culprits = verdict.culprits
     if verdict.reason is Reason.EXHAUSTED:
         return f"; {rank_list(culprits)} ran out of batches"
+    if (raised := _raised(snapshot, verdict)) is not None:
+        return exception_text.text(raised)
     if verdict.cause in ("dtype", "shape", "root") and (before := _before_text(snapshot, verdict)):
         return before
     if (found := _skipped(snapshot, verdict)) is not None:
@@ -79,6 +82,11 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     return (
         f"{first}; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it due to `{text}`{at(Site(file, line))}"
     )
+
+
+def _raised(snapshot: Snapshot, verdict: Verdict) -> RankState | None:
+    """Return the culprit that handles an exception which the others do not have."""
+    return pending_exception.of(snapshot.ranks, verdict.culprits, frozenset(verdict.wait.calls) - set(verdict.culprits))
 
 
 def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -106,6 +114,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
     both = _both(a.site, b.site)
     if verdict.reason is Reason.EXHAUSTED:
         return EXHAUSTED_ADVICE
+    if (raised := _raised(snapshot, verdict)) is not None:
+        return exception_text.advice(raised, verdict.culprits)
     if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
         return skipped.advice(found)
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None

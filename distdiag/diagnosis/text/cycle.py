@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit import arguments, paths
+from distdiag.diagnosis.culprit import arguments, paths, pending_exception
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import calls_of, collective_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
@@ -30,16 +31,27 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) 
             where = at(call.site if call else None)
             return (
                 f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and "
-                f"{parts[0]}{_peer_text(snapshot, verdict) or paths.parting_text(_parting(snapshot, verdict, source))}"
+                f"{parts[0]}{_peer_text(snapshot, verdict) or _way_text(snapshot, verdict, source)}"
             )
         others = sorted(incident.victims - set(culprits))
         return (
             f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
-            f"{verb(culprits, 'it', 'them')}, and {parts[0]}{paths.parting_text(_parting(snapshot, verdict, source))}"
+            f"{verb(culprits, 'it', 'them')}, and {parts[0]}{_way_text(snapshot, verdict, source)}"
         )
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
     return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
+
+
+def _raised(snapshot: Snapshot, verdict: Verdict) -> RankState | None:
+    """Return the culprit that handles an exception which the others do not have."""
+    return pending_exception.of(snapshot.ranks, verdict.culprits, verdict.incident.victims - set(verdict.culprits))
+
+
+def _way_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
+    """Return what led the culprit past the call: an exception that it handles, or conditions."""
+    raised = _raised(snapshot, verdict)
+    return exception_text.text(raised) if raised else paths.parting_text(_parting(snapshot, verdict, source))
 
 
 def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> list[Condition]:
@@ -87,6 +99,8 @@ def advice(
     """Return what to change."""
     match verdict.cause:
         case "missing_rank":
+            if (raised := _raised(snapshot, verdict)) is not None:
+                return exception_text.advice(raised, verdict.culprits)
             if len(decides := _parting(snapshot, verdict, source)) == 1:
                 return paths.decision_advice(decides[0], verdict.culprits)
             return _missing_advice(verdict, calls)

@@ -136,6 +136,8 @@ class RankView(Waits):
             in_join=bool(h.in_join),
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
+            handling=self.text(h.handling) or None,
+            handling_site=self.site(h.handling_site),
             memory=tuple(self.memory),
             device_memory=tuple(self.device_memory),
             rss_bytes=self.rss_bytes,

@@ -1,0 +1,37 @@
+"""Witness and explanation by exceptions: a rank is at its call because it handles an exception that the other ranks do not have.
+
+A barrier, a save or a report in `finally:` or `except:` is a collective that only the rank with the exception enters. Its
+traceback is not printed until that collective is over, which it never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from distdiag.diagnosis.endings import is_echo
+from distdiag.diagnosis.model.snapshot import RankState
+
+
+def of(states: Mapping[int, RankState], ranks: Collection[int], others: Collection[int]) -> RankState | None:
+    """Return the first of `ranks` that handles an exception of its own; None if one of `others` handles such an exception, too."""
+    found = [states[q] for q in sorted(ranks) if q in states and _own(states[q])]
+    theirs = {name(states[q]) for q in others if q in states and _own(states[q])}
+    return next((state for state in found if name(state) not in theirs), None)
+
+
+def side_with_exception(states: Mapping[int, RankState], sides: Collection[Collection[int]]) -> tuple[int, ...]:
+    """Return the side whose ranks all handle an exception of their own; no ranks if one of another side handles one, too."""
+    odd = [side for side in sides if any(q in states and _own(states[q]) for q in side)]
+    if len(odd) != 1 or not all(q in states and _own(states[q]) for q in odd[0]):
+        return ()
+    return tuple(sorted(odd[0]))
+
+
+def name(state: RankState) -> str:
+    """Return `KeyError` of a rank that handles "KeyError: 'device'"."""
+    return (state.handling or "").split(":", 1)[0]
+
+
+def _own(state: RankState) -> bool:
+    """True if it handles an exception that another rank's end has not caused."""
+    return bool(state.handling) and not is_echo(state.handling or "")
