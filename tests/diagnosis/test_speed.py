@@ -100,14 +100,40 @@ def test_a_rank_that_stalls_the_others_at_every_15th_step_is_reported_with_its_p
     cheap = only(stragglers(job(*(rank(q, local_rank=q, steps=every(15, 200.0, q)) for q in (0, 1)))))
     first_of_its_node = only(stragglers(job(*(rank(q, node=q, steps=every(15, 900.0, q)) for q in (0, 1)))))
     assert (cheap.severity, first_of_its_node.severity) == ("info", "info")
-    irregular = [
-        tuple(
-            a if x.step in (12, 15, 31, 52) else b
-            for x, a, b in zip(steps(), every(1, 400.0, q), steps(seed=q), strict=True)
+
+
+def irregular(at: dict[int, tuple[int, ...]], extra_ms: float) -> list[tuple[Step, ...]]:
+    """Steps of two ranks; `at`: in which steps each rank takes longer."""
+
+    def one(q: int) -> tuple[Step, ...]:
+        own, waits = (every(1, extra_ms, late) for late in (1, 0))
+        return tuple(
+            a if x.step in at.get(q, ()) else b if x.step in at.get(1 - q, ()) else x
+            for x, a, b in zip(steps(seed=q), own, waits, strict=True)
         )
-        for q in (0, 1)
-    ]
-    assert stragglers(job(*(rank(q, steps=irregular[q]) for q in (0, 1)))) == []
+
+    return [one(0), one(1)]
+
+
+@pytest.mark.parametrize(
+    ("at", "extra_ms", "cpu_pct", "culprits"),
+    [
+        ({1: (12, 15, 24, 31, 40, 52, 53)}, 300.0, 40.0, [(1,)]),  # garbage collection, a cache that is written out
+        ({1: (12, 15, 31, 52)}, 400.0, 40.0, []),  # too few to exclude chance
+        ({1: (12, 15, 24, 31, 40, 52)}, 60.0, 40.0, []),  # costs little
+        ({1: (12, 15, 24, 31, 40, 52), 0: (20,)}, 300.0, 40.0, []),  # both ranks have such steps
+        ({1: (12, 15, 24, 31, 40, 52, 53)}, 300.0, 100.0, []),  # no core is free
+    ],
+)
+def test_a_rank_that_is_slow_in_some_steps(
+    at: dict[int, tuple[int, ...]], extra_ms: float, cpu_pct: float, culprits: list[tuple[int, ...]]
+) -> None:
+    of_rank = irregular(at, extra_ms)
+    found = stragglers(job(*(rank(q, local_rank=q, steps=of_rank[q]) for q in (0, 1)), host_cpu_pct=cpu_pct))
+    assert [f.culprits for f in found] == culprits
+    for f in found:
+        assert (f.cause, f.severity) == ("host", "warning")
+        assert "ms in 7 of the last 50 steps" in f.message and "wait" in f.cost
 
 
 def test_a_rank_that_never_arrives_last_is_no_straggler() -> None:

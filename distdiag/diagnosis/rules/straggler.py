@@ -1,7 +1,8 @@
 """straggler: a rank is late in a sustained share of steps, and the others wait for it.
 
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step time if this rank were
-like the others. If the slowest rank keeps changing, the cause is `rotating` and no rank is blamed. In a loop without
+like the others. A rank that is slow in some steps only, and costs the others a fifth of the time, is one, too. If the slowest
+rank keeps changing, the cause is `rotating` and no rank is blamed. In a loop without
 optimizer steps, the straggler is the rank that enters its collectives last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
@@ -108,8 +109,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield slow_device
         return
     rotating = None if _has_stages(facts.snapshot) else _rotating(facts.snapshot, facts.window)
-    regular = periodic(facts.window)
-    yield rotating or (found if regular is None else _regular(facts.snapshot, facts.window, regular))
+    slow_steps = periodic(facts.window)
+    if slow_steps is not None and slow_steps.period is None:
+        # ranks that compete for cores have such steps by chance, stages by design
+        slow_steps = None if busy_host(facts.snapshot) or _has_stages(facts.snapshot) else slow_steps
+    yield rotating or (found if slow_steps is None else _now_and_then(facts.snapshot, facts.window, slow_steps))
 
 
 def _has_stages(s: Snapshot) -> bool:
@@ -118,8 +122,8 @@ def _has_stages(s: Snapshot) -> bool:
     return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
 
 
-def _regular(s: Snapshot, window: Window, found: Periodic) -> Finding:
-    """Return the finding of a rank that is slow in every n-th step; information, unless it costs much and is nobody's usual duty."""
+def _now_and_then(s: Snapshot, window: Window, found: Periodic) -> Finding:
+    """Return the finding of a rank that is slow in some steps; information, unless it costs much and is nobody's usual duty."""
     first, last = found.indices[0], found.indices[-1]
     steady = len(found.indices) >= limits.periodic_times and 2 * (last - first) >= len(window.columns)
     r = s.ranks[found.rank]

@@ -148,7 +148,7 @@ def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
 
 
 def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Severity) -> Finding:
-    """Return the finding of a rank that is slow in every n-th step."""
+    """Return the finding of a rank that is slow in every n-th step, or now and then."""
     r, n = s.ranks[found.rank], len(window.columns)
     rest = tuple(q for q in window.ranks if q != found.rank)
     steps = window.steps[found.rank]
@@ -158,6 +158,7 @@ def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Sev
         return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
 
     phase = max(PHASES, key=excess_ms)
+    when, steps_text = (f"every {found.period}th step, ", "") if found.period is not None else ("", " steps")
     stack = _stack_of(r, phase)
     return Finding(
         kind=kind.name,
@@ -169,7 +170,7 @@ def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Sev
         where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
         step=r.step,
         message=f"rank {found.rank}: {'its own code between steps' if phase == 'other' else phase} +{found.gain_ms:.0f} ms in "
-        f"every {found.period}th step, {len(found.indices)} of the last {n}{at(stack[0] if stack else None)}",
+        f"{when}{len(found.indices)} of the last {n}{steps_text}{at(stack[0] if stack else None)}",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {percent(found.cost)} of the time for it",
         advice=_advice(s, [found.rank], phase),
     )
