@@ -1,7 +1,7 @@
-"""For every test: a fresh mark in the environment, and a look for processes that outlived the test.
+"""For every test: a fresh mark in the environment, and a check for processes that outlived the test.
 
-With `-n 2`, files whose tests are marked `job` run one after the other on one worker, as each of them wants both cores, and
-all others beside them on the other, which takes its share of jobs when it has no more of those: they mostly wait.
+With `-n 2`, files whose tests are marked `job` run one after another on one worker, since each of them wants both cores. All others
+run on the second worker, which takes over job files at the end.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from xdist.workermanage import WorkerController
 
 from tests.jobs import REPOSITORY, TEST_MARK, kill_marked, marked
 
-# A runner in the background of a shell ignores Ctrl-C, and every process below it would, too; the tests of it must not.
+# A runner in the background of a shell ignores Ctrl-C, and its children inherit that; the tests of Ctrl-C must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Without kept bytecode, each of the hundreds of processes that tests start would compile our sources again.
+# Keep bytecode: otherwise each of the hundreds of processes that tests start would compile our sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# The recorder counts its failures and goes on; in our own tests it raises them. Before any import of the package.
+# The recorder counts its failures and continues; in our own tests it raises them. Set before the package is imported.
 os.environ["DISTDIAG_RAISE"] = "1"
 
-_GRACE_S = 5.0  # a monitor writes its last rows after the last rank is gone
+_GRACE_S = 5.0  # a monitor writes its last rows after the last rank has ended
 
 
 def _orphans(mark: str) -> dict[int, str]:
@@ -42,7 +42,7 @@ def _orphans(mark: str) -> dict[int, str]:
 
 
 class _JobsInARow(LoadScopeScheduling):
-    """Whole files to workers: every other one takes those with jobs first, the rest take them last."""
+    """Assigns whole files to workers: the job worker starts with job files, the others run them last."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.partition("::")[0]
@@ -66,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.fixture(autouse=True)
 def no_orphans() -> Iterator[None]:
-    """Fail a test that leaves a process behind, and end the process."""
+    """Fail a test that leaves a process behind, and kill the process."""
     before = os.environ.get(TEST_MARK)
     mark = os.environ[TEST_MARK] = uuid.uuid4().hex
     try:
@@ -86,14 +86,14 @@ def no_orphans() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code under test in this process must not see the run directory of the person's shell."""
+    """Hide the run directory of the user's shell from code under test in this process."""
     for name in [n for n in os.environ if n.startswith("DISTDIAG_") and n != "DISTDIAG_RAISE"]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def frozen_heap() -> Iterator[None]:
-    """For tests that fork: a child must not collect what this process made, some of which has threads here."""
+    """For tests that fork: a child must not garbage-collect this process's objects, some of which have threads here."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,11 +1,11 @@
-"""Real torchrun jobs for tests: started in a session of their own, always ended, with nothing left behind.
+"""Real torchrun jobs for tests: started in their own session, always ended, with nothing left behind.
 
     with launch(["-m", "distdiag.train", "--max-steps", "20"], nproc=2, cwd=tmp_path) as job:
         wait_for(lambda: "step 10" in job.stdout(), 60, "step 10", job)
         assert job.wait() == 0, job.tail()
 
-torchrun puts every rank in a session of its own, and so does the monitor; hence a job is found by a mark in the
-environment that all its descendants inherit, not by its process group.
+torchrun puts every rank in its own session, and so does the monitor; hence a job is found by a mark in the environment that all its
+descendants inherit, not by its process group.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tests.launchers import Launcher
 
 T = TypeVar("T")
 
-JOB_MARK = "TEST_JOB_MARK"  # one job, and all that it starts
-TEST_MARK = "TEST_MARK"  # all that one test starts; set by the autouse fixture of conftest.py
+JOB_MARK = "TEST_JOB_MARK"  # identifies one job and everything that it starts
+TEST_MARK = "TEST_MARK"  # identifies everything that one test starts; set by the autouse fixture of conftest.py
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
-# What a launcher above us, or the person's own shell, may have set and a job would obey.
+# Variables of an outer launcher or the user's shell that a job would obey.
 _INHERITED = (
     "DISTDIAG_",
     "TORCHELASTIC_",
@@ -57,26 +57,26 @@ _INHERITED_NAMES = {
 
 
 def shared(*parts: str) -> Path:
-    """A path in the data that lies beside the repository; skips the test where it is absent."""
+    """Return a path in the data next to the repository; skips the test if it is missing."""
     path = SHARED.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"no {'/'.join(parts)} beside the repository ({SHARED.name}/)")
     return path
 
 
-# The environment that a launcher gives the only rank of a job; a job with collectives needs a MASTER_PORT, too.
+# The environment that a launcher sets for the only rank of a job; a job with collectives also needs a MASTER_PORT.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
-    """Of RUN/run.db, as any reader outside the project would get them; none while it is being made or folded."""
+    """Return rows of RUN/run.db as any reader would get them; none while the file is being created or closed."""
     database = run_dir / "run.db"
     if not database.exists():
         return []
@@ -92,7 +92,7 @@ def rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
 def closed(run_dir: Path, deadline_s: float = 60.0) -> dict[str, str]:
     """Wait until the monitor has closed the run and ended; return the run's `meta`.
 
-    A test that only waits for the last rows kills the monitor while it folds its log into the database.
+    A test that only waits for the last rows would kill the monitor while it merges its log into the database.
     """
 
     def ended() -> dict[str, str] | None:
@@ -103,7 +103,7 @@ def closed(run_dir: Path, deadline_s: float = 60.0) -> dict[str, str]:
 
 
 def runs(pid: int) -> bool:
-    """True if a process runs; False for a zombie, which has ended."""
+    """True if a process runs; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
@@ -111,11 +111,11 @@ def runs(pid: int) -> bool:
 
 
 def clean_env(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a fresh shell with an empty home: one thread per process, no word of an outer launcher.
+    """Return the environment of a fresh shell with an empty home: one thread per process, no variable of an outer launcher.
 
     Args:
-        home: HOME of the process; created where absent.
-        extra: Set on top.
+        home: HOME of the process; created if missing.
+        extra: Added to it.
     """
     home.mkdir(parents=True, exist_ok=True)
     env = {k: v for k, v in os.environ.items() if k not in _INHERITED_NAMES and not k.startswith(_INHERITED)}
@@ -124,7 +124,7 @@ def clean_env(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Living processes (pid: command line) whose environment holds `mark`; zombies are not alive."""
+    """Return the living processes (pid: command line) whose environment has `mark`; zombies are not alive."""
     found: dict[int, str] = {}
     needle = mark.encode()
     for entry in Path("/proc").iterdir():
@@ -136,18 +136,18 @@ def marked(mark: str) -> dict[int, str]:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 found[int(entry.name)] = command
-        except OSError:  # gone meanwhile, or not ours to look at
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
 
 def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
-    """SIGKILL every process that holds `mark`, and again until none is left at two looks.
+    """SIGKILL every process that has `mark`, and repeat until two checks in a row find none.
 
-    One look is not enough: the environment of a process reads as empty while it replaces its program.
+    One check is not enough: the environment of a process reads as empty while it replaces its program.
 
     Raises:
-        TimeoutError: some would not die.
+        TimeoutError: some did not end.
     """
     end = time.monotonic() + deadline_s
     clear = 0
@@ -166,7 +166,7 @@ def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
 
 @dataclass
 class Job:
-    """A running torchrun job (or any other process started like one)."""
+    """A running torchrun job, or any other process started the same way."""
 
     process: subprocess.Popen[bytes] | Launcher
     mark: str
@@ -182,15 +182,15 @@ class Job:
         return (self.directory / "stderr").read_text(errors="replace")
 
     def tail(self, lines: int = 40) -> str:
-        """The end of both outputs, for the message of an assertion."""
+        """Return the end of both outputs, for the message of an assertion."""
         out, err = (t.splitlines()[-lines:] for t in (self.stdout(), self.stderr()))
         return "\n".join(["--- stdout", *out, "--- stderr", *err])
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Exit code of the launcher (negative: a signal).
+        """Return the exit code of the launcher (negative: a signal).
 
         Raises:
-            AssertionError: it did not end in time; the message holds the end of its outputs.
+            AssertionError: it did not end in time; the message has the end of its outputs.
         """
         left = self.ends_at - time.monotonic() if timeout_s is None else timeout_s
         try:
@@ -199,7 +199,7 @@ class Job:
             raise AssertionError(f"the job did not end\n{self.tail()}") from None
 
     def rank_pids(self) -> dict[int, int]:
-        """Process ids of the living ranks: the launcher's own children, by RANK."""
+        """Return the process ids of the living ranks: the launcher's own children, by RANK."""
         pids: dict[int, int] = {}
         for pid in marked(self.mark):
             try:
@@ -227,11 +227,11 @@ def start(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> Iterator[Job]:
-    """Any command as a `Job`: own session, stdin an open silent pipe, outputs in files, everything killed at the end.
+    """Run any command as a `Job`: own session, stdin an open silent pipe, outputs in files, everything killed at the end.
 
     Args:
         cwd: Working directory; a new temporary one if None.
-        env: Set on top of a clean environment (see `clean_env`).
+        env: Added to a clean environment (see `clean_env`).
         timeout: Seconds from the start after which `Job.wait` fails.
     """
 
@@ -262,16 +262,16 @@ def launch(
     torchrun_args: Sequence[str] = (),
     fork_ranks: bool = False,
 ) -> Iterator[Job]:
-    """`torchrun --standalone --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
+    """Run `torchrun --standalone --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
 
     Args:
-        args: What follows torchrun's own options: `["-m", "distdiag.train", …]` or `[script, …]`.
+        args: Arguments after torchrun's own options: `["-m", "distdiag.train", …]` or `[script, …]`.
         nproc: Ranks.
         cwd: Working directory; a new temporary one if None, so that `./reports` of the job is not the repository's.
-        env: Set on top of a clean environment, for example `{"DISTDIAG_RUN_DIR": …}`.
+        env: Added to a clean environment, for example `{"DISTDIAG_RUN_DIR": …}`.
         timeout: Seconds from the start after which `Job.wait` fails.
         torchrun_args: Further options of torchrun.
-        fork_ranks: Fork the ranks as well, without torchrun: for jobs whose start and end are not what is asserted.
+        fork_ranks: Fork the ranks as well, without torchrun: for jobs whose start and end are not asserted.
     """
     program = [str(a) for a in args]
     arguments = program if fork_ranks else ["--standalone", "--nproc-per-node", str(nproc), *torchrun_args, *program]
@@ -292,7 +292,7 @@ def _job(
     env: Mapping[str, str] | None,
     timeout: float,
 ) -> Iterator[Job]:
-    """Start a job by `begin(directory, environment, stdout, stderr)`; at the end kill all that it has started."""
+    """Start a job by `begin(directory, environment, stdout, stderr)`; at the end kill everything that it started."""
     with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as made:
         directory = Path(made)
         mark = uuid.uuid4().hex
@@ -307,7 +307,7 @@ def _job(
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                process.send_signal(signal.SIGKILL)  # a launcher that has no session yet
+                process.send_signal(signal.SIGKILL)  # a launcher without its own session yet
             process.wait()
             if isinstance(process, subprocess.Popen) and process.stdin:
                 process.stdin.close()
@@ -321,7 +321,7 @@ def distdiag(
     timeout: float = 60.0,
     home: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `distdiag ARGS…` to its end in a clean environment; outputs as text."""
+    """Run `distdiag ARGS…` to its end in a clean environment; return its outputs as text."""
     with tempfile.TemporaryDirectory(prefix="distdiag-", ignore_cleanup_errors=True) as made:
         return subprocess.run(
             [sys.executable, "-m", "distdiag", *(str(a) for a in args)],
@@ -337,10 +337,10 @@ def distdiag(
 def wait_for(
     condition: Callable[[], T | None], deadline_s: float, what: str = "condition", job: Job | None = None
 ) -> T:
-    """The first true value of `condition()`, asked 20 times a second.
+    """Return the first true value of `condition()`, evaluated 20 times a second.
 
     Raises:
-        AssertionError: not within `deadline_s` seconds, or (with `job`) the job ended and it still was not true.
+        AssertionError: not true within `deadline_s` seconds, or (with `job`) not true after the job's end.
     """
     end = time.monotonic() + deadline_s
     while True:

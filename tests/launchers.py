@@ -1,11 +1,11 @@
 """Launchers of test jobs: one process imports torchrun and forks a launcher for each job.
 
-Importing torchrun takes 3 s of CPU, a quarter of what a small job of two ranks takes in all. A forked launcher runs torchrun's own
-`main` and is, for its ranks, the same: their parent, the leader of a session, with the job's environment, directory, outputs and
-exit status. It starts its ranks as always, each with its own import of torch. Tests of the launch itself start torchrun as a command.
+Importing torchrun takes 3 s of CPU, a quarter of the total of a small job of two ranks. A forked launcher runs torchrun's own `main`
+and is the same for its ranks: their parent, the leader of a session, with the job's environment, directory, outputs and exit
+status. It starts its ranks as always, each with its own import of torch. Tests of the launch itself start torchrun as a command.
 
-The ranks can be forked as well: 4 s of CPU less for each. They have torch before the recorder is installed, as with `attach()`, and
-nobody watches them as torchrun would: for jobs of which only the numbers or the recorded steps are asserted.
+The ranks can be forked as well, which saves 4 s of CPU each. They have torch before the recorder is installed, as with `attach()`,
+and nothing watches them as torchrun would: for jobs of which only the numbers or the recorded steps are asserted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Server:
-    """The process that forks launchers. It is no child of this process, and ends when this process has closed its socket."""
+    """The process that forks launchers. It is not a child of this process, and ends when this process has closed its socket."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -49,7 +49,7 @@ class Server:
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             answer = self._answers.readline()
-        except BaseException:  # a test that was interrupted here has left an answer which is not the next one's
+        except BaseException:  # an interrupted test has left an answer that does not belong to the next request
             self.close()
             raise
         if not answer:
@@ -66,16 +66,16 @@ class Server:
         return self._socket.fileno() < 0
 
 
-_server: list[Server] = []  # of this process; the newest last
+_server: list[Server] = []  # servers of this process, the newest last
 
 
 class Launcher:
-    """A forked launcher, with what tests use of `subprocess.Popen`.
+    """A forked launcher, with the methods of `subprocess.Popen` that tests use.
 
     Args:
-        arguments: Those of torchrun; with `forked_ranks`, the program and its arguments.
-        stdout, stderr: Files that exist.
-        forked_ranks: If not 0, no torchrun: so many ranks are forked and run the program, in the session of the launcher.
+        arguments: Arguments of torchrun; with `forked_ranks`, the program and its arguments.
+        stdout, stderr: Existing files.
+        forked_ranks: If not 0: this many ranks are forked instead of torchrun and run the program, in the session of the launcher.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Launcher:
         if self.returncode is None and not self._server.closed:
             self.returncode = self._server.ask(pid=self.pid)
         elif self.returncode is None and not Path(f"/proc/{self.pid}").exists():
-            self.returncode = -signal.SIGKILL  # its exit status went with the server
+            self.returncode = -signal.SIGKILL  # its exit status was lost with the server
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -124,8 +124,8 @@ class Launcher:
 
 
 def _serve(requests: socket.socket) -> dict[str, Any] | None:
-    """Answer requests until there are no more; return None then, and in each forked launcher its request."""
-    inputs: dict[int, int] = {}  # what a launcher never reads from: stdin stays open and silent while it lives
+    """Answer requests until there are no more; return None then, and in each forked launcher return its request."""
+    inputs: dict[int, int] = {}  # pipe of each launcher: its stdin stays open and silent while it lives
     lines = requests.makefile("r")
     while line := lines.readline():
         request = json.loads(line)
@@ -151,7 +151,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Be the launcher of `request` up to the call of torchrun: session, directory, environment, outputs, arguments."""
+    """Become the launcher of `request` up to the call of torchrun: session, directory, environment, outputs, arguments."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -164,7 +164,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _fork_ranks(number: int) -> int | None:
-    """Fork the ranks of a job on this host; return None in each rank, and here the exit code once all have ended."""
+    """Fork the ranks of a job on this host; return None in each rank, and in the parent the exit code once all have ended."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     sizes = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
@@ -209,8 +209,8 @@ if __name__ == "__main__":
 
     from distdiag import torchrun_compat
 
-    importlib.import_module("torch._dynamo")  # 2 s more, which DDP and the optimizers need in forked ranks
-    gc.freeze()  # a launcher's collections would copy what it shares with this process
+    importlib.import_module("torch._dynamo")  # 2 s more, needed by DDP and the optimizers in forked ranks
+    gc.freeze()  # a garbage collection in a launcher would copy memory that it shares with this process
     wanted = _serve(connection)
     connection.close()
     if wanted is not None:

@@ -1,4 +1,4 @@
-"""The launcher of the other tests keeps its own promises."""
+"""The test launcher keeps its promises."""
 
 from __future__ import annotations
 

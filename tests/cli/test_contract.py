@@ -1,4 +1,4 @@
-"""What a script may rely on: commands, options, exit codes, the public names of the package.
+"""The public contract: commands, options, exit codes, and the package's public names.
 
 `UPDATE_GOLDEN=1 pytest tests/cli/test_contract.py` writes commands.txt again. New lines may be
 added freely; a removed line breaks somebody's script.
@@ -24,7 +24,7 @@ FROZEN = Path(__file__).with_name("commands.txt")
 
 
 def lines(name: str, command: click.Command) -> Iterator[str]:
-    """The command and its parameters, one a line, sorted."""
+    """Return the command and its parameters, one per line, sorted."""
     if isinstance(command, click.Group) and name != "distdiag":
         for sub in command.list_commands(click.Context(command)):
             yield from lines(f"{name} {sub}", command.commands[sub])

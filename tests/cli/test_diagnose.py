@@ -1,4 +1,4 @@
-"""`distdiag diagnose`: verdict first, JSON, exit codes; of dumps and of runs."""
+"""`distdiag diagnose` on dumps and runs: verdict first, JSON, exit codes."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_directory_above_runs_names_the_newest_and_its_dumps_are_not_judged(
         f"distdiag: error: {where} holds 2 distdiag runs, the newest: {newest}",
         f"hint: distdiag diagnose {newest}",
     ]
-    # dumps that are not a run's are judged, and so are those of a run if they are named
+    # dumps outside a run are judged; those of a run only if they are named
     hung(tmp_path / target / "dumps" / "host0")
     assert main(["diagnose", target]) == ExitCode.FAILED
     assert "rank 2 has not entered" in capsys.readouterr().out

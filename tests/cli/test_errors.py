@@ -77,7 +77,7 @@ def test_a_missing_extra_is_named_with_its_install_command(
     extra: str,
 ) -> None:
     make_run(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, module, None)  # simulates a missing package
     assert main([*args, str(tmp_path / "run")]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -167,7 +167,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
 
 
 def test_interrupted_by_the_keyboard(tmp_path: Path) -> None:
-    # the name of this host is looked up by the doctor; Ctrl-C arrives while it waits for an answer
+    # the doctor resolves the host name; Ctrl-C arrives while it waits for the answer
     code = (
         "import os, signal, socket, distdiag.cli\n"
         "socket.getaddrinfo = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or []\n"

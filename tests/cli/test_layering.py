@@ -1,4 +1,4 @@
-"""What each entry point really imports: measured in a fresh process by looking at `sys.modules` when it has ended.
+"""What each entry point imports, measured in a fresh process by reading `sys.modules` at its end.
 
 Times depend on the machine, imports do not: torch costs 1.6 s of CPU, pandas 0.4, textual 0.25, numpy 0.1.
 """
@@ -18,7 +18,7 @@ from tests.report.runs import DEADLOCK, make_run
 HEAVY = frozenset(
     {"torch", "numpy", "pandas", "textual", "rich", "matplotlib", "jinja2", "prometheus_client", "pooch", "pynvml"}
 )
-# What a module of ours drags in decides, so ours are looked at by package.
+# Our own modules are listed by package, others by top-level package.
 OURS = frozenset(
     f"distdiag.{p}" for p in ("recorder", "monitor", "store", "diagnosis", "probekit", "page", "report", "tui", "train")
 )
@@ -32,7 +32,7 @@ atexit.register(tell)
 
 
 def imported(code: str, tmp_path: Path, expect: int | None = 0) -> set[str]:
-    """Top-level packages, and packages of ours, that are loaded when `code` has run in a process of its own."""
+    """Return the top-level packages, and our own packages, that are loaded after `code` has run in its own process."""
     listing = tmp_path / "modules"
     ended = subprocess.run(
         [sys.executable, "-c", _PROLOGUE + code],

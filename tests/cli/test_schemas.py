@@ -1,4 +1,4 @@
-"""What `--json` prints is what docs/schemas says; `make wheel-check` does the same for commands that need a live job."""
+"""`--json` output is valid against docs/schemas; `make wheel-check` checks commands that need a live job."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_the_output_of_a_command_is_valid(
     said = json.loads(capfdbinary.readouterr().out)
     assert next(iter(said)) == "schema"
     jsonschema.validate(said, schema(name))
-    assert "checks" not in said.get("details", {})  # of the monitor, for `diagnose --why`
+    assert "checks" not in said.get("details", {})  # only for `diagnose --why`
     del said["error" if "error" in said else next(k for k in said if k != "schema")]
-    with pytest.raises(jsonschema.ValidationError):  # a key that goes is noticed
+    with pytest.raises(jsonschema.ValidationError):  # a removed key is noticed
         jsonschema.validate(said, schema(name))
 
 

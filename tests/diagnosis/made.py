@@ -1,4 +1,4 @@
-"""Snapshots made by hand, for tests of the rules."""
+"""Makes snapshots by hand, for tests of the rules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def only(found: list[Finding]) -> Finding:
 
 
 def findings(snapshot: Snapshot, *rules: Rule, **known: Any) -> list[Finding]:
-    """Return what some rules find in one snapshot. `known`: what `Facts` has of earlier polls."""
+    """Return what some rules find in one snapshot. `known`: fields of `Facts` from earlier polls."""
     facts = Facts(snapshot, **known)
     for rule in rules:
         facts.found += [x for x in rule.evaluate(facts) if isinstance(x, Finding)]

@@ -1,7 +1,7 @@
-"""A model of distributed programs, for tests: rendezvous semantics, run step by step, knowing nothing of the diagnosis.
+"""A model of distributed programs for tests: rendezvous semantics, executed step by step, independent of the diagnosis.
 
-A collective completes for all at the moment when all members have issued it with fitting arguments; a message when both
-ends are issued. A rank that is stopped takes part in nothing from then on.
+A collective completes for all members at the moment when all have issued it with compatible arguments; a message, when both ends
+are issued. A stopped rank takes part in nothing from then on.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Site
 
 
 class Tape:
-    """Choices drawn from a list of numbers; zeros when it is used up."""
+    """Choices drawn from a list of numbers; zeros after its end."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
         self.at = 0
 
     def pick(self, n: int) -> int:
-        """A number in [0, n)."""
+        """Return a number in [0, n)."""
         self.at += 1
         return self.numbers[self.at - 1] % n if self.at <= len(self.numbers) and n > 1 else 0
 
 
 @dataclass(frozen=True)
 class Op:
-    """One statement of a rank: a collective, send, recv, wait for an earlier one, work (`None` peer of recv: any)."""
+    """One statement of a rank: a collective, send, recv, wait for an earlier one, or work. `peer` None of a recv: any source."""
 
     kind: str
     group: str = ""
@@ -36,7 +36,7 @@ class Op:
     peer: int | None = None
     tag: int = 0
     asynchronous: bool = False
-    name: int = 0  # of an asynchronous operation; what a wait waits for
+    name: int = 0  # identifies an asynchronous operation for its wait
     line: int = 1
 
 
@@ -49,13 +49,13 @@ class Issued:
 
     rank: int
     op: Op
-    number: int  # of the collective in its group, or of the message to this peer (both from 1)
+    number: int  # number of the collective in its group, or of the message to this peer (both from 1)
     done: bool = False
 
 
 @dataclass
 class Job:
-    """All ranks' programs and where they are."""
+    """All ranks' programs and their positions."""
 
     programs: list[list[Op]]
     groups: dict[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ class Job:
                 if not i.done and self.life[q] != Life.STOPPED and fits(mine, i)
             ]
             first: dict[int, Issued] = {}
-            for i in others:  # messages of one pair match in order: only the oldest of each rank is at hand
+            for i in others:  # messages of one pair match in order: only the oldest of each rank can match
                 first.setdefault(i.rank, i)
             if first:
                 chosen = list(first.values())[tape.pick(len(first))]
@@ -138,7 +138,7 @@ class Job:
             self._finish(*met)
 
     def meeting(self, mine: Issued) -> list[Issued] | None:
-        """The same collective of all members; None while one is missing or stopped."""
+        """Return the same collective of all members; None while one is missing or stopped."""
         met = []
         for q in self.groups[mine.op.group]:
             theirs = self.arrived(q, mine)
@@ -155,7 +155,7 @@ class Job:
 
 
 def fits(a: Issued, b: Issued) -> bool:
-    """Two ends of one message?"""
+    """True if these are the two ends of one message."""
     if {a.op.kind, b.op.kind} != {"send", "recv"} or (a.op.tag, a.op.group) != (b.op.tag, b.op.group):
         return False
     send, recv = (a, b) if a.op.kind == "send" else (b, a)
@@ -163,7 +163,7 @@ def fits(a: Issued, b: Issued) -> bool:
 
 
 def fitting(met: list[Issued]) -> bool:
-    """Can these calls complete together? A barrier has neither size nor type."""
+    """True if these calls can complete together. A barrier has neither size nor dtype."""
     first = met[0].op
     for i in met[1:]:
         op = i.op
@@ -187,7 +187,7 @@ def run(job: Job, tape: Tape, steps: int | None = None) -> None:
 
 
 def stuck_for_ever(job: Job) -> set[int]:
-    """Ranks that stay where they are whatever the unblocked ranks' programs say next, by trying the best of all cases."""
+    """Return the ranks that stay blocked whatever the unblocked ranks execute next, by trying the best case."""
     n = len(job.programs)
     wild = {r for r in range(n) if job.life[r] == Life.RUNNING and job.waiting[r] is None}
     while True:
@@ -212,7 +212,7 @@ def _hopeful(job: Job, r: int, wild: set[int]) -> bool:
 
 
 def waits_for(job: Job, r: int) -> set[int]:
-    """Whom rank `r` waits for now, by the model."""
+    """Return the ranks that rank `r` waits for now, according to the model."""
     mine = job.waiting[r]
     if mine is None or job.life[r] != Life.RUNNING:
         return set()
@@ -227,7 +227,7 @@ def waits_for(job: Job, r: int) -> set[int]:
 
 
 def snapshot(job: Job, stable_since_s: float | None = 0.0) -> Snapshot:
-    """What the recorder would have seen."""
+    """Return the snapshot that the recorder would have taken."""
     ranks = {}
     for r, mine in enumerate(job.issued):
         enqueued: dict[str, int] = {}
@@ -288,7 +288,7 @@ def _call(i: Issued) -> Call:
 
 
 def program(tape: Tape) -> Job:
-    """A job of 2–6 ranks: a correct program, then up to four faults."""
+    """Return a job of 2 to 6 ranks: a correct program with up to four faults."""
     n = 2 + tape.pick(5)
     groups = {"world": tuple(range(n))}
     for g in range(tape.pick(3)):

@@ -1,4 +1,4 @@
-"""Flight-recorder dumps for tests: a job is played, each rank's recorder notes what it issues, in any format and version."""
+"""Makes flight-recorder dumps for tests: a job is simulated, each rank's recorder records its calls, in any format and version."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Recorder:
 
 
 class Job:
-    """A job being recorded.
+    """A simulated job with its recorders.
 
     Args:
-        groups: name -> (description, members); "0" is everybody.
+        groups: name -> (description, members); "0" has all ranks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Job:
         dtype: str = "Float",
         line: int = 88,
     ) -> None:
-        """Members `ranks` (default all) issue the next collective; complete on `done` (default: on all if all came)."""
+        """Let `ranks` (default all members) issue the next collective; complete on `done` (default: on all if all issued it)."""
         members = self.groups[group][1]
         here = members if ranks is None else ranks
         if done is None:
@@ -115,7 +115,7 @@ class Job:
         )
 
     def message(self, source: int, target: int, group: str = "0", sent: bool = True, received: bool = True) -> None:
-        """A send and the recv it meets; complete if both ends were issued."""
+        """Add a send and its recv; complete if both ends were issued."""
         members = self.groups[group][1]
         a, b = members.index(source), members.index(target)
         if sent:
@@ -125,7 +125,7 @@ class Job:
         self.now_ns += 10_000_000
 
     def dump(self, rank: int, keep: int | None = None, active: bool = False) -> dict[str, Any]:
-        """What torch 2.9 writes for one rank: the newest `keep` entries, or only those in flight."""
+        """Return what torch 2.9 writes for one rank: the newest `keep` entries, or only those in flight."""
         ring = self.ranks[rank]
         entries = [e for e in ring.entries if not active or e["state"] != "completed"]
         entries = entries if keep is None else entries[-keep:]
@@ -153,7 +153,7 @@ class Job:
 
 
 def as_json(dump: dict[str, Any]) -> bytes:
-    """The JSON form: no frames, numbers of pg_status as text, 0 for times not known."""
+    """Return the JSON form: no frames, numbers of pg_status as text, 0 for unknown times."""
     entries = []
     for old in dump["entries"]:
         e = {k: v for k, v in old.items() if k != "frames"}
@@ -169,7 +169,7 @@ def as_pickle(dump: Any) -> bytes:
 
 
 def version_1(dump: dict[str, Any]) -> list[dict[str, Any]]:
-    """torch 2.1 and 2.2: a bare list, one counter, the group's number only."""
+    """Return the form of torch 2.1 and 2.2: a bare list, one counter, only the group's number."""
     gone = {
         "process_group",
         "collective_seq_id",
@@ -186,13 +186,13 @@ def version_1(dump: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def version_2_0(dump: dict[str, Any]) -> dict[str, Any]:
-    """Neither pg_config nor pg_status, and no is_p2p."""
+    """Return the form without pg_config, pg_status and is_p2p."""
     entries = [{k: v for k, v in e.items() if k not in ("is_p2p", "timeout_ms", "op_id")} for e in dump["entries"]]
     return {"version": "2.0", "entries": entries}
 
 
 def write(folder: Path, job: Job, name: str = "_dump_{}", form: str = "pickle", **more: Any) -> None:
-    """All ranks' dumps as files; `form` is pickle, json, or either with .gz."""
+    """Write all ranks' dumps as files; `form` is pickle, json, or either with .gz."""
     folder.mkdir(parents=True, exist_ok=True)
     for r in range(job.world):
         dump = job.dump(r, **more)

@@ -1,4 +1,4 @@
-"""Rules on what the ranks train on: numbers, sizes and contents of batches."""
+"""Rules on the ranks' data: numbers, sizes and contents of batches."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_sampler_that_stays_at_epoch_0_is_reported_although_values_are_augment
 
 
 def without_group(difference: float, *ops: str) -> list[Finding]:
-    """Ranks with the same loader and no DDP; rank 1 has checksums that differ."""
+    """Return the findings of ranks with the same loader and no DDP; rank 1's checksums differ."""
     ranks = [
         rank(
             q,
@@ -148,7 +148,7 @@ def test_ranks_without_a_process_group_that_do_the_same_work_are_reported() -> N
 
 
 def of_size(*sizes: int, n: int = 40) -> tuple[Step, ...]:
-    """Steps with these local batch sizes, over and over."""
+    """Return steps with these local batch sizes, repeated."""
     return tuple(
         msgspec.structs.replace(x, batch=sizes[k % len(sizes)], samples=sizes[k % len(sizes)])
         for k, x in enumerate(steps(n=n))
@@ -164,19 +164,19 @@ def test_the_rank_with_another_batch_size_is_named() -> None:
     f = only(of_sizes(of_size(8), of_size(8), of_size(2)))
     assert (f.cause, f.severity, f.certainty) == ("size", "warning", "proved")
     assert (f.culprits, f.victims) == ((2,), (0, 1))
-    assert (f.where[0].rank, f.where[0].line) == (2, 2)  # where its batches come from
+    assert (f.where[0].rank, f.where[0].line) == (2, 2)  # the site of its loader
     assert "4.0x" in f.cost
 
 
 def test_a_rank_that_shadows_collectives_has_no_wrong_batch_size() -> None:
-    """Its steps have a loss of zero: a batch of one, and no sleep or work, so that the others need not wait for it."""
+    """Its steps have a loss of zero (a batch of one), and take no time, so that the others need not wait for it."""
 
     def shadow(zeros: int) -> tuple[Step, ...]:
         xs = of_size(1)
         return tuple(msgspec.structs.replace(x, loss=0.0 if k >= len(xs) - zeros else 1.0) for k, x in enumerate(xs))
 
     assert of_sizes(of_size(8), shadow(60)) == []
-    assert [f.cause for f in of_sizes(of_size(8), shadow(1))] == ["size"]  # a loss may be zero now and then
+    assert [f.cause for f in of_sizes(of_size(8), shadow(1))] == ["size"]  # a loss may occasionally be zero
     late = rank(1, steps=steps(80.0, "other", seed=1))
     idle = [msgspec.structs.replace(x, loss=0.0) for x in steps(wait_ms=80.0)]
     assert of_kind(findings(job(rank(0, steps=tuple(idle)), late), straggler), "straggler") == []
@@ -190,9 +190,9 @@ def test_two_ranks_with_different_batch_sizes_blame_nobody() -> None:
 
 def test_equal_varying_or_unknown_batch_sizes_are_no_finding() -> None:
     assert of_sizes(of_size(8), of_size(8)) == []
-    assert of_sizes(of_size(8), of_size(*[8] * 19, 3)) == []  # the last batch of each epoch is a smaller one
-    assert of_sizes(of_size(8, 5), of_size(6, 3)) == []  # by a budget of tokens
-    assert of_sizes(of_size(8), of_size(4, n=20)) == []  # not yet a habit
+    assert of_sizes(of_size(8), of_size(*[8] * 19, 3)) == []  # the last batch of each epoch is smaller
+    assert of_sizes(of_size(8, 5), of_size(6, 3)) == []  # a token budget
+    assert of_sizes(of_size(8), of_size(4, n=20)) == []  # too few steps
     assert of_sizes(of_size(8), of_size(0)) == []  # not measured
     apart = msgspec.structs.replace(MODEL, synced_backwards=0)
     assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged

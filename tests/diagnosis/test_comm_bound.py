@@ -1,4 +1,4 @@
-"""comm_bound: what all ranks lose to communication that nothing hides, and what DDP's own times add to it."""
+"""comm_bound: what all ranks lose to communication that does not overlap, and what DDP's own timings add."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUCKETS = Buckets(bytes=100 * MIB, buckets=4, bucket_bytes=(25 * MIB,) * 4, dtyp
 def found(
     exposed_ms: tuple[float, float], on_device: bool = True, measured: int = 4, **of_bucket: Any
 ) -> list[Finding]:
-    """Findings of a job of two ranks with 100 ms a step, of which DDP timed some."""
+    """Return findings of a job of two ranks with steps of 100 ms, some of which DDP timed."""
     model = Model(buckets=msgspec.structs.replace(BUCKETS, **of_bucket))
     ranks = [
         rank(

@@ -1,4 +1,4 @@
-"""Which condition on the rank leads to a call: read from sources as people write them."""
+"""Finds the condition on the rank that leads to a call, in realistic sources."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FILE = "/job/train.py"
 
 
 def places(source: str) -> tuple[str, dict[str, int]]:
-    """The source, and the lines that end in `# A`, `# B`, …"""
+    """Return the source, and the lines that end in `# A`, `# B`, …"""
     text = textwrap.dedent(source).strip() + "\n"
     return text, {line[-1]: n for n, line in enumerate(text.splitlines(), 1) if "# " in line}
 
 
 def found(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> str | None:
-    """The condition's text; frames are (mark, function), innermost first."""
+    """Return the condition's text; frames are (mark, function), innermost first."""
     text, at = places(source)
     stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
     c = around(stacks[0], stacks[1], {FILE: text}.get)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in a cycle, on snapshots written by hand: one situation of a real job each."""
+"""Cycles of waiting ranks, on hand-written snapshots: one situation of a real job each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_rank_of_a_cycle_at_a_new_site_is_the_culprit() -> None:
 
 
 def test_the_rank_of_a_cycle_that_skipped_a_call_is_the_culprit() -> None:
-    """Pairs (0,1) and (2,3): rank 1 went on without the pair's call that 0, 2 and 3 have made 5 times."""
+    """Pairs (0,1) and (2,3): rank 1 continued without the pair's call that 0, 2 and 3 have made 5 times."""
     s = snapshot(
         rank(0, call(group="a", seq=5, site=EVAL), sites={key(EVAL): 5, key(TRAIN): 6}),
         rank(1, call(), sites={key(EVAL): 4, key(TRAIN): 7}),
@@ -69,7 +69,7 @@ def test_a_ring_of_receives_is_a_cycle() -> None:
     assert summary(f) == ("deadlock", "p2p_cycle", (), (0, 1, 2, 3))
     assert f.collective is not None and f.collective.seq is None
     tagged = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4, tag=r)) for r in range(4)))
-    assert "never match" not in only(tagged).advice  # each may well be sent with its tag: nobody has sent yet
+    assert "never match" not in only(tagged).advice  # the tags may still match: nobody has sent yet
 
 
 def test_tags_that_never_match_are_named() -> None:
@@ -90,7 +90,7 @@ def test_a_receive_against_a_barrier_is_a_cycle() -> None:
 
 @pytest.mark.parametrize(("others", "stuck"), [({}, True), ({"send:0:0:default_pg": 1}, False)])
 def test_a_receive_from_any_source_is_stuck_if_all_candidates_are(others: dict[str, int], stuck: bool) -> None:
-    """Stuck only if no one can send: rank 1 has ended; a message it had issued before is still there."""
+    """Stuck only if no one can send: rank 1 has ended, and a message that it issued before is still available."""
     s = snapshot(messaging(0, p2p("recv", None)), rank(1, life=Life.FINISHED, p2p_issued=others))
     assert bool(graph.build(s).stuck) is stuck
 

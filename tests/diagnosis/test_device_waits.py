@@ -31,7 +31,7 @@ def issued(op: str, seq: int | None, at_s: float, line: int, group: str = "defau
 
 
 def rank(q: int, *open_calls: Call, waits: bool = True, done: dict[str, int] | None = None) -> RankState:
-    """A rank whose device has these operations open, in the order of issue."""
+    """Return a rank whose device has these operations open, in the order of issue."""
     messages: dict[str, int] = {}
     for c in open_calls:
         if c.p2p:
@@ -81,7 +81,7 @@ def test_a_host_that_computes_is_no_deadlock() -> None:
 
 
 def test_a_host_that_waits_for_a_long_kernel_is_no_deadlock() -> None:
-    """Its device has no collective to wait for: it is busy with its own work."""
+    """Its device waits for no collective: it is busy with its own work."""
     late = replace(rank(1), host_wait="device", blocked=None)
     graph = build(job(rank(0, issued("all_reduce", 7, 90.0, 10)), late))
     assert not graph.stuck and graph.sinks == (1,)
@@ -97,7 +97,7 @@ def test_groups_in_opposite_order_although_both_hosts_have_issued_both() -> None
 
 
 def test_an_asynchronous_operation_blocks_nothing_before_its_wait() -> None:
-    """Each is on the stream of its own communicator: the order of issue is no order of the device."""
+    """Each is on its own communicator's stream: the order of issue is not the device's order."""
     s = job(
         rank(0, issued("all_reduce", 1, 90.0, 10, "a", left_s=None), issued("all_reduce", 1, 90.1, 11, "b")),
         rank(1, issued("all_reduce", 1, 90.0, 21, "b", left_s=None), issued("all_reduce", 1, 90.1, 22, "a")),
@@ -129,7 +129,7 @@ def test_sends_and_receives_in_one_batch_are_no_cycle() -> None:
 
 
 def test_late_counters_do_not_prove_a_wait() -> None:
-    """Rank 1 has seen the all_reduce complete, so it is complete on rank 0, whose watchdog has not noticed."""
+    """Rank 1 has seen the all_reduce complete, so it is complete on rank 0, too, whose watchdog has not noticed."""
     s = job(
         rank(0, issued("all_reduce", 7, 90.0, 10), issued("all_reduce", 1, 90.1, 11, "a")),
         rank(1, issued("all_reduce", 1, 90.1, 11, "a"), done={"default_pg": 7, "a": 0}),
@@ -167,7 +167,7 @@ def test_a_host_that_waits_at_the_line_of_its_call_is_not_mentioned_again() -> N
 
 
 def test_a_rank_missing_in_the_creation_of_a_communicator_is_named() -> None:
-    """The host is inside the call, and the flight recorder has nothing yet."""
+    """The host is inside the call, and the flight recorder has no entry yet."""
     first = issued("all_reduce", 1, 90.0, 10, "a", left_s=None)
     waiting = RankState(rank=0, blocked=first, calls=(first,), enqueued={"a": 1})
     other = issued("all_reduce", 1, 90.0, 20, "b", left_s=None)
@@ -212,7 +212,7 @@ def test_a_rank_whose_own_device_is_busy_is_a_stall_of_its_device() -> None:
 
 
 def test_completing_another_operation_does_not_complete_the_others_collective() -> None:
-    """The root of a reduce waits for all; one that only sends its part does not."""
+    """The root of a reduce waits for all ranks; a rank that only sends its part does not."""
     through = rank(1, issued("reduce", 8, 91.0, 16, root=0), done={"default_pg": 7})
     through = replace(through, calls=(issued("reduce", 7, 90.0, 14, root=0), *through.calls))
     s = job(rank(0, issued("all_reduce", 7, 90.0, 10)), through)

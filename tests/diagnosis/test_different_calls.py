@@ -1,4 +1,4 @@
-"""Ranks in one collective with different calls, on snapshots written by hand: one situation of a real job each."""
+"""Ranks with different calls in one collective, on hand-written snapshots: one situation of a real job each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank
 
 
 def test_a_barrier_on_one_rank_only_names_that_rank() -> None:
-    """Rank 0 is in the barrier of its checkpoint, the others in the next step: majority, and history, say rank 0."""
+    """Rank 0 is in the barrier of its checkpoint, the others in the next step: majority and history name rank 0."""
     s = snapshot(
         rank(0, call("barrier", 7, SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
         *(rank(r, call("broadcast", 7, root=0), sites={key(TRAIN): 7}) for r in (1, 2)),
@@ -24,7 +24,7 @@ def test_a_barrier_on_one_rank_only_names_that_rank() -> None:
 
 
 def test_of_two_ranks_the_one_at_a_new_site_is_the_culprit() -> None:
-    """GIVEN a tie, THEN the one at a site the other never had is the odd one."""
+    """In a tie the rank at a site that the other never visited is the culprit."""
     s = snapshot(
         rank(0, call("barrier", 7, SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
         rank(1, call("all_reduce", 7, TRAIN), sites={key(TRAIN): 7}),
@@ -33,7 +33,7 @@ def test_of_two_ranks_the_one_at_a_new_site_is_the_culprit() -> None:
 
 
 def test_an_extra_call_that_paired_with_another_earlier_is_found() -> None:
-    """Both stand where both have been; rank 1 has also been at a place that rank 0 never saw."""
+    """Both are at sites that both have visited; rank 1 has also been at a site that rank 0 never visited."""
     s = snapshot(
         rank(0, call("all_reduce", 9, TRAIN), sites={key(TRAIN): 5, key(SAVE): 4}),
         rank(1, call("barrier", 9, SAVE), sites={key(TRAIN): 4, key(SAVE): 4, key(EVAL): 1}),
@@ -54,7 +54,7 @@ def test_opposite_order_blames_nobody() -> None:
 
 @pytest.mark.parametrize(("sent", "culprits"), [((146, 143), (2,)), ((146, 146), (0,)), ((146, 40), (0,))])
 def test_the_sender_that_skipped_its_message_is_named(sent: tuple[int, int], culprits: tuple[int, ...]) -> None:
-    """Rank 0 collects from ranks 1 and 2, then all meet in a broadcast; rank 2 came there with fewer messages sent, or not."""
+    """Rank 0 collects from ranks 1 and 2, then all enter a broadcast; rank 2 arrives with fewer messages sent, or not."""
     recv = Call(op="recv", group="default_pg", peer=2, nth=sent[1] + 1, site=SEND)
     s = snapshot(
         rank(0, recv, enqueued={"default_pg": 75}, completed={"default_pg": 75},
@@ -70,13 +70,13 @@ BOTH = {key(SAVE): 3, key(TRAIN): 90}
 
 
 def at_the_end_of_an_epoch(r: int, *visits: int) -> RankState:
-    """Return a rank that is in the barrier of both ranks. Its visits there had these sequence numbers; the newest is this one."""
+    """Return a rank in the barrier of both ranks, with the sequence numbers of its visits there; the newest is this one."""
     seen = {"default_pg": {key(SAVE): visits}}
     return rank(r, call("barrier", visits[-1], SAVE), sites=BOTH, visits=seen)
 
 
 def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) -> RankState:
-    """Return a rank that is in a training step. `saved` are the sequence numbers of its visits to the barrier."""
+    """Return a rank in a training step. `saved` are the sequence numbers of its visits to the barrier."""
     seen = {"default_pg": {key(SAVE): saved, key(TRAIN): trained}}
     return rank(r, call("all_reduce", seq, TRAIN, shape=(7,)), sites=BOTH, visits=seen)
 
@@ -88,9 +88,9 @@ def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) ->
         ((61, 121, 181), (181, 61, 121), (0,), "followed after 60"),
         ((1, 61, 121, 160), (160, 1, 61, 121), (1,), "after 39"),
         ((11, 61, 121, 160), (160, 11, 61, 121), (), "order"),  # no rhythm
-        ((61, 121, 200), (200, 61, 121), (), "order"),  # later than usual tells nothing
+        ((61, 121, 200), (200, 61, 121), (), "order"),  # a longer interval is no evidence
         ((61, 121), (121, 61), (), "order"),  # one visit is no rhythm
-        ((61, 121, 160), (160, 61, 120), (), "order"),  # their pasts do not agree
+        ((61, 121, 160), (160, 61, 120), (), "order"),  # their earlier visits differ
     ],
 )
 def test_if_both_ranks_know_both_sites_the_rhythm_decides(
@@ -103,7 +103,7 @@ def test_if_both_ranks_know_both_sites_the_rhythm_decides(
 
 
 def test_the_rhythm_of_the_longer_interval_decides() -> None:
-    """Both came as they always do: but who runs through the end of an epoch is in the rhythm of its steps as well."""
+    """Both arrive as always, but a rank that runs past the end of an epoch also keeps the rhythm of its steps."""
     loop = in_the_loop(0, 181, 61, 121, trained=(177, 179, 181))
     end = rank(
         1,
@@ -155,7 +155,7 @@ def test_two_ranks_with_different_sizes_blame_nobody() -> None:
 
 
 def test_the_call_of_an_aborted_rank_is_compared_with_the_others() -> None:
-    """gloo: SIGABRT on one rank within 0.1 s, "connection reset" on the others; last words decide."""
+    """gloo: SIGABRT on one rank within 0.1 s, "connection reset" on the others; the recorded call decides."""
     last = (call(shape=(2048,)),)
     s = snapshot(
         rank(0, call()),
@@ -201,7 +201,7 @@ def test_the_majority_waits_for_ranks_that_have_not_arrived() -> None:
 
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gloo", {"op": "reduce_scatter_tensor"}, {"op": "all_reduce"}),  # gloo records one as the other
-    ("nccl", {"op": "barrier"}, {"op": "all_reduce", "shape": (1,)}),  # NCCL's barrier is one
+    ("nccl", {"op": "barrier"}, {"op": "all_reduce", "shape": (1,)}),  # NCCL's barrier is an all_reduce
     ("gloo", {"op": "all_gather_into_tensor"}, {"op": "_all_gather_base"}),
     ("gloo", {"op": "gloo:all_reduce"}, {"op": "all_reduce"}),
     ("gloo", {"op": "something_new"}, {"op": "all_reduce"}),
@@ -236,7 +236,7 @@ def experts(r: int, sent: int, received: int | None, **more: Any) -> RankState:
 
 
 def test_split_sizes_of_an_all_to_all_that_disagree_are_a_mismatch() -> None:
-    """A rank that drops tokens over its capacity expects fewer than the others send: with NCCL no rank gets an error."""
+    """A rank that drops tokens over its capacity receives fewer than the others send: with NCCL no rank gets an error."""
     ranks = experts(0, 48, 50 * 16), experts(1, 48, 46 * 16), experts(2, 48, 16 * 16)
     f = only(snapshot(*ranks))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", ())

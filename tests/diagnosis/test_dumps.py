@@ -1,4 +1,4 @@
-"""The verdict on dumps: recorded jobs of many shapes, and the real ones where they are at hand."""
+"""The verdict on dumps: simulated jobs of many shapes, and real ones if they are available."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_rank_that_has_not_entered_is_the_culprit(tmp_path: Path, backend: str
 
 
 def test_dumps_of_active_entries_only_are_judged(tmp_path: Path) -> None:
-    """Rank 2's dump has no entries at all: its counters tell where it stands."""
+    """Rank 2's dump has no entries at all: its counters show its position."""
     job = trained(Job(4, {"7": ("tp", (0, 1)), "9": ("tp", (2, 3))}))
     job.collective(group="9", ranks=(3,))
     job.collective(group="7")
@@ -82,7 +82,7 @@ def test_dumps_of_active_entries_only_are_judged(tmp_path: Path) -> None:
 
 
 def test_ranks_that_stopped_in_separate_groups_are_all_named(tmp_path: Path) -> None:
-    """Tensor-parallel groups of four in a job of 16; ranks 9 and 14 stop; pipelines carry it to the first stage."""
+    """Tensor-parallel groups of four in a job of 16; ranks 9 and 14 stop; pipelines propagate the wait to the first stage."""
     tp = {str(i + 1): ("tp", tuple(range(4 * i, 4 * i + 4))) for i in range(4)}
     job = Job(16, {**tp, **{str(20 + i): ("pp", (i, i + 8)) for i in range(8)}})
     for _ in range(10):
@@ -109,7 +109,7 @@ def test_the_end_of_a_chain_of_waits_is_the_culprit(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_device_stopped_is_named(tmp_path: Path) -> None:
-    """Rank 1 has issued what the others have completed, and does not complete it: its device, not its host."""
+    """Rank 1 has issued what the others have completed, and does not complete it: its device stopped, not its host."""
     job = trained(Job(4))
     job.collective(done=(0, 2, 3))
     job.collective(ranks=(0, 2, 3))
@@ -119,7 +119,7 @@ def test_a_rank_whose_device_stopped_is_named(tmp_path: Path) -> None:
 
 
 def test_two_ranks_that_stopped_at_different_collectives_are_both_named(tmp_path: Path) -> None:
-    """Rank 1 stopped first; rank 2 ran on less far than 0, 3, 4 and 5 did, with nothing of its own to wait for."""
+    """Rank 1 stopped first; rank 2 issued fewer calls than 0, 3, 4 and 5, with nothing of its own to wait for."""
     job = trained(Job(6))
     for ranks in ((0, 2, 3, 4, 5), (0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 3, 4, 5)):
         job.collective(ranks=ranks, done=False)
@@ -135,7 +135,7 @@ def test_a_rank_alone_in_a_collective_is_the_culprit(tmp_path: Path) -> None:
 
 
 def test_a_device_that_has_not_begun_the_operation_is_the_culprit(tmp_path: Path) -> None:
-    """All hosts ran on; starts are timed: the devices of 0, 1 and 3 are in it, that of 2 is not."""
+    """All hosts ran ahead; starts are timed: the devices of 0, 1 and 3 have begun the operation, that of 2 has not."""
     job = trained(Job(4))
     job.collective(done=False)
     for r in (0, 1, 3):
@@ -173,14 +173,14 @@ def test_a_receive_without_its_send_names_the_sender(tmp_path: Path) -> None:
 
 
 def test_messages_in_flight_are_not_a_hang(tmp_path: Path) -> None:
-    """Both ends are issued, neither complete."""
+    """Both ends are issued, neither is complete."""
     job = Job(2)
     job.issue(0, "send 0->1", "0", False)
     job.issue(1, "recv 1<-0", "0", False)
     assert quiet(diagnose(tmp_path, job))
 
 
-# -- ranks meet with different calls ------------------------------------------------------------------------------------
+# -- different calls in one collective ------------------------------------------------------------------------------------
 
 
 def test_different_operations_are_a_mismatch(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_all_ranks_in_one_collective_blame_nobody(tmp_path: Path) -> None:
 
 
 def test_dumps_taken_at_different_times_are_a_running_job(tmp_path: Path) -> None:
-    """Rank 0's dump is ten steps older: others completed collectives with it since."""
+    """Rank 0's dump is ten steps older: the others have since completed collectives with it."""
     job = trained(Job(4), 10)
     write(tmp_path / "dumps", job)
     early = (tmp_path / "dumps" / "_dump_0").read_bytes()
@@ -254,7 +254,7 @@ def test_dumps_taken_at_different_times_are_a_running_job(tmp_path: Path) -> Non
 
 
 def test_a_rank_one_call_behind_is_a_running_job(tmp_path: Path) -> None:
-    """Rank 3's dump is older than that of 0 and 1 by a step: the job ran, and rank 2 was merely the next to come."""
+    """Rank 3's dump is a step older than those of 0 and 1: the job ran, and rank 2 was just the next to arrive."""
     job = trained(Job(4), 10)
     write(tmp_path / "dumps", job)
     early = (tmp_path / "dumps" / "_dump_3").read_bytes()
@@ -266,12 +266,12 @@ def test_a_rank_one_call_behind_is_a_running_job(tmp_path: Path) -> None:
     assert quiet(report)
     for p in (tmp_path / "dumps").iterdir():
         t = job.now_ns + (0 if p.name == "_dump_3" else 600_000_000_000)
-        os.utime(p, ns=(t, t))  # the others' are of ten minutes later: by then it was no longer running
+        os.utime(p, ns=(t, t))  # the others were written ten minutes later: by then the job was no longer running
     assert only(diagnose_dumps(tmp_path / "dumps")).culprits == (2,)
 
 
 def test_rings_that_wrapped_at_different_entries_are_compared(tmp_path: Path) -> None:
-    """Rank 0 makes calls of its own in a group of one: its ring reaches back less far, and record ids differ."""
+    """Rank 0 also makes calls in a group of one: its ring reaches back less far, and record ids differ."""
     job = Job(3, {"5": ("self", (0,))})
     for _ in range(40):
         job.collective(group="5")
@@ -282,7 +282,7 @@ def test_rings_that_wrapped_at_different_entries_are_compared(tmp_path: Path) ->
 
 
 def test_a_job_with_recent_progress_is_a_running_job(tmp_path: Path) -> None:
-    """The file was written 50 ms after the last call, of a recording of seconds: a rank one call behind is no hang."""
+    """The file was written 50 ms after the last call, and the entries span seconds: a rank one call behind is no hang."""
     job = trained(Job(2), 200)
     job.collective(ranks=(0,))
     write(tmp_path / "dumps", job)
@@ -295,7 +295,7 @@ def test_a_job_with_recent_progress_is_a_running_job(tmp_path: Path) -> None:
     assert only(diagnose_dumps(tmp_path / "dumps")).culprits == (1,)
 
 
-# -- dumps that are not there -------------------------------------------------------------------------------------------
+# -- missing dumps -------------------------------------------------------------------------------------------
 
 
 def test_a_rank_without_a_dump_is_the_culprit_if_no_other_is(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_the_culprit_of_a_real_job_of_16_ranks_is_named(case: str) -> None:
 
 @pytest.mark.parametrize("case", REAL)
 def test_a_damaged_copy_of_a_real_job_still_names_the_culprit(case: str, tmp_path: Path) -> None:
-    """One dump missing, one truncated, one that would run a command: a verdict, the files named, nothing run."""
+    """One dump missing, one truncated, one that would run a command: there is a verdict, the files are named, nothing is run."""
     folder = tmp_path / case
     shutil.copytree(real(case), folder)
     mark = tmp_path / "executed"

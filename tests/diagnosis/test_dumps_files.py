@@ -1,4 +1,4 @@
-"""Reading dump files: names, formats, versions, and what is no dump."""
+"""Reading dump files: names, formats, versions, and files that are not dumps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.diagnosis.recordings import Job, as_json, as_pickle, frames, version_
 
 
 def hung(world: int = 4) -> Job:
-    """Rank 1 does not come to the last collective."""
+    """Write dumps in which rank 1 does not enter the last collective."""
     job = Job(world)
     for _ in range(5):
         job.collective()
@@ -106,7 +106,7 @@ def test_only_the_newest_attempt_is_judged(tmp_path: Path) -> None:
 
 
 def test_two_recorders_of_one_rank_are_merged(tmp_path: Path) -> None:
-    """gloo for CPU tensors beside NCCL, under one group name: each has its own numbers."""
+    """gloo for CPU tensors next to NCCL, under one group name: each has its own numbers."""
     gpu, cpu = hung(), Job(4, backend="gloo")
     for _ in range(3):
         cpu.collective("barrier")
@@ -137,7 +137,7 @@ def test_groups_of_version_1_2_are_read(tmp_path: Path) -> None:
 
 
 def test_counters_of_groups_without_entries_are_used(tmp_path: Path) -> None:
-    """`includeCollectives=False`: only how far each group has come."""
+    """`includeCollectives=False`: only each group's counters."""
     job = hung()
     for r in range(4):
         dump = json.loads(as_json(job.dump(r)))
@@ -159,7 +159,7 @@ def test_members_that_gloo_does_not_record_are_assumed(tmp_path: Path) -> None:
 
 
 def test_gloos_status_also_counts_messages(tmp_path: Path) -> None:
-    """A group of messages only leaves no entries there, and its members need not have sent equally many."""
+    """A group used for messages only has no entries, and its members may have sent different numbers of messages."""
     job = Job(3, {"1": ("undefined", (0, 1, 2))}, backend="gloo")
     job.collective()
     for r, messages in enumerate((12, 8, 4)):
@@ -228,7 +228,7 @@ def test_the_site_is_the_users_innermost_frame(stack: Any, line: int | None) -> 
     assert (site.line if site else None) == line
 
 
-# -- what is no dump -------------------------------------------------------------------------------------------------------
+# -- not a dump -------------------------------------------------------------------------------------------------------
 
 
 def opcodes(*parts: bytes) -> bytes:
@@ -296,7 +296,7 @@ def test_a_dump_cut_anywhere_is_cut_short(tmp_path: Path, form: str) -> None:
 
 
 def test_flipped_bytes_never_raise(tmp_path: Path) -> None:
-    """GIVEN a pickle with one byte changed, at many places, THEN it is read or refused, never a traceback."""
+    """A pickle with one byte changed, at many places, is read or refused, without a traceback."""
     whole = as_pickle(hung().dump(0))
     for at in range(0, len(whole), 97):
         (tmp_path / "_dump_0").write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])

@@ -29,7 +29,7 @@ def hung() -> Job:
 
 
 def shared(levels: int = 60) -> list[Any]:
-    """2^levels leaves in a few hundred bytes."""
+    """Return 2^levels leaves in a few hundred bytes."""
     out: list[Any] = []
     for _ in range(levels):
         out = [out, out]
@@ -37,7 +37,7 @@ def shared(levels: int = 60) -> list[Any]:
 
 
 def nested_key(depth: int = 400_000) -> bytes:
-    """{((((…))),): None}: the hash of the key overflows the C stack."""
+    """Return {((((…))),): None}: the hash of the key overflows the C stack."""
     return b"\x80\x02})" + b"\x85" * depth + b"Ns."
 
 
@@ -61,14 +61,14 @@ def group(**fields: Any) -> bytes:
 
 
 def nested_tuple(depth: int = 400_000) -> bytes:
-    """A dump whose groups' names are deeply nested tuples, which must not be hashed."""
+    """Return a dump with deeply nested tuples as group names, which must not be hashed."""
     marked = in_entries(process_group=("NAME", "x"))
     short, long = b"X\x04\x00\x00\x00NAME", b")" + b"\x85" * depth
     assert short in marked
     return marked.replace(short, long, 1)
 
 
-# file content, and whether it is a readable dump all the same
+# file content, and whether it is nevertheless a readable dump
 CASES: dict[str, tuple[Callable[[], bytes], bool]] = {
     "rank of 10^9": (lambda: with_field("rank", 10**9), False),
     "rank of 5,000 digits": (lambda: with_field("rank", 10**5000), False),
@@ -114,7 +114,7 @@ def test_a_hostile_file_costs_only_itself(tmp_path: Path, case: str) -> None:
 
 
 def test_files_that_crash_the_reader_are_listed_with_the_reason(tmp_path: Path) -> None:
-    """Three of them: after the second death every file is tried alone."""
+    """Three of them: after the second crash every file is tried alone."""
     write(tmp_path, hung())
     for name in ("a_dump_5", "_dump_3", "z_dump_9"):
         (tmp_path / name).write_bytes(nested_key())
@@ -127,7 +127,7 @@ def test_files_that_crash_the_reader_are_listed_with_the_reason(tmp_path: Path) 
 
 
 def test_a_file_that_exceeds_the_time_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real endless computation, in the child: the limit on CPU time ends it."""
+    """A real endless computation in the child: the CPU time limit ends it."""
     from distdiag.diagnosis.dumps import files, guard
 
     monkeypatch.setattr(guard, "CPU_S", 0.3)
@@ -152,7 +152,7 @@ def test_a_folder_with_only_hostile_files_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_command_escapes_text_that_is_not_utf8(tmp_path: Path) -> None:
-    """Surrogates from the job and bytes in a file's name: text and JSON are both written."""
+    """Surrogates in the job's text and bytes in a file name: both text and JSON are written."""
     folder = tmp_path / os.fsdecode(b"d\xff")
     folder.mkdir()
     (folder / "rank3").write_bytes(CASES["names in surrogates"][0]())

@@ -1,4 +1,4 @@
-"""Dumps of devices that have begun things in another order, of batches, of ranks a moment late, of groups half made."""
+"""Dumps with operations begun in different orders, with batches, with slightly late ranks, and with partly created groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SECOND_NS = 1_000_000_000
 
 
 def begin(job: Job, rank: int) -> None:
-    """The newest operation of a rank is on its device."""
+    """Mark the newest operation of a rank as begun on its device."""
     e = job.ranks[rank].entries[-1]
     e.update(state="started", time_discovered_started_ns=e["time_created_ns"] + 1000)
 
 
 def diagnose(folder: Path, job: Job, after_s: float = 600.0) -> Report:
-    """The verdict on dumps that were all written so long after the newest entry."""
+    """Return the verdict on dumps that were all written this long after the newest entry."""
     write(folder, job)
     newest = max(e["time_created_ns"] for ring in job.ranks for e in ring.entries)
     for p in folder.iterdir():
@@ -42,7 +42,7 @@ def test_devices_that_run_two_groups_in_opposite_order_are_a_cycle(tmp_path: Pat
 
 
 def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:
-    """Ranks 0 and 1 wait for rank 2, which waits for rank 3: nobody of them has begun what another has not, both ways."""
+    """Ranks 0 and 1 wait for rank 2, which waits for rank 3: none of them has begun what another has not, in both directions."""
     job = trained(Job(4, {"1": ("tp", (2, 3))}))
     job.collective(group="1", ranks=(2,))
     begin(job, 2)
@@ -53,14 +53,14 @@ def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:
 
 
 def batch(job: Job, rank: int, group: str, done: bool, *messages: str) -> None:
-    """`batch_isend_irecv`: its messages stay as they were issued, the entry that closes it has their state."""
+    """Issue a `batch_isend_irecv`: its messages keep the state at issue, the entry that closes it has their state."""
     ring = job.ranks[rank]
     number = ring.p2p.get(group, 0) + 1
     for op in (*messages, "coalesced"):
         job.issue(rank, op, group, done and op == "coalesced")
         ring.p2p[group] = number
         ring.entries[-1].update(is_p2p=True, p2p_seq_id=number)
-    ring.seq[group] -= 1  # `issue` took the last for a collective
+    ring.seq[group] -= 1  # `issue` counted the last one as a collective
     ring.entries[-1]["collective_seq_id"] = ring.seq[group]
 
 
@@ -104,14 +104,14 @@ def test_a_rank_that_often_pauses_this_long_is_not_stuck(tmp_path: Path) -> None
     job = Job(4)
     for _ in range(10):
         job.collective()
-        job.now_ns += 2 * SECOND_NS  # every step takes that long
+        job.now_ns += 2 * SECOND_NS  # every step takes this long
     job.collective(ranks=(0, 1, 3))
     assert quiet(diagnose(tmp_path / "young", job, after_s=1.0))
     assert only(diagnose(tmp_path / "old", job, after_s=10.0)).culprits == (2,)
 
 
 def test_a_member_that_never_created_the_group_is_named(tmp_path: Path) -> None:
-    """The others wait for it where no operation is recorded yet, and so are the ones that seem to be missing."""
+    """The others wait for it where no operation is recorded yet, and the ranks that seem to be missing do, too."""
     job = trained(Job(4))
     job.groups["1"] = ("eval", (1, 2, 3))
     job.collective(ranks=(0, 2))
@@ -141,7 +141,7 @@ def test_a_rank_with_a_dump_of_an_earlier_attempt_only_is_missing(tmp_path: Path
 
 
 def test_a_message_to_the_wrong_rank_is_named(tmp_path: Path) -> None:
-    """A ring in batches: all numbers agree but those of the message that went astray, and what follows is stuck behind it."""
+    """A ring in batches: all numbers agree except the misdirected message's, and what follows is stuck behind it."""
     job = Job(5)
     for i in range(16):
         for r in range(5):

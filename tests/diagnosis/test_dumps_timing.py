@@ -1,4 +1,4 @@
-"""What dumps tell by their times: a job that was running, a rank that came too late; and sizes, orders and batches that differ."""
+"""What the times in dumps show: a running job, a late rank; and differing sizes, orders and batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.diagnosis.recordings import Job, write
 from tests.diagnosis.test_dumps import only, quiet, said, trained
 from tests.diagnosis.test_dumps_more import SECOND_NS, begin, diagnose
 
-HOUR_S = 3600.0  # files that were copied later
+HOUR_S = 3600.0  # files are copied this much later
 
 
 def just_ended(job: Job, rank: int, at_ns: int) -> None:
-    """A rank's newest operation that is complete was found so by the dump itself, at `at_ns`."""
+    """Mark a rank's newest operation as found complete by the dump itself, at `at_ns`."""
     e = next(e for e in reversed(job.ranks[rank].entries) if e["state"] == "completed")
     e.update(retired=False, time_discovered_completed_ns=at_ns)
 
@@ -59,7 +59,7 @@ def test_a_shorter_last_batch_on_one_rank_is_a_mismatch(op: str, tmp_path: Path)
 
 
 def test_coalesced_parts_of_different_sizes_are_legal(tmp_path: Path) -> None:
-    """Lists of tensors of different sizes are gathered by a broadcast of each rank's, of which only the batch is timed."""
+    """Tensors of different sizes are gathered by one broadcast per rank, of which only the batch is timed."""
     job = trained(Job(3))
     for done in (True, False):
         for r in range(3):
@@ -78,7 +78,7 @@ def test_coalesced_parts_of_different_sizes_are_legal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_the_rank_with_another_order_of_two_groups_is_the_culprit(timed: bool, tmp_path: Path) -> None:
-    """Who is in one of the groups alone says nothing about the order, however many they are."""
+    """Ranks in only one of the groups show nothing about the order, however many they are."""
     job = trained(Job(8, {"1": ("half", (0, 1, 2, 3))}))
     for again in range(2):
         for r in range(8):
@@ -97,7 +97,7 @@ def test_the_rank_with_another_order_of_two_groups_is_the_culprit(timed: bool, t
 
 
 def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
-    """All ranks of a group issue what nobody completes, rank 3 so much later; its clock may differ."""
+    """Let all ranks of a group issue what none completes, rank 3 much later; its clock may differ."""
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 2))
     job.now_ns += int(after_s * SECOND_NS)
@@ -122,7 +122,7 @@ def test_a_wrong_clock_makes_no_rank_late(tmp_path: Path) -> None:
 
 
 def test_a_rank_with_a_much_older_dump_is_not_excused(tmp_path: Path) -> None:
-    """It died, and left a dump; the others waited until their timeout."""
+    """It died and left a dump; the others waited until their timeout."""
     job = trained(Job(4), 200)
     job.collective(ranks=(0, 1, 3))
     write(tmp_path, job)
@@ -143,7 +143,7 @@ def test_a_short_ring_of_a_running_job_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_a_wait_lost_from_the_ring_is_older_than_its_entries(tmp_path: Path) -> None:
-    """An asynchronous checkpoint hangs on one rank, training goes on: a group's counters are all that is left of it."""
+    """An asynchronous checkpoint hangs on one rank and training continues: only a group's counters still show it."""
     job = trained(Job(3, {"1": ("checkpoint", (0, 1, 2))}), 2)
     job.collective(group="1", ranks=(0, 1))
     for _ in range(300):
@@ -180,7 +180,7 @@ def test_lists_of_coalesced_tensors_are_compared_as_a_whole(tmp_path: Path) -> N
 
 
 def test_members_of_a_group_are_numbered_in_its_own_order(tmp_path: Path) -> None:
-    """`new_group(sort_ranks=False)`: `send 0->1` is from its first member to its second."""
+    """With `new_group(sort_ranks=False)`, `send 0->1` goes from its first member to its second."""
     job = Job(6, {"1": ("pipe", (4, 2, 0))})
     for _ in range(20):
         job.collective()
@@ -220,7 +220,7 @@ def test_ranks_are_read_from_folders_if_file_names_are_equal(folder: str, tmp_pa
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_ring_that_sends_before_it_receives_is_a_cycle(timed: bool, tmp_path: Path) -> None:
-    """Every receive has been issued, behind a send that waits: no rank is missing, and none is to blame."""
+    """Every receive has been issued, behind a send that waits: no rank is missing, and none is blamed."""
     job = trained(Job(4))
     for op in ("send {r}->{after}", "recv {r}<-{before}"):
         for r in range(4):
@@ -240,7 +240,7 @@ def test_a_ring_that_sends_before_it_receives_is_a_cycle(timed: bool, tmp_path: 
 
 
 def test_operations_not_begun_are_queued_behind_running_ones(tmp_path: Path) -> None:
-    """A collective that stands on all its ranks holds up the messages they have issued after it, and whoever waits for those."""
+    """A collective that is stuck on all its ranks delays the messages issued after it, and the ranks that wait for those."""
     job = trained(Job(6, {"1": ("tensor", (0, 1)), "2": ("pipe", (1, 2)), "3": ("data", (2, 3, 4, 5))}))
     job.collective(group="1", done=())
     for r in (0, 1):
@@ -257,7 +257,7 @@ def test_operations_not_begun_are_queued_behind_running_ones(tmp_path: Path) -> 
 
 
 def test_completed_batches_in_a_dump_of_active_entries_follow_from_the_groups_counter(tmp_path: Path) -> None:
-    """The parts of a batch stay as they were issued, and what closes it is left out once it is over."""
+    """The parts of a batch keep the state at issue, and the entry that closes it is missing once it is complete."""
     job = trained(Job(4, {"1": ("pipe", (0, 1))}), steps=0)
     for number in range(1, 6):
         for rank, parts in ((0, ("send 0->1", "recv 0<-1")), (1, ("send 1->0", "recv 1<-0"))):
@@ -278,7 +278,7 @@ def test_completed_batches_in_a_dump_of_active_entries_follow_from_the_groups_co
 
 
 def test_a_timeout_is_read_from_the_dump_if_files_were_copied(tmp_path: Path) -> None:
-    """The recorder finds what has begun when it is asked for a dump."""
+    """The recorder checks which operations have begun when a dump is requested."""
     for waited_s, severity in ((601, "error"), (599, "info")):
         job = trained(Job(4))
         job.collective(done=())

@@ -1,4 +1,4 @@
-"""Deadlocks with ranks that have ended, on snapshots written by hand: one situation of a real job each."""
+"""Deadlocks with ranks that have ended, on hand-written snapshots: one situation of a real job each."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_finished_rank_that_is_not_needed_is_no_incident() -> None:
 
 
 def test_a_rank_that_evaluates_alone_through_ddp_is_the_culprit_after_the_others_end() -> None:
-    """Its extra forward was paired with the others' next one, long ago; all others are done now."""
+    """Its extra forward was paired with the others' next one long ago; all others have finished."""
     s = snapshot(
         rank(0, call("broadcast", 41), sites={key(TRAIN): 40, key(EVAL): 1}),
         *(

@@ -1,4 +1,4 @@
-"""Rules on ranks that have gone: what took them, and who is to blame."""
+"""Rules on ranks that have ended: what ended them, and who is the culprit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ TIMED_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out w
 
 @pytest.mark.parametrize("number", [None, 9])
 def test_a_rank_killed_after_anothers_timeout_was_alive_and_late(number: int | None) -> None:
-    """Its launcher's SIGTERM is read as no signal where the launcher was quicker to reap it."""
+    """Its launcher's SIGTERM shows as no signal if the launcher reaped it first."""
     s = job(
         rank(0, life=Life.CRASHED, exception=TIMED_OUT, ended_s=9.0),
         rank(1, life=Life.KILLED, signal=number, ended_s=9.4),
@@ -158,7 +158,7 @@ def test_a_timeout_raised_by_user_code_is_a_crash() -> None:
 def test_in_an_abort_by_gloo_the_rhythm_decides_between_two_sites(
     log: tuple[int, ...], culprits: tuple[int, ...]
 ) -> None:
-    """Rank 0 was in a call that both know, rank 1 in the next backward: was it due, or too early?"""
+    """Rank 0 was in a call that both know, rank 1 in the next backward: was that call due, or too early?"""
     call = Call(op="all_reduce", group="default_pg", seq=log[-1], site=Site("/job/train.py", 8, "log"), shape=(4,))
     before = {"default_pg": {"/job/train.py:8": log[:-1]}}
     sites = {"/job/train.py:8": 3, f"{LOOP.file}:{LOOP.line}": 170}
@@ -203,7 +203,7 @@ def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
 
 
 def on_device(q: int, **more: Any) -> RankState:
-    """A rank on NCCL whose device had an all_reduce open for 6 seconds until it ended at 20.0."""
+    """Return a rank on NCCL whose device had an all_reduce open for 6 seconds until the rank ended at 20.0."""
     call = Call(op="all_reduce", group="default_pg", seq=7, entered_s=14.0, left_s=14.0, on_device=True)
     return rank(q, **{
         "calls": (call,), "queued": (call,), "wait_measured": False, "ended_waiting": True, "life": Life.KILLED, "signal": 6,
@@ -212,7 +212,7 @@ def on_device(q: int, **more: Any) -> RankState:
 
 
 def test_the_watchdog_of_a_device_backend_that_aborts_a_rank_is_a_timeout() -> None:
-    """The launcher ends the late rank next, with a signal that nobody has seen."""
+    """Next, the launcher ends the late rank, with a signal that is not recorded."""
     late = rank(1, life=Life.KILLED, ended_s=20.3, wait_measured=False, enqueued={"default_pg": 6})
     f = only(ended(job(on_device(0), late), late=((1,), (0,))))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
@@ -280,7 +280,7 @@ def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual:
 
 
 def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:
-    """torchrun's SIGTERM may come before the exception of the rank that lost its peer."""
+    """torchrun's SIGTERM may arrive before the exception of the rank that lost its peer."""
     validate, backward = Site("/job/train.py", 14, "reduce_mean"), Site("/job/train.py", 38, "main")
     aborted = rank(
         0,
@@ -298,5 +298,5 @@ def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its
     assert (f.kind, f.cause, f.culprits, f.victims) == ("mismatch", "shape", (0,), (1,))
     busy = msgspec.structs.replace(
         swept, ended_waiting=False
-    )  # killed in its own code: it tells nothing about the call
+    )  # killed in its own code, which shows nothing about the call
     assert only(findings(job(aborted, busy), mismatch, rank_lost)).kind == "rank_lost"

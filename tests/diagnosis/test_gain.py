@@ -1,4 +1,4 @@
-"""What a job would gain without its straggler, against the same steps without it."""
+"""The estimated gain without a straggler, compared with the same steps without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.diagnosis.step_times import Window
 
 
 def window(self_ms: list[list[float]]) -> Window:
-    """Return steps from the work of each rank (rows): a step lasts as long as its longest work, and 3 ms of communication."""
+    """Return steps from the work of each rank (rows): a step takes as long as its longest work, plus 3 ms of communication."""
     steps_ms = [max(column) + 3.0 for column in zip(*self_ms, strict=True)]
     return Window({
         rank: [Step(i, 0.0, s, 0.0, 0.0, 0.0, 0.0, s - own, 0.0, None, 0, 0, None) for i, (own, s) in enumerate(zip(row, steps_ms, strict=True))]
@@ -38,7 +38,7 @@ def test_the_interval_contains_the_true_gain(ranks: int) -> None:
         held += found.low <= truth <= found.high
         errors.append(found.share - truth)
     assert held >= 52
-    assert abs(statistics.mean(errors)) < 0.01  # no bias from taking the longest of few
+    assert abs(statistics.mean(errors)) < 0.01  # no bias from taking the maximum of few values
 
 
 def test_equal_ranks_have_no_gain() -> None:

@@ -43,9 +43,9 @@ def test_a_card_is_idle_after_a_minute_in_which_its_rank_made_steps() -> None:
     idle = card(most_used_pct=1.0)
     f = only(cards(job(idle)))
     assert (f.cause, f.culprits, f.severity) == ("idle", (3,), "warning")
-    assert cards(job(card(most_used_pct=None))) == []  # not a minute yet, or a MIG instance
+    assert cards(job(card(most_used_pct=None))) == []  # less than a minute, or a MIG instance
     assert cards(job(idle, device_bytes=None)) == []  # the rank never used the card
-    assert cards(job(idle, steps_ms=20_000.0)) == []  # too few steps to say what they run on
+    assert cards(job(idle, steps_ms=20_000.0)) == []  # too few steps to know what they run on
     assert cards(job(card(most_used_pct=30.0))) == []
 
 

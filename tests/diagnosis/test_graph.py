@@ -1,4 +1,4 @@
-"""The wait-for graph: who waits for whom, which ranks can never go on, and what that costs."""
+"""The wait-for graph: which rank waits for which, which ranks are stuck for good, and what computing it costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_collective_issued_by_all_members_is_no_wait() -> None:
 
 
 def test_waits_are_followed_through_other_ranks() -> None:
-    """0 waits for 1 in a pair, 1 waits for 2 in another pair, 2 computes."""
+    """Rank 0 waits for 1 in a pair, 1 waits for 2 in another pair, 2 computes."""
     s = snapshot(
         rank(0, call(group="a", seq=1)), rank(1, call(group="b", seq=1)), rank(2), groups={"a": (0, 1), "b": (1, 2)}
     )
@@ -65,7 +65,7 @@ def wide(n: int) -> Snapshot:
 
 
 def test_cost_is_linear_in_the_number_of_ranks() -> None:
-    """1,024 ranks against 128: eight times the work, and room for noise; a square law would be 64 times."""
+    """1,024 ranks against 128: eight times the work, with a margin for noise; quadratic growth would be 64 times."""
     cost = {}
     for n in (128, 1024):
         s = wide(n)

@@ -1,4 +1,4 @@
-"""The registry of kinds and the rules: nothing can be added in one place and forgotten in another."""
+"""The registry of kinds and the rules are consistent: a kind is registered everywhere or a test fails."""
 
 from __future__ import annotations
 

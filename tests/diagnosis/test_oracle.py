@@ -1,4 +1,4 @@
-"""The wait-for graph against a model of random programs: *proved* exactly for those who are stuck for ever."""
+"""The wait-for graph compared with a model of random programs: exactly the ranks that are stuck for ever are *proved*."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reaches(job: Job, start: int, targets: set[int]) -> bool:
 
 
 def check_rule(job: Job, expected: set[int]) -> None:
-    """Proved exactly for `expected`, and every victim reaches the culprits (or the members of the cycle)."""
+    """Assert that exactly `expected` is proved, and that every victim reaches the culprits (or the members of the cycle)."""
     snap = programs.snapshot(job)
     found = graph.build(snap)
     assert found.stuck == expected
@@ -52,19 +52,19 @@ def check_rule(job: Job, expected: set[int]) -> None:
     assert expected <= said
 
 
-@pytest.mark.timeout(900)  # some 15 s of CPU, on cores that others use as well
+@pytest.mark.timeout(900)  # 15 s of CPU, on shared cores
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(TAPES)
 def test_exactly_the_ranks_that_are_stuck_for_ever_are_proved(numbers: list[int]) -> None:
-    """GIVEN a program and a moment of its run, WHEN judged, THEN the stuck are those whom no continuation frees."""
+    """At any moment of a program's run, the ranks judged stuck are those that no continuation frees."""
     tape = Tape(numbers)
     job = programs.program(tape)
     programs.run(job, tape, steps=tape.pick(40))
     now = programs.stuck_for_ever(job)
     check_rule(job, now)
-    # two continuations of the very programs: who was called stuck never moves again
+    # run the programs on, twice: a rank judged stuck never moves again
     for k in (1, 2):
         later = job.copy()
         programs.run(later, Tape([n * k + k for n in reversed(numbers)]))
@@ -74,11 +74,11 @@ def test_exactly_the_ranks_that_are_stuck_for_ever_are_proved(numbers: list[int]
         assert now <= blocked
         assert all(later.pc[r] == job.pc[r] for r in now)
         if k == 1:
-            check_rule(later, blocked)  # at rest, everybody blocked is stuck
+            check_rule(later, blocked)  # when nothing moves, every blocked rank is stuck
 
 
 def test_the_generated_programs_cover_every_outcome() -> None:
-    """GIVEN the same kind of tapes, THEN many programs hang, many do not, and every kind of cause occurs."""
+    """Of programs from such tapes, many hang, many do not, and every kind of cause occurs."""
     import random
 
     rng = random.Random(5)

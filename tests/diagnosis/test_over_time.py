@@ -1,4 +1,4 @@
-"""Findings over time: when they are said, kept and withdrawn."""
+"""Findings over time: when they are reported, kept and cleared."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_stall_stays_reported_while_its_ranks_are_being_killed() -> None:
         d.update(waiting(float(t), "queue"))
     f = only(d.open())
     assert f.severity == "error" and "waits on a queue" in f.message
-    dying = waiting(40.0, "user_code")  # it has left its queue, and more is not known of it any more
+    dying = waiting(40.0, "user_code")  # it has left its queue; nothing else is known about it
     dying.ranks[0] = rank(0, life=Life.KILLED, ended_s=39.9, signal=15, enqueued={"default_pg": 9})
     assert d.update(dying) == [] and only(d.open()) == f
 
@@ -149,7 +149,7 @@ def test_a_deadlock_stays_while_its_ranks_are_being_killed_and_ends_once_one_mov
 
 
 def test_a_straggler_is_not_counted_twice_for_the_same_steps() -> None:
-    """Three evaluations must find it, and those after the last step of a short job find nothing new."""
+    """Three evaluations must find it; those after the last step of a short job see no new steps."""
 
     def seen_at(*newest: int, calls: int = 0) -> list[Finding]:
         d = Diagnosis(source=lambda _: None)

@@ -42,10 +42,10 @@ def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse()
     ("never", "checks", "of_library", "severity"),
     [
         ((("head.weight", 40),), 120, False, "warning"),
-        ((("head.weight", 40),), 120, True, "info"),  # the script did not choose the flag, nor may it know the model
+        ((("head.weight", 40),), 120, True, "info"),  # a library set the flag, perhaps without knowing the model
         ((("head.weight", 40),), 50, False, "info"),
         ((("head.weight", 40),), 10, False, None),
-        ((), 120, False, None),  # every parameter is used now and then: what the flag is for
+        ((), 120, False, None),  # every parameter is used occasionally: the purpose of the flag
     ],
 )
 def test_expected_unused_parameters_are_reported_if_never_used(
@@ -57,7 +57,7 @@ def test_expected_unused_parameters_are_reported_if_never_used(
     )  # fmt: skip
     other = msgspec.structs.replace(
         m, unused=(("body.weight", 9), ("head.weight", 40))
-    )  # another branch at its last look
+    )  # another branch at its last check
     found = [f for f in found_in(job(rank(0, models=(m,)), rank(1, models=(other,)))) if f.kind == "unused_parameters"]
     if severity is None:
         assert found == []
@@ -94,8 +94,8 @@ def test_replicas_that_differ_are_reported() -> None:
 @pytest.mark.parametrize(
     ("shares", "found"),
     [
-        ((1.0, 1.0, 0.07, 0.07), True),  # a bucket that was made before more parameters were unfrozen
-        ((1.0, 1.0, 0.0, 0.0), False),  # averaged now and then, after a warm-up
+        ((1.0, 1.0, 0.07, 0.07), True),  # a bucket made before more parameters were unfrozen
+        ((1.0, 1.0, 0.0, 0.0), False),  # averaged periodically, after a warm-up
         ((1.0, 1.0, 0.07, 0.5), False),
         ((0.07, 0.07, 0.07, 0.07), False),  # most parameters are the rank's own, by design
     ],
@@ -118,7 +118,7 @@ def test_parameters_trained_later_without_averaging_are_reported(shares: tuple[f
 
 
 def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], float], **more: Any) -> Finding:
-    """The drift of three ranks whose learning rates were sampled with their checksums."""
+    """Return the drift of three ranks whose learning rates were sampled with their checksums."""
     model = msgspec.structs.replace(MODEL, **more)
     steps = (2, 4, 8, 16)
 
@@ -136,7 +136,7 @@ def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], 
 def test_learning_rates_that_differ_are_the_reason() -> None:
     f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-4 if q == 2 and k > 4 else 1e-3)
     assert f.culprits == (2,) and "0.001 on ranks 0, 1, 0.0001 on rank 2" in f.message and "scheduler" in f.advice
-    # gradients are accumulated over two backwards: one of them is synchronised
+    # gradients are accumulated over two backwards: only one of them is synchronised
     f = with_rates(lambda q, k: 1.0 + 0.1 * q * k, lambda q, k: 0.1 * (q + 1), forwards=32, synced_backwards=16)
     assert f.culprits == () and "learning rates differ" in f.message
 
@@ -149,7 +149,7 @@ def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other
 
 
 def test_weights_loaded_into_wrapped_replicas_are_not_unsynchronised_gradients() -> None:
-    """Averaged gradients leave the distance as it was; a rank's own lead away, if only by the root of the steps."""
+    """Averaged gradients keep the distance; unsynchronised ones increase it at least like the square root of the steps."""
 
     def cause(values: Callable[[int, int], float], synced: int = 16) -> str | None:
         return with_rates(values, lambda q, k: 1e-3, forwards=16, synced_backwards=synced).cause
@@ -166,7 +166,7 @@ def test_weights_loaded_into_wrapped_replicas_are_not_unsynchronised_gradients()
 
 def test_replicas_averaged_periodically_may_differ_in_between() -> None:
     assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=1.0) == []
-    assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was summed up, no parameters
+    assert drifting(lambda q, k: 1.0 + 0.1 * q * k, averaged=0.01) != []  # an accuracy was reduced, not parameters
 
 
 def test_replicas_are_compared_at_the_same_point_of_the_job() -> None:
@@ -174,7 +174,7 @@ def test_replicas_are_compared_at_the_same_point_of_the_job() -> None:
         return 1.0 + 0.1 * q * k
 
     assert drifting(differ, synced=lambda q, k: k) and drifting(differ, synced=lambda q, k: k + (q == 1))
-    # each had trained something of its own before, for longer or shorter
+    # each trained separately before, for different numbers of steps
     assert drifting(differ, synced=lambda q, k: k + 10 * q) == []
 
 
@@ -184,10 +184,10 @@ def test_independent_models_may_differ() -> None:
 
 def test_different_init_needs_a_model_that_is_averaged_as_a_whole() -> None:
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
-    later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # alike at first: one skips a step
+    later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # equal at first: one skips a step
     assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
     assert "updates its parameters in the same way" in later.message
-    assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # experts of a rank's own beside what is shared
+    assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # a rank's own experts next to shared parameters
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
 
@@ -200,11 +200,11 @@ def test_the_rank_with_the_first_nonfinite_loss_is_named() -> None:
     assert (f.cause, f.culprits, f.step) == ("loss", (1,), 12) and "inf" in f.message
     both = job(*(rank(q, samples=(Sample("nonfinite_loss", 12, float("nan")),)) for q in range(2)))
     f = only([f for f in found_in(both) if f.kind == "nonfinite"])
-    assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or too high a rate: nobody was first
+    assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or a too high rate: no rank was first
 
 
 def test_a_nonfinite_loss_in_a_trial_of_one_rank_is_info() -> None:
-    """It is an error as soon as others have it, too: then what they train is one thing after all."""
+    """It is an error once others have it, too: then the ranks train one model after all."""
     mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
     f = only([f for f in found_in(job(rank(0), mine)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("info", (1,)) and "trains alone" in f.message
@@ -226,7 +226,7 @@ def not_needed(*models: Model, usual_step_s: float | None = 0.1) -> list[Finding
 def test_a_search_that_never_found_unused_parameters_is_reported_with_its_cost() -> None:
     f = only(not_needed(SEARCHED, SEARCHED))
     assert (f.cause, f.severity, f.certainty) == ("flag_not_needed", "warning", "suspected")
-    assert (f.culprits, f.victims, f.names) == ((), (0, 1), ())  # the script's doing, no rank's
+    assert (f.culprits, f.victims, f.names) == ((), (0, 1), ())  # caused by the script, not by a rank
     assert [(w.rank, w.file, w.line) for w in f.where] == [(0, "/job/train.py", 12), (1, "/job/train.py", 12)]
     assert "2.0 ms per step (2 % of it)" in f.cost
 
@@ -300,7 +300,7 @@ def test_ranks_that_skip_different_branches_are_all_culprits() -> None:
 
 
 def test_a_difference_without_consequences_is_no_error() -> None:
-    """Two ranks may have been checked at different steps."""
+    """The two ranks may have been checked at different steps."""
     f = only(of_kind(found_in(job(rank(0), rank(1, models=(unused("aux.weight"),)))), "unused_parameters"))
     assert (f.cause, f.severity) == ("differs_between_ranks", "info")
 
@@ -331,14 +331,14 @@ def test_buffers_that_differ_without_broadcast_are_reported() -> None:
     assert (f.cause, f.severity, f.certainty, f.step) == ("buffers", "error", "proved", 2)
     assert (f.culprits, f.victims) == ((2,), (0, 1)) and "broadcast_buffers" in f.advice
     f = only(buffers(1.0, 3.0))
-    assert (f.culprits, f.victims) == ((), (0, 1))  # neither of two can be called the odd one
+    assert (f.culprits, f.victims) == ((), (0, 1))  # with two ranks, neither is the minority
 
 
 def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> None:
     assert buffers(1.0, 1.2) == []  # statistics of different batches of the same data
     assert buffers(1.0, 3.0, model=MODEL) == []  # broadcast before each forward
     assert buffers(1.0, 3.0, model=msgspec.structs.replace(APART, synced_backwards=0)) == []
-    assert buffers(1.0, 3.0, at=()) == [] and buffers(1.0, 3.0, at=(2,)) == []  # not, or not often, looked at
+    assert buffers(1.0, 3.0, at=()) == [] and buffers(1.0, 3.0, at=(2,)) == []  # not sampled, or only once
 
 
 @pytest.mark.parametrize("apart_at", [(16,), (2,), (2, 4)])

@@ -1,4 +1,4 @@
-"""What led a culprit to another call: changed arguments, a skipped backward, a condition on data; and the smallest edit."""
+"""Why a culprit made another call: changed arguments, a skipped backward, a condition on data; and the smallest edit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.diagnosis.waits import call, key, only, rank, snapshot
 
 
 def part(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> list[str]:
-    """Texts of the conditions; frames are (mark, function), innermost first."""
+    """Return the texts of the conditions; frames are (mark, function), innermost first."""
     text, at = places(source)
     stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
     return [c.text for c in parting(stacks[0], stacks[1], {FILE: text}.get)]
@@ -197,7 +197,7 @@ SITE = Site(FILE, 5, "reduce")
 
 
 def came_with(r: int, *dtypes: str) -> RankState:
-    """A rank that waits in the last of its calls at one site."""
+    """Return a rank that waits in the last of its calls at one site."""
     calls = [call(seq=n, site=SITE, dtype=dtype) for n, dtype in enumerate(dtypes, 1)]
     return rank(r, calls[-1], calls=tuple(calls))
 
@@ -210,7 +210,7 @@ def test_the_side_with_a_new_dtype_at_its_site_is_the_culprit() -> None:
 
 
 def test_calls_after_the_conflict_are_not_history() -> None:
-    """gloo lets a rank pass a conflict: it is in its next call already, with the new dtype again."""
+    """gloo lets a rank pass a conflict: it is already in its next call, with the new dtype again."""
     odd = came_with(0, "float32", "float32", "float64")
     after = call(seq=4, site=SITE, dtype="float64")
     odd = msgspec.structs.replace(odd, calls=(*odd.calls, after))
@@ -261,7 +261,7 @@ def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
 
 
 def test_a_forward_before_a_caught_exception_gets_no_backward() -> None:
-    """Both are at sites of every step; rank 0 is one step ahead, and its forward raised what the script caught."""
+    """Both are at sites of every step; rank 0 is one step ahead, and the script caught an exception from its forward."""
     log = Site(FILE, 7, "main")
     more = {"caught": "RuntimeError: out of memory"}
     s = snapshot(
@@ -340,7 +340,7 @@ def test_the_exception_handler_that_skips_a_message_is_named() -> None:
     assert "or skip them on all ranks together" in f.advice
 
 
-# -- messages and circles ------------------------------------------------------------------------------------------------
+# -- messages and cycles ------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_sends_to_a_new_peer_is_the_culprit() -> None:

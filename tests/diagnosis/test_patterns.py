@@ -14,7 +14,7 @@ def message(op: str, peer: int, line: int, tag: int = 0, nth: int = 1) -> Call:
 
 
 def last_stage(steps: int, left_out: int | None = None) -> tuple[Call, ...]:
-    """Return the calls of a stage that receives a micro-batch and sends back its gradient, four times a step."""
+    """Return the calls of a stage that receives a micro-batch and sends back its gradient, four times per step."""
     out: list[Call] = []
     for i in range(4 * steps):
         out.append(message("recv", 0, 49, nth=i + 1))
@@ -54,7 +54,7 @@ def test_a_skipped_tag_names_its_rank() -> None:
         return state(rank, tuple(calls))
 
     assert call_order.departed([ring(0, None), ring(1, 58), ring(2, None)]) == 1
-    assert call_order.departed([ring(0, None), ring(1, 58), ring(2, 57)]) is None  # two: nobody is told from the other
+    assert call_order.departed([ring(0, None), ring(1, 58), ring(2, 57)]) is None  # two of them: neither is blamed
     assert call_order.departed([ring(0, 3), ring(1, None), ring(2, None)]) is None  # long ago
 
 
@@ -63,7 +63,7 @@ def test_a_shorter_run_of_equal_calls_names_its_rank() -> None:
         out = []
         for i in range(9):
             out += [message("recv", 0, 49)] * 8 + [message("send", 0, 60)] * (7 if left_out and i == 7 else 8)
-        return tuple(out[:-12])  # in the midst of receiving
+        return tuple(out[:-12])  # while receiving
 
     assert call_order.departed([state(0, first_stage(15)), state(1, last(left_out=True))]) == 1
     assert call_order.departed([state(0, first_stage(15)), state(1, last(left_out=False))]) is None
@@ -114,7 +114,7 @@ def reduced(seq: int, elements: int, line: int = 12, group: str = "default_pg") 
 
 
 def met(*newest: Call, before: tuple[int, ...] = (8, 64, 3) * 6 + (8,)) -> RankState:
-    """Gradients of three layers, step by step, by one line of a loop; then `newest`."""
+    """Return a rank that reduced the gradients of three layers per step at one line of a loop; then `newest`."""
     calls = [reduced(i + 1, n) for i, n in enumerate(before)]
     return RankState(rank=0, calls=(*calls, *newest), sites={"net.py:12": len(calls) + 1})
 
@@ -163,7 +163,7 @@ def test_lost_calls_leave_no_pattern() -> None:
 
 
 def test_a_group_used_at_another_groups_line_names_its_rank() -> None:
-    """Both know both lines, each from its own groups; in this group one of them is new."""
+    """Both know both lines, each from its own groups; in this group one of the lines is new."""
 
     def state(here: int, visits: dict[str, tuple[int, ...]], whole: bool = True) -> RankState:
         sites = {"net.py:12": 9, "net.py:30": 9}
@@ -195,7 +195,7 @@ def trainer(rank: int, metrics: list[int], blocked: str) -> RankState:
 
 
 def test_a_call_skipped_between_ddp_steps_is_found() -> None:
-    """A rank that skips the metric's group is in the next backward: DDP's own all-reduces are no calls of the script."""
+    """A rank that skips the metric's group is in the next backward: DDP's own all-reduces are not calls of the script."""
     waits = trainer(0, [1, 1, 1, 1, 1, 1], "metric")
     left_out = trainer(1, [1, 1, 1, 1, 1, 0], "gradients")
     assert call_order.not_in_due_call([waits, left_out]) == 1
@@ -214,7 +214,7 @@ def test_a_call_is_due_only_if_it_always_followed() -> None:
 
 
 def test_no_rank_is_blamed_if_a_batch_splits_into_fewer_micro_batches() -> None:
-    """The last batch has three instead of four; one stage cut it, the other expects four: either could be changed."""
+    """The last batch has three instead of four; one stage shortened it, the other expects four: either could be changed."""
 
     def stage(rank: int, steps: list[int]) -> RankState:
         peer, calls = 1 - rank, []

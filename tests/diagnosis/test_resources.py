@@ -1,4 +1,4 @@
-"""Rules on memory and cards, and on collectives that completed with values mixed."""
+"""Rules on memory and cards, and on collectives that completed with mixed-up values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_growth_on_a_device_is_reported_with_the_time_left() -> None:
 
 
 def test_growth_on_a_host_is_reported_with_the_time_left() -> None:
-    """It is watched the longer, the more time there is: a replay buffer grows, too, until it is full."""
+    """The more time is left, the longer it is watched: a replay buffer also grows until it is full."""
 
     def grows(per_s: float, seconds: int) -> list[Finding]:
         points = tuple((float(t), int(4e8 + per_s * t)) for t in range(seconds))
@@ -96,7 +96,7 @@ def test_imbalance_is_relative_to_the_hosts_memory() -> None:
         return [f.culprits for f in findings_of(job(*ranks, host_memory_bytes=int(host))) if f.cause == "imbalance"]
 
     assert holds(1e9, host=24e9) == [(0,)]
-    assert holds(0.3e9, host=24e9) == []  # what is left of a file that one rank read for all
+    assert holds(0.3e9, host=24e9) == []  # the remains of a file that one rank read for all
     assert holds(1e9, host=500e9) == []
 
 
@@ -138,7 +138,7 @@ def test_a_card_on_fewer_pcie_lanes_is_reported() -> None:
     f = only(cards(job(rank(0), rank(1), gpus=(CARD,))))
     assert (f.kind, f.cause, f.severity, f.culprits) == ("gpu", "pcie_degraded", "warning", (1,))
     assert "x8 of x16" in f.message and "distdiag probe gpu" in f.advice
-    unused = msgspec.structs.replace(CARD, rank=None)  # a card of nobody: said, and nobody is blamed
+    unused = msgspec.structs.replace(CARD, rank=None)  # a card without a rank: reported, and nobody is blamed
     assert only(cards(job(rank(0), rank(1), gpus=(unused,)))).culprits == ()
 
 

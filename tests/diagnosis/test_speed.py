@@ -57,7 +57,7 @@ def test_the_line_of_slow_code_is_not_from_before_the_first_step() -> None:
 
 
 def aligned_by_buffers(q: int, late_ms: float) -> tuple[Step, ...]:
-    """Steps of a DDP model with buffers: ranks meet in the forward, and leave it together."""
+    """Return steps of a DDP model with buffers: ranks wait for each other in the forward, and leave it together."""
     r = random.Random(q)
     return tuple(
         msgspec.structs.replace(
@@ -78,7 +78,7 @@ def test_a_rank_that_is_late_for_the_buffers_of_the_forward_is_a_straggler() -> 
 
 
 def every(period: int, extra_ms: float, q: int) -> tuple[Step, ...]:
-    """Steps of two ranks of which rank 1 takes longer in every so many; the other waits for it."""
+    """Return steps of two ranks: rank 1 takes longer in every `period`-th step; the other waits for it."""
     return tuple(
         x
         if x.step % period
@@ -152,7 +152,7 @@ def test_equal_ranks_one_slow_step_and_a_slower_core_are_no_stragglers() -> None
 
 
 def node_of_two(slow: tuple[int, ...], world: int, *phases: str, **more: Any) -> list[Finding]:
-    """Ranks that are slow by as much in the mean, one more than the other in turns."""
+    """Return ranks that are equally slow on average, alternately one more than the other."""
     r, phase = random.Random(7), dict(zip(slow, phases or ("data",) * len(slow), strict=True))
     extra = [{q: r.uniform(50.0, 70.0) for q in slow} for _ in range(60)]
 
@@ -215,17 +215,19 @@ def test_a_loader_without_cpu_is_no_straggler() -> None:
 
     assert only(found(0.02, 40.0)).culprits == (1,)  # a slow disk
     assert found(0.5, 40.0) == []
-    assert found(0.02, 100.0) == []  # all loaders at their limit: the slowest makes all the waiting
+    assert found(0.02, 100.0) == []  # all loaders at their limit: the slowest causes all the waiting
     assert only(found(None, 100.0, workers=0)).culprits == (1,)
     assert only(found(None, 100.0, busy=0.05)).culprits == (1,)  # they sleep: no core would make them faster
     assert only(found(0.5, 100.0, busy=0.05)).culprits == (1,)
-    assert only(found(0.5, 100.0, others=0.1)).culprits == (1,)  # for as many batches the others' have far less to do
+    assert only(found(0.5, 100.0, others=0.1)).culprits == (
+        1,
+    )  # the others' loaders have far less work for as many batches
     assert found(0.5, 100.0, others=None) == []
 
 
 @pytest.mark.parametrize(("fetching", "culprits"), [(0.3, (1,)), (0.6, (1,)), (0.95, ()), (1.0, ()), (None, (1,))])
 def test_equally_slow_loaders_are_no_straggler(fetching: float | None, culprits: tuple[int, ...]) -> None:
-    """Storage gives each rank a batch in 80 ms. The rank that is a little later finds its queue empty, the other finds it full."""
+    """Storage gives each rank a batch in 80 ms. The rank that is slightly later finds its queue empty, the other finds it full."""
 
     def workers(share: float | None) -> tuple[Loader, ...]:
         return (Loader(site=LOOP, workers=2, in_training=True, fetching=share),)
@@ -234,7 +236,7 @@ def test_equally_slow_loaders_are_no_straggler(fetching: float | None, culprits:
     first = rank(0, steps=steps(wait_ms=80.0), workers_busy=0.05, loaders=workers(fetching))
     found = stragglers(job(first, late, host_cpu_pct=20.0))
     assert [f.culprits for f in found] == ([culprits] if culprits else [])
-    if culprits:  # what the others' loaders could do limits what a better one would gain
+    if culprits:  # the speed of the others' loaders limits the gain of a faster one
         at_most = re.search(r"would take at most (\d+) % less", found[0].cost)
         assert (
             at_most is None
@@ -256,10 +258,10 @@ def test_different_batch_sizes_are_legal_if_losses_are_weighted_by_them() -> Non
         return [f for f in findings(job(*states), uneven_batches) if f.cause == "size"]
 
     assert only(found((8, 1.0), (20, 1.0))).severity == "warning"
-    assert found((8, 0.6), (12, 0.9), (20, 1.5)) == []  # sums over samples, divided by what all ranks have
+    assert found((8, 0.6), (12, 0.9), (20, 1.5)) == []  # sums over samples, divided by the samples of all ranks
     assert found((36, 0.02), (60, 0.05)) == []  # late in training, where losses scatter
-    assert only(found((8, 1.5), (20, 0.6))).severity == "warning"  # the wrong way round
-    assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # nothing is known of such losses
+    assert only(found((8, 1.5), (20, 0.6))).severity == "warning"  # inverse proportion
+    assert only(found((8, -0.6), (20, -1.5))).severity == "warning"  # negative losses show nothing
 
 
 def compared(*of_ranks: tuple[Step, ...]) -> dict[int, list[Step]]:
@@ -284,7 +286,7 @@ def test_only_steps_that_all_ranks_have_are_compared() -> None:
 @pytest.mark.parametrize("turns", [True, False])
 def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> None:
     r = random.Random(5)
-    slow = [r.randrange(world if turns else 2) for _ in range(60)]  # else only ever one of the first two
+    slow = [r.randrange(world if turns else 2) for _ in range(60)]  # otherwise always one of the first two
 
     def of_rank(q: int) -> tuple[Step, ...]:
         own = steps(60.0, "data", seed=q)
@@ -310,7 +312,7 @@ def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks()
     f = only(speeds(job(rank(0), rank(1), arrivals=arrivals(30.0))))
     assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
-    assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second says little
+    assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second is too little
 
 
 def test_a_rank_on_a_shared_core_is_no_straggler() -> None:
@@ -323,11 +325,11 @@ def test_a_rank_on_a_shared_core_is_no_straggler() -> None:
 
     ranks = (rank(0, steps=steps(wait_ms=66.0)), rank(1, steps=half_speed(steps(seed=1))))
     assert stragglers(job(*ranks, host_cpu_pct=100.0)) == []
-    assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # nothing else runs there: a slow node
+    assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # no other load: a slow node
 
 
 def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
-    """On a host whose cores are taken by other work; on one with cores to spare the rank is slow for a reason of its own."""
+    """On a host whose cores are shared with other work; on one with spare cores the rank is slow for its own reasons."""
 
     def found(queued: float | None, cpu_pct: float = 100.0, extra_ms: float = 80.0) -> list[Finding]:
         first = rank(0, steps=steps(wait_ms=extra_ms), queued_share=0.02)
@@ -359,14 +361,16 @@ def test_a_job_in_which_all_ranks_wait_for_data_is_input_bound() -> None:
 
 def test_data_in_time_or_late_on_one_rank_only_is_not_input_bound() -> None:
     assert input_bound(steps(), steps(seed=1)) == []
-    assert input_bound(steps(wait_ms=60.0), steps(60.0, "data", seed=1)) == []  # a straggler: the other has its data
+    assert (
+        input_bound(steps(wait_ms=60.0), steps(60.0, "data", seed=1)) == []
+    )  # a straggler: the other rank has its data
     assert input_bound(steps(60.0, "data", n=20), steps(60.0, "data", n=20)) == []  # too few steps to tell
     assert input_bound(steps(60.0, "data"), ()) == []  # one rank's steps are not known
     assert input_bound(steps(60.0, "data"), steps(60.0, "data"), world_size=3) == []
 
 
 def test_a_loop_without_waits_has_no_finding() -> None:
-    """All the rules of this file at once, on an ordinary job: each has its input, and nothing to say."""
+    """Runs all rules of this file on an ordinary job: each has its input, and finds nothing."""
     ordinary: Snapshot = job(
         *(
             rank(
@@ -385,7 +389,7 @@ def test_a_loop_without_waits_has_no_finding() -> None:
 def on_a_device(
     late_ms: dict[int, float], phase: str = "data", ahead_s: float = 0.0, waits_in: str = "other"
 ) -> Snapshot:
-    """A DDP job on NCCL, 200 ms a step: no wait is measured.
+    """Return a DDP job on NCCL, 200 ms per step: no wait is measured.
 
     Args:
         late_ms: Extra work of each rank in `phase`.
@@ -448,7 +452,7 @@ def test_on_a_device_steps_without_a_timed_synchronisation_are_not_judged() -> N
 
 
 def slow_devices(forward_ms: dict[int, float]) -> Snapshot:
-    """A DDP job on NCCL with CUDA events: hosts launch at the same time, devices take as long as given for the forward."""
+    """Return a DDP job on NCCL with CUDA events: hosts launch at the same time, devices take these times for the forward."""
     s = on_a_device(dict.fromkeys(forward_ms, 0.0), waits_in="backward")
     longest = max(forward_ms.values())
     ranks = {}
@@ -484,7 +488,7 @@ def test_a_slow_device_is_not_judged_without_cuda_events() -> None:
 
 
 def test_on_a_device_teams_that_average_among_themselves_are_not_judged() -> None:
-    """Two ranks meet in every step, but not the third: when it comes tells nothing."""
+    """Two ranks synchronise in every step, but not with the third, whose arrival shows nothing."""
     s = on_a_device({0: 0.0, 1: 0.0, 2: 60.0})
 
     def with_calls(names: tuple[str, ...]) -> Snapshot:

@@ -162,7 +162,7 @@ def test_native_code_without_long_waits_is_no_stall() -> None:
     assert findings(s, rank_lost, stall) == []
     alone = job(rank(0, enqueued={"default_pg": 6}), rank(1, enqueued={"default_pg": 6}, activity="gil_held"))
     assert findings(alone, rank_lost, stall) == []
-    unknown = Call(op="all_reduce", group="default_pg", seq=7, entered_s=None)  # since when is not known
+    unknown = Call(op="all_reduce", group="default_pg", seq=7, entered_s=None)  # the start is not known
     s = job(
         rank(0, blocked=unknown, enqueued={"default_pg": 7}, activity="waiting"),
         rank(1, enqueued={"default_pg": 6}, activity="gil_held"),
@@ -171,7 +171,7 @@ def test_native_code_without_long_waits_is_no_stall() -> None:
 
 
 def _staged(waiter_since_s: float, late_moved_s: float, phase: str = "backward") -> Snapshot:
-    """Ranks 0 and 1 train as a pair since 60 s; rank 2 waits for both in a barrier since 0 s."""
+    """Ranks 0 and 1 have trained as a pair since 60 s; rank 2 has waited for both in a barrier since 0 s."""
     barrier = Call(op="barrier", group="default_pg", seq=7, entered_s=0.0)
     reduce = Call(op="all_reduce", group="pair", seq=31, entered_s=waiter_since_s)
     step = Step(
@@ -194,13 +194,13 @@ def test_the_delay_of_a_rank_counts_from_its_own_newest_step() -> None:
 
 
 def test_a_rank_that_makes_steps_while_another_waits_within_a_step_is_late() -> None:
-    """No averaging on one rank alone: it trains on, and the other never gets its gradients."""
+    """One rank trains without averaging, and the other never gets its gradients."""
     assert only(findings(_staged(70.0, 99.7), stall)).culprits == (1,)
     assert findings(_staged(70.0, 99.7, phase="collective"), stall) == []
 
 
 def _ahead(steps: int, waiter_steps: int, waited_s: float, **late: Any) -> Snapshot:
-    """Rank 1 trains on, `steps` so far, while rank 0 waits in a barrier after its own."""
+    """Rank 1 keeps training, `steps` so far, while rank 0 waits in a barrier after its own steps."""
     barrier = Call(op="barrier", group="default_pg", seq=7, entered_s=100.0 - waited_s)
     step = Step(
         step=steps, end_s=99.9, step_ms=20, data_ms=0, forward_ms=6, backward_ms=10, optimizer_ms=2, wait_ms=0, other_ms=2,
@@ -213,7 +213,7 @@ def _ahead(steps: int, waiter_steps: int, waited_s: float, **late: Any) -> Snaps
 
 
 def test_a_rank_that_trains_alone_while_the_others_are_in_a_barrier_stalls_them_after_a_minute() -> None:
-    """Each rank trains until its own loss is small, and one never gets there."""
+    """Each rank trains until its own loss is small, which one never reaches."""
     f = only(findings(_ahead(900, 120, waited_s=70.0), stall))
     assert (f.kind, f.severity, f.culprits, f.victims) == ("stall", "warning", (1,), (0,))
     assert "keeps training" in f.message and "780 steps ahead of rank 0" in f.message
@@ -243,7 +243,7 @@ def test_a_stall_stays_open_when_its_ranks_are_killed() -> None:
     for t_s in (100.25, 100.5, 100.75):
         diagnosis.update(at(t_s, **dying))
     assert only(diagnosis.open()).kind == "stall"
-    for t_s in (101.0, 101.25, 101.5):  # the waiter has gone on
+    for t_s in (101.0, 101.25, 101.5):  # the waiting rank has continued
         diagnosis.update(at(t_s, **dying, step=101, completed={"default_pg": 7}))
     assert diagnosis.open() == []
 

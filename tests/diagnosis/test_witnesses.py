@@ -1,4 +1,4 @@
-"""Witnesses: the order in which evidence decides who is the culprit, and what each is worth."""
+"""Witnesses: the order in which evidence decides who is the culprit, and what each witness decides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.diagnosis.made import job, only, rank
 
 
 def stuck(t_s: float, sizes: tuple[int, ...]) -> Snapshot:
-    """Ranks 0… in a barrier at line 9, the others in an all_reduce at line 40; each side knows only line 40."""
+    """Return ranks 0… in a barrier at line 9, the others in an all_reduce at line 40; each side knows only line 40."""
     calls = [("barrier", 9)] * sizes[0] + [("all_reduce", 40)] * sizes[1]
     ranks = [
         rank(q, enqueued={"default_pg": 7}, activity="waiting", sites={"/job/train.py:40": 5, f"/job/train.py:{line}": 5},

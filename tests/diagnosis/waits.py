@@ -1,4 +1,4 @@
-"""Snapshots of ranks that wait in a collective, for tests of the wait-for graph and its findings."""
+"""Makes snapshots of ranks that wait in a collective, for tests of the wait-for graph and its findings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(site: Site) -> str:
 
 
 def rank(r: int, blocked: Call | None = None, **more: Any) -> RankState:
-    """A rank that waits in `blocked`; it has completed all before, and been at that site ten times."""
+    """Return a rank that waits in `blocked`; it has completed all earlier calls, and been at that site ten times."""
     enqueued: dict[str, int] = dict(more.pop("enqueued", {}))
     completed: dict[str, int] = dict(more.pop("completed", {}))
     if blocked is not None and blocked.seq is not None:

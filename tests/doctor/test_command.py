@@ -1,4 +1,4 @@
-"""`distdiag doctor` as a person and as a script meet it."""
+"""`distdiag doctor`, its text and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's checks against made-up limits, folders and shells."""
+"""The host's checks, with synthetic limits, folders and environments."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_cpu_quota_is_read_from_both_cgroup_versions(
     ],
 )  # fmt: skip
 def test_a_cpu_quota_of_a_parent_cgroup_applies(tmp_path: Path, line: str, job: str, files: dict[str, str]) -> None:
-    """The job's, where the step has none of its own; of several the least."""
+    """The job's quota applies if the step has none; of several the smallest."""
     (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
     (tmp_path / job / "step_0").mkdir(parents=True)
     for name, text in files.items():
@@ -109,7 +109,7 @@ def test_a_containers_memory_limit_overrides_the_hosts_memory(tmp_path: Path) ->
     ],
 )
 def test_a_memory_limit_of_a_parent_cgroup_applies(tmp_path: Path, line: str, job: str, limit: str, used: str) -> None:
-    """The job's, where the step has none of its own; cached pages of files do not count against it."""
+    """The job's limit applies if the step has none; cached pages of files do not count."""
     (tmp_path / "own").write_text(f"9:name=systemd:/\n{line}\n")
     folder = tmp_path / job
     (folder / "step_0").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The network's checks: what other nodes would be told, which interface would be taken."""
+"""The network's checks: what other nodes would resolve, and which interface would be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of torch's answers; one real examination of this machine."""
+"""The checks that use torch's answers, and one real examination of this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_missing_is_named(changes: dict[str, object], name: str, verdict
 
 
 class FakeNvml(SimpleNamespace):
-    """NVML of one H100; answers are changed by the tests."""
+    """NVML of one H100; tests change its answers."""
 
     class NVMLError(Exception):
         pass
@@ -100,7 +100,7 @@ def nvml(**answers: object) -> FakeNvml:
     ("answers", "changes", "expected"),
     [
         ({}, {"cuda": "13.0", "gpus": ("H100",), "backends": ("gloo", "nccl")}, {"GPU": "pass", "GPU 0": "pass"}),
-        ({}, {}, {"GPU": "fail", "GPU 0": "pass"}),  # a CPU build beside a GPU
+        ({}, {}, {"GPU": "fail", "GPU 0": "pass"}),  # a CPU build on a machine with a GPU
         ({}, {"cuda": "13.0"}, {"GPU": "fail", "GPU 0": "pass"}),  # torch does not see it
         ({}, {"cuda": "13.0", "gpus": ("H100",)}, {"GPU": "warn", "GPU 0": "pass"}),  # no NCCL
         ({"nvmlDeviceGetCurrPcieLinkWidth": 4}, {"cuda": "13.0", "gpus": ("H100",), "backends": ("nccl",)},

@@ -1,4 +1,4 @@
-"""`distdiag bench faults --backend NAME`: which environment a job gets, and what is refused."""
+"""`distdiag bench faults --backend NAME`: the environment of its jobs, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collection keeps its own promises: lines that hold the text they should, every kind and cause, styles apart."""
+"""The collection is consistent: lines contain the expected text, every kind and cause has a job, styles differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.jobs import shared
 FOLDER = Path(__file__).resolve().parent
 JOBS = load(FOLDER / "manifest.json").jobs
 
-# kinds and causes that a job can have on any machine; the others depend on its memory, its GPUs or a second node
+# kinds and causes that a job can have on any machine; the others need much memory, GPUs or a second node
 COVERED = {
     "deadlock": {
         "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped", "file_lock",

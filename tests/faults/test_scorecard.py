@@ -1,4 +1,4 @@
-"""The judge itself: right is right, and each way of being wrong is seen."""
+"""The scorecard itself: right answers score as right, and each kind of error is counted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_the_expected_finding_scores_as_right() -> None:
     s = judged(finding(), waits=(10.2, 10.6))
     assert s.right and s.found and s.right_cause and s.right_culprits
     assert (s.lines_right, s.lines_expected) == (1, 1)
-    assert s.fault_to_finding_s == pytest.approx(0.4)  # from the last wait's beginning, not from when it was first seen
+    assert s.fault_to_finding_s == pytest.approx(
+        0.4
+    )  # from the start of the last wait, not from when it was first seen
     assert summarise([s])["all_right"]
 
 

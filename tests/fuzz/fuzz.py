@@ -1,8 +1,8 @@
 """`make fuzz`: damaged and crafted input for every command that reads files, from a seed, for FUZZ_SECONDS.
 
 A case is one input, mutated, and one command on it. Each runs in a forked child, and fails with a traceback, after
-5 s of CPU time (60 s of wall time), or with more than 1 GiB. Failing inputs are kept in FUZZ_DIR; the number of a case
-and the seed (and FUZZ_KIND, if given) make it again: `FUZZ_SEED=7 FUZZ_CASE=123 make fuzz`. FUZZ_CASES ends it after so many.
+5 s of CPU time (60 s of wall time), or with more than 1 GiB. Failing inputs are kept in FUZZ_DIR. The number of a case and the seed
+(and FUZZ_KIND, if given) reproduce it: `FUZZ_SEED=7 FUZZ_CASE=123 make fuzz`. FUZZ_CASES limits the number of cases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
 
 CPU_S, WALL_S, MEMORY_BYTES = 5, 60, 1 << 30
-TRACEBACK, KEPT = 70, 20  # exit status of a child whose command raised; failing inputs that are kept
+TRACEBACK, KEPT = 70, 20  # exit status of a child whose command raised; number of failing inputs that are kept
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 31, 1 << 62, 1 << 63, 10**5000, -(10**30), 0.5, float("inf"), float("nan"), "", "\x1b[2J",
     "\ud800", "9" * 5000, "x" * 100_000, "0-99999999999", b"\xff", [], [[]], {}, {"a": []}, [None] * 3, (1, 2),
@@ -76,7 +76,7 @@ def flip(rng: random.Random, data: bytes) -> bytes:
 
 
 def odd(rng: random.Random, shared: bool = False) -> Any:
-    """Return a value that no writer would write there; sometimes nested beyond reason, or (for pickles) shared."""
+    """Return a value that no writer would write; sometimes deeply nested or (for pickles) shared."""
     value = rng.choice(ODD)
     if rng.random() < 0.1:
         for _ in range(rng.choice((3, 30, 300))):
@@ -85,7 +85,7 @@ def odd(rng: random.Random, shared: bool = False) -> Any:
 
 
 def somewhere(rng: random.Random, value: Any, shared: bool = False) -> Any:
-    """Return plain data with one or more of its parts replaced by something odd."""
+    """Return plain data with one or more parts replaced by an odd value."""
     if isinstance(value, dict) and value and rng.random() < 0.95:
         out = dict(value)
         for key in rng.sample(list(out), min(len(out), rng.choice((1, 1, 2)))):
@@ -126,7 +126,7 @@ class Inputs:
         self.node = self._node_state(folder / "other")
 
     def _node_state(self, folder: Path) -> Any:
-        """What node 1 leaves for node 0, as plain data: its ranks are 2 and 3."""
+        """Return the state that node 1 leaves for node 0, as plain data: its ranks are 2 and 3."""
         monitor = _monitor(folder, self._two_pages(folder, world_size=4, first=2))
         monitor.tick()
         monitor.nodes.node = 1
@@ -137,7 +137,7 @@ class Inputs:
         return state
 
     def dump(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """One of three flight-recorder dumps is mutated, as data or as bytes."""
+        """Mutate one of three flight-recorder dumps, as data or as bytes."""
         as_text = rng.random() < 0.4
         for rank, whole in enumerate(self.dumps):
             content: Any = whole
@@ -146,13 +146,13 @@ class Inputs:
                     content = somewhere(rng, content, shared=not as_text)
             try:
                 data = as_json(content) if as_text else as_pickle(content)
-            except Exception:  # what no writer can encode
+            except Exception:  # a value that cannot be encoded
                 data = pickle.dumps(whole)
             (folder / f"rank{rank}").write_bytes(flip(rng, data) if rank == 1 and rng.random() < 0.5 else data)
         return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder)])
 
     def database(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """run.db with odd values in its rows, or other bytes in its pages."""
+        """Write run.db with odd values in its rows, or other bytes in its pages."""
         run = self._copy(folder)
         path = run / "run.db"
         if rng.random() < 0.6:
@@ -172,7 +172,7 @@ class Inputs:
         return self._reader(rng, run)
 
     def json_files(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """run.json, the stacks or the pointer to the database, mutated."""
+        """Mutate run.json, the stacks or the pointer to the database."""
         run = self._copy(folder)
         contents: dict[str, Any] = {
             "run.json": {"started_unix_s": 1.0, "versions": {"torch": "2"}},
@@ -191,7 +191,7 @@ class Inputs:
         return self._reader(rng, run)
 
     def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """A damaged page of a living process; `distdiag dump` reads it and asks the process."""
+        """Damage the page of a living process; `distdiag dump` reads it and asks the process."""
         run = self._copy(folder)
         pages = place.overflow(run, 0)
         place.make(pages)
@@ -201,7 +201,7 @@ class Inputs:
         return lambda: _dump_own(path, run)
 
     def monitored_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """A page that is damaged before or while the monitor reads it, next to a sound one."""
+        """Damage a page before or while the monitor reads it, next to a valid one."""
         pages = self._two_pages(folder)
         damaged, at_once = changed(self.page, rng), rng.random() < 0.3
 
@@ -217,7 +217,7 @@ class Inputs:
         return watch
 
     def node_state(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """The state file of another node, mutated as data or as bytes; the monitor of node 0 reads it."""
+        """Mutate the state file of another node, as data or as bytes; the monitor of node 0 reads it."""
         pages = self._two_pages(folder, world_size=4)
         state = self.node
         for _ in range(rng.choice((1, 1, 3))):
@@ -232,7 +232,7 @@ class Inputs:
         return lambda: _go_on(_monitor(folder, pages))
 
     def records(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """The small files of a run directory: where its pages are, who has ended, which launch it belongs to."""
+        """Mutate the small files of a run directory: its pages' directory, who has ended, which launch it belongs to."""
         run = self._copy(folder)
         contents = {
             ".node_0": f"host:1:2 {run}/pages.0\n", ".node_0.ended": "0 1\n", ".jobs/0": "0123456789abcdef.0\n",
@@ -251,7 +251,7 @@ class Inputs:
         return self._reader(rng, run)
 
     def logs(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
-        """What faulthandler and the handler of native frames write, mutated."""
+        """Mutate what faulthandler and the handler of native frames write."""
         text = flip(rng, TEXT_LOG.encode()).decode("utf-8", "replace")
         frames = folder / "r0.native"
         frames.write_bytes(flip(rng, b"\1" + bytes(7) + b"\5" + bytes(503)))
@@ -284,7 +284,7 @@ class Inputs:
 
 
 def _dump_own(path: Path, run: Path) -> None:
-    """`distdiag dump` of a page as if this process wrote it."""
+    """Run `distdiag dump` on a page as if this process wrote it."""
     with path.open("r+b") as f:
         page = mmap.mmap(f.fileno(), 0)
         for field, value in (
@@ -302,7 +302,7 @@ def _monitor(folder: Path, pages: Path) -> Monitor:
 
 
 def _go_on(monitor: Monitor) -> None:
-    """Two polls more: what is damaged costs its own rank, and no poll."""
+    """Run two more polls: damage costs only its own rank, and no poll."""
     for _ in range(2):
         monitor._survive(lambda: not monitor._all_moving() and monitor.tick())
     assert 0 in monitor.views, monitor.pages.damaged
@@ -313,7 +313,7 @@ def _go_on(monitor: Monitor) -> None:
 
 
 def run_case(command: Callable[[], Any], log: Path) -> str | None:
-    """Run one command in a child with limits; return what is wrong, or None."""
+    """Run one command in a child with limits; return the failure, or None."""
     pid = os.fork()
     if pid == 0:
         _child(command, log)

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="the stand-in needs a C++ compiler"),
 ]
 
-# The host leaves every call at once; it waits for the device where it reads a result.
+# The host returns from every call at once; it waits for the device where it reads a result.
 SCRIPT = """
     import json, os, sys, threading, time
     from datetime import timedelta
@@ -167,19 +167,19 @@ def test_a_mismatch_is_proved_before_and_after_the_watchdog_ends_the_job(tmp_pat
     (found,) = findings(tmp_path, "severity = 'error'")
     assert (found["kind"], found["cause"], found["certainty"]) == ("mismatch", "shape", "proved")
     assert {(0, line_of("all of it"), "waiting"), (1, line_of("a part"), "waiting")} <= places(found)
-    (first,) = diagnosed(tmp_path / "R")  # all ranks are gone
+    (first,) = diagnosed(tmp_path / "R")  # all ranks have ended
     assert (first["kind"], first["cause"], set(first["culprits"]) | set(first["victims"])) == (
         "mismatch",
         "shape",
         {0, 1},
     )
-    dumps = sorted(tmp_path.glob("dump_*"))  # of the rank whose watchdog was the first, at least
+    dumps = sorted(tmp_path.glob("dump_*"))  # at least that of the rank whose watchdog was first
     shown = {w["file"] for f in diagnosed(*dumps) for w in (*f["where"], *f["waiting"]) if w["file"]}
     assert dumps and shown <= {str(tmp_path / "train.py")}
 
 
 def diagnosed(*left: Path) -> list[dict[str, Any]]:
-    """Return what a later `diagnose` finds in a run directory or in dumps, info aside."""
+    """Return what a later `diagnose` finds in a run directory or in dumps, without info findings."""
     command = [sys.executable, "-m", "distdiag", "diagnose", "--json", *map(str, left)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return [f for f in json.loads(done.stdout)["findings"] if f["severity"] != "info"]

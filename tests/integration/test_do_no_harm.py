@@ -1,4 +1,4 @@
-"""Being watched ends no process: one that shuts down, one that became another program, one that is watched no more."""
+"""Recording ends no process: neither one that shuts down, nor one that calls exec, nor one that has detached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.jobs import Job, distdiag, launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
-# Rank 0 waits for rank 2, which waits for the end of rank 1's process: for some seconds rank 1 is silent, beside a wait.
+# Rank 0 waits for rank 2, which waits for the end of rank 1's process: for some seconds rank 1 is silent while others wait.
 AWAITED = """
     import ctypes, os, sys, time
     import torch
@@ -91,7 +91,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def serious(run_dir: Path) -> list[dict[str, Any]]:
-    """All that was ever said at warning or above, the withdrawn included."""
+    """Return everything reported so far at warning or above, cleared findings included."""
     return [json.loads(text) for (text,) in rows(run_dir, "SELECT json FROM finding WHERE severity != 'info'")]
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_shuts_down_is_sent_no_signal(tmp_path: Path) -> None:
 def test_a_rank_that_calls_exec_is_sent_no_signal(tmp_path: Path) -> None:
     script = write(tmp_path, AWAITED)
     with launch(["-m", "distdiag.run", "--run-dir", "R", script, "exec"], nproc=3, cwd=tmp_path) as job:
-        assert job.wait() == 0, job.tail()  # torchrun would end with 1 where a signal ended that program
+        assert job.wait() == 0, job.tail()  # torchrun would exit with 1 if a signal ended that program
 
 
 def test_a_dump_sends_no_signal_to_a_rank_that_shuts_down(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_dump_sends_no_signal_to_a_rank_that_shuts_down(tmp_path: Path) -> Non
         wait_for(lambda: rows(run, finished) == [(1,)], 90, "rank 1 to leave its script", job)
         for _ in range(3):  # the last one finds it silent
             shown = distdiag("dump", run, "--timeout", "2", "--no-save", cwd=tmp_path)
-            assert shown.returncode in (0, 5), shown.stderr  # 5: a rank gave no answer
+            assert shown.returncode in (0, 5), shown.stderr  # 5: a rank did not answer
         assert 1 in job.rank_pids()
         (tmp_path / "enough").touch()
         (tmp_path / "go").touch()

@@ -1,4 +1,4 @@
-"""`distdiag dump` on a job that hangs: what it shows, what it saves, and what it says of a rank that cannot answer."""
+"""`distdiag dump` on a job that hangs: what it shows and saves, and how it reports a rank that cannot answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCRIPT = """
 
 
 def line_of(script: Path, text: str) -> str:
-    """`FILE:LINE` of the only line with this text, as a dump shows it."""
+    """Return `FILE:LINE` of the only line with this text, as a dump shows it."""
     found = [i for i, line in enumerate(script.read_text().splitlines(), 1) if text in line]
     assert len(found) == 1
     return f"{script}:{found[0]}"
@@ -50,7 +50,7 @@ def line_of(script: Path, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job of which rank 0 waits in its 21st all_reduce while rank 1 sleeps; no test changes that."""
+    """A job in which rank 0 waits in its 21st all_reduce while rank 1 sleeps; no test changes that."""
     folder = tmp_path_factory.mktemp("hanging")
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -85,7 +85,7 @@ def test_a_dump_shows_every_rank_and_is_saved(hanging: Job) -> None:
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in first["stack"]
     assert (first["op"], second["op"]) == ("all_reduce #21 default_pg", None)
     assert second["stack"][-1] == f"looks_for_its_file {line_of(script, 'time.sleep(0.5)')}"
-    assert given.stderr == ""  # nothing was saved, and nothing is said of it
+    assert given.stderr == ""  # nothing was saved, and nothing is printed
 
     assert json.loads((run / "stacks" / "latest.json").read_text())["ranks"]["1"] == second
     records = {q: json.loads((run / "flight_recorder" / f"rank_{q}.json").read_text()) for q in (0, 1)}
@@ -102,7 +102,7 @@ def test_torchs_own_analyser_reads_saved_dumps(hanging: Job, tmp_path: Path) -> 
     )  # fmt: skip
     said = read.stdout + read.stderr
     assert read.returncode == 0, said
-    assert "sequence number: 21" in said and "missing ranks: {1}" in said  # it comes to the same verdict
+    assert "sequence number: 21" in said and "missing ranks: {1}" in said  # torch's analyser has the same verdict
     _types, database = pickle.loads((tmp_path / "database.pickle").read_bytes())
     assert [(g.desc, g.size) for g in database.groups] == [("default_pg", 2)]
     assert [c.collective_seq_id for c in database.collectives] == list(range(1, 22))
@@ -122,8 +122,8 @@ def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Jo
     said = [line for line in late.stderr.splitlines() if not line.startswith(("saved: ", "next: "))]
     assert len(said) == 1 and "Traceback" not in late.stderr
     assert re.search(r"\branks? 1\b", said[0]) and not re.search(r"\branks? 0\b", said[0])
-    assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in late.stdout  # what the others said is not lost
+    assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in late.stdout  # the other ranks' answers are kept
     assert as_json.returncode == 5
     ranks = json.loads(as_json.stdout)["ranks"]
     assert ranks["0"]["op"] == "all_reduce #21 default_pg" and ranks["1"]["note"]
-    assert hanging.process.poll() is None  # asking ended nothing
+    assert hanging.process.poll() is None  # the request ended no process

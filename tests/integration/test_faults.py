@@ -1,4 +1,4 @@
-"""The fast part of the fault collection, through the runner of `distdiag bench faults`: real jobs, right diagnoses."""
+"""The fast part of the fault collection, run as `distdiag bench faults` does: real jobs, expected findings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_job_of_the_collection_gets_its_expected_finding(job: Job) -> None:
 
 @pytest.mark.job
 def test_a_killed_bench_ends_its_jobs(tmp_path: Path) -> None:
-    """Jobs and their monitor sit in sessions of their own, where no signal to the bench reaches them."""
+    """Jobs and their monitors are in their own sessions, which no signal to the bench reaches."""
     args = [
         sys.executable,
         "-m",

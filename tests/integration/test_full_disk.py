@@ -1,4 +1,4 @@
-"""A disk that is full while the training runs: a real file system of 16 MB, filled to the last byte."""
+"""A disk that is full during the training: a real file system of 16 MB, filled to the last byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.jobs import clean_env
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
-# run in a mount namespace of its own, which takes the file system with it when it ends
+# run in its own mount namespace, which removes the file system when it ends
 INSIDE = """
 import json, os, pathlib, signal, sqlite3, subprocess, sys, time
 place = pathlib.Path(sys.argv[1])
@@ -53,7 +53,7 @@ finally:
 
 
 def test_a_full_disk_stops_nothing_and_is_reported(tmp_path: Path) -> None:
-    for namespaces in ("-m", "-rm"):  # as root, or as a user who may make namespaces
+    for namespaces in ("-m", "-rm"):  # as root, or as a user who may create namespaces
         if not subprocess.run(
             ["unshare", namespaces, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False
         ).returncode:
@@ -71,7 +71,7 @@ def test_a_full_disk_stops_nothing_and_is_reported(tmp_path: Path) -> None:
     assert "no checkpoint in" in job["out"] + job["err"] and "No space left on device" in job["out"] + job["err"]
     assert "Traceback" not in job["err"]
     assert "the run could not be written" in job["err"] and "disk is full" in job["err"]
-    verdict = json.loads(job["diagnosed"])  # the end of the run has been written into the space kept for it
+    verdict = json.loads(job["diagnosed"])  # the end of the run was written into the reserved space
     assert job["diagnosed_code"] == 0 and verdict["ranks_seen"] == 2 and verdict["state"] == "ended"
     assert "recorder/disk_full" in {f"{f['kind']}/{f['cause']}" for f in verdict["findings"]}
-    assert job["hidden"] == []  # and no such file is left
+    assert job["hidden"] == []  # and no reserve file is left

@@ -1,4 +1,4 @@
-"""A rank waits for its DataLoader: the line on which the worker stands is said, and asking it harms no worker."""
+"""A rank waits for its DataLoader: the worker's line is reported, and the request harms no worker."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_line_of_a_waiting_loader_worker_is_reported(tmp_path: Path) -> None
     places = {(1, str(dataset), n) for n in (loop, loop + 1)}
 
     def said() -> dict[str, Any] | None:
-        """The finding, once it knows of the worker: it may be made a moment before that is asked."""
+        """Return the finding once it names the worker: it may be reported just before the worker answers."""
         return next((f for f in waits_of(run) if "data_worker" in {w["state"] for w in f["where"]}), None)
 
     with launch(["-m", "distdiag.run", "--run-dir", run, script], cwd=tmp_path, fork_ranks=True) as job:
@@ -78,7 +78,7 @@ def test_the_line_of_a_waiting_loader_worker_is_reported(tmp_path: Path) -> None
         (tmp_path / "mounted").touch()
         wait_for(lambda: [f["cleared_s"] is not None for f in waits_of(run)] == [True], 60, "the end of the wait", job)
         (tmp_path / "seen").touch()
-        assert job.wait() == 0, job.tail()  # a worker that a signal had ended would have failed the rank
+        assert job.wait() == 0, job.tail()  # a worker ended by a signal would have failed the rank
         recorded(job)
     assert found["culprits"] == [1]
     assert {(w["rank"], w["file"], w["line"]) for w in found["where"] if w["state"] == "data_worker"} <= places

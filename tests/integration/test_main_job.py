@@ -1,4 +1,4 @@
-"""`torchrun -m distdiag.train --monitor`: real two-rank jobs, healthy and with each injected fault, and what is said of them."""
+"""`torchrun -m distdiag.train --monitor`: real jobs of two ranks, healthy and with each injected fault, and their findings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def distdiag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def ended(run_dir: Path) -> None:
-    """Wait for the monitor to have written its last rows, which may be after the launcher has gone."""
+    """Wait until the monitor has written its last rows, which may be after the launcher's end."""
     closed(run_dir)
 
 
@@ -72,7 +72,7 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
         live = distdiag("tui", "R", "--once", cwd=tmp_path)
         assert job.wait() == 0, job.tail()
         ended(run)
-        # the monitor prints its summary last; the launcher may be gone by then
+        # the monitor prints its summary last; the launcher may have ended by then
         wait_for(lambda: re.search("nothing found|no error or warning found", job.stderr()), 30, "the summary")
     assert live.returncode == 0, live.stderr
     assert "RUNNING" in live.stdout and "rank" in live.stdout
@@ -96,7 +96,7 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
 
 
 def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Path) -> None:
-    """A rank starts another monitor; the rank that reads the data for all ends up with no more memory than the others."""
+    """A rank starts another monitor; the rank that reads the data for all does not keep more memory than the others."""
     run = tmp_path / "R"
     options = ["--max-steps", "80", "--validate-every", "0", "--data", str(shared("cifar-10-batches-py"))]
     with train(tmp_path, *options) as job:
@@ -178,6 +178,8 @@ def test_a_rank_killed_from_outside_is_named_and_the_monitor_continues(tmp_path:
         job.wait()
         ended(run)
     assert (finding["cause"], finding["culprits"]) == ("killed", [1])
-    assert "SIGKILL" in finding["message"] or "a signal" in finding["message"]  # its parent may reap it before we look
+    assert (
+        "SIGKILL" in finding["message"] or "a signal" in finding["message"]
+    )  # its parent may reap it before the monitor reads its status
     assert meta(run)["state"] == "failed"
     assert serious(run) == [("rank_lost", "killed", [1])]

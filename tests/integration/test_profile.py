@@ -18,7 +18,7 @@ from tests.jobs import Job, distdiag, launch, rows, wait_for
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
 TRAINER = ["-m", "distdiag.train", "--monitor", "--run-dir", "run", "--data", "generated", "--batch-size", "8"]
-# Each rank does what the file `do` asks for, between two steps; both ranks agree on it by broadcasting it.
+# Between two steps each rank does what the file `do` requests; a broadcast makes both ranks agree on it.
 OBEYS = """
     import os, time
     import torch
@@ -63,7 +63,7 @@ def steps(run_dir: Path) -> int:
 
 
 def recording(run_dir: Path) -> bool:
-    """True if both ranks record a profile now."""
+    """True if both ranks are recording a profile."""
     found = [read_answer(p) for ds in place.directories(run_dir).values() for d in ds for p in d.glob("r*.profiled")]
     return [a.state for a in found if a is not None] == ["recording"] * 2
 
@@ -89,14 +89,14 @@ def test_a_job_with_a_straggler_is_profiled_while_it_runs(tmp_path: Path) -> Non
             assert "aten::convolution_backward" in {o["name"] for o in r["operators"]}
             assert r["rss_peak_bytes"] > 1 << 26
         assert {"all_reduce"} <= {c["op"] for c in found["collectives"] if c["group"] is not None}
-        assert steps(run) < found["first_step"] + 1000  # the number of a step, no time
+        assert steps(run) < found["first_step"] + 1000  # a step number, not a time
         _check_merged(Path(found["trace"]))
 
         compared = profile(job, "--steps", "3", "--culprit")["comparison"]
         assert (compared["culprit"], compared["peer"]) == (1, 0)
         more = {d["name"]: d["culprit_ms"] - d["peer_ms"] for d in compared["rows"]}
         assert more["idle"] > 100  # it sleeps
-        assert more["exposed"] < -100  # the other one waits for it
+        assert more["exposed"] < -100  # the other rank waits for it
         assert max(v for k, v in more.items() if k.startswith("faults.py:")) > 100
 
         screen = distdiag("tui", "run", "--once", "--screen", "profile", "--size", "140x40", cwd=tmp_path).stdout
@@ -161,7 +161,7 @@ def test_no_failure_of_a_profile_reaches_the_job(tmp_path: Path) -> None:
         do("no profiler")
         assert all(int((tmp_path / f"own.{rank}").read_text()) > 0 for rank in (0, 1))
 
-        with ThreadPoolExecutor(1) as pool:  # the job's own profiler takes the place of ours
+        with ThreadPoolExecutor(1) as pool:  # the job's own profiler replaces ours
             ours = pool.submit(refused, 4, "--steps", "50")
             wait_for(lambda: recording(tmp_path / "run"), 60, "the profile to record", job)
             do("own profiler")
@@ -176,7 +176,7 @@ def test_no_failure_of_a_profile_reaches_the_job(tmp_path: Path) -> None:
         (tmp_path / "wake").touch()
         at = steps(tmp_path / "run")
         wait_for(lambda: steps(tmp_path / "run") > at + 2 or None, 60, "further steps", job)
-        assert [r["rank"] for r in profile(job, "--ranks", "1")["ranks"]] == [1]  # the late request is forgotten
+        assert [r["rank"] for r in profile(job, "--ranks", "1")["ranks"]] == [1]  # the late request was dropped
 
         with ThreadPoolExecutor(1) as pool:
             ours = pool.submit(refused, 4, "--steps", "50")

@@ -1,4 +1,4 @@
-"""The ways into a record beside `-m distdiag.run`: `distdiag run`, `attach()`, an elastic restart, a model in shards."""
+"""Ways to record a job other than `-m distdiag.run`: `distdiag run`, `attach()`, an elastic restart, a sharded model."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_distdiag_run_exits_with_the_code_of_its_script(tmp_path: Path) -> None:
         assert "KeyError: 'no such column'" in job.stderr()
         assert closed(tmp_path / "R")["state"] == "failed"
         text = wait_for(lambda: "".join(f.read_text() for f in (tmp_path / "R").glob("verdict.txt")), 30, "the verdict")
-        # people copy the last lines: the verdict comes behind torchrun's traceback
+        # users copy the last lines: the verdict comes after torchrun's traceback
         wait_for(lambda: job.stderr().endswith(text), 30, "the verdict to be printed last")
     code, report = verdict(tmp_path / "R")
     assert (code, serious(report)) == (1, [("rank_lost", "crashed", [1])])
@@ -185,7 +185,7 @@ def test_a_custom_loop_is_recorded_through_the_handle(tmp_path: Path) -> None:
 def test_each_attempt_of_an_elastic_restart_is_a_run(tmp_path: Path) -> None:
     run = tmp_path / "R"
     command = ["-m", "distdiag.run", "--run-dir", "R", write(tmp_path, RESTARTED)]
-    # torch 2.13 keeps one store for all attempts, in which gloo finds the addresses of the one before
+    # torch 2.13 keeps one store for all attempts, in which gloo finds the addresses of the previous attempt
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with launch(command, cwd=tmp_path, env=env, torchrun_args=["--max-restarts", "1"]) as job:
         assert job.wait() == 0, job.tail()
@@ -196,7 +196,7 @@ def test_each_attempt_of_an_elastic_restart_is_a_run(tmp_path: Path) -> None:
     lost = [json.loads(text) for (text,) in rows(run, "SELECT json FROM finding WHERE severity != 'info'")]
     assert [(f["kind"], f["cause"], f["culprits"]) for f in lost] == [("rank_lost", "crashed", [1])]
     assert "ValueError: a bad record" in lost[0]["message"]
-    code, report = verdict(run)  # of a run with several attempts, readers show the newest
+    code, report = verdict(run)  # readers show the newest of several attempts
     assert (code, Path(report["run"]).name, serious(report)) == (0, "attempt_1", [])
 
 

@@ -1,7 +1,7 @@
 """Strategies on the real CIFAR-10: recorded without a finding; those whose ranks hold parts of the model are also resumed.
 
-ddp on the same data is in test_main_job.py, its resume in tests/train/test_job.py. Every strategy's mathematics, and that it ends
-equal when it is resumed, is in tests/train/test_strategies.py.
+ddp on the same data is in test_main_job.py, its resume in tests/train/test_job.py. tests/train/test_strategies.py checks every
+strategy's mathematics, and that a resumed run ends equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.jobs import closed, launch, rows, shared
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(600)]
 
-# other kinds judge speed or the host, and may be true of a busy machine
+# other kinds judge speed or the host, and may be correct on a busy machine
 OF_THE_JOB = {
     "deadlock", "mismatch", "timeout", "rank_lost", "unused_parameters", "uneven_batches", "duplicate_data",
     "group_misuse", "replica_drift", "nonfinite",
@@ -26,7 +26,7 @@ OF_THE_JOB = {
 
 
 def close(a: Any, b: Any, where: str = "") -> None:
-    """Assert that two checkpoints hold the same numbers; a kernel may add in another order at another address."""
+    """Assert that two checkpoints have the same numbers; a kernel may add in another order at another address."""
     if isinstance(a, torch.Tensor):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text: f"{where}: {text}")
     elif isinstance(a, dict):
@@ -59,7 +59,7 @@ def test_a_strategy_trains_without_a_finding_and_resumes_to_the_same_result(stra
     steps = rows(tmp_path / "R", "SELECT rank, max(step) FROM step GROUP BY rank")
     assert [rank for rank, _ in steps] == list(range(nproc))
 
-    if strategy not in ("fsdp", "pipeline"):  # the only ones whose checkpoint is put together from all ranks
+    if strategy not in ("fsdp", "pipeline"):  # the only strategies whose checkpoint is assembled from all ranks
         return
     resumed = ["--resume", tmp_path / "a" / "step-00000006.pt", "--checkpoint-dir", tmp_path / "b"]
     with launch([*options, *resumed], nproc=nproc, timeout=280, fork_ranks=True) as job:

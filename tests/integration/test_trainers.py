@@ -1,4 +1,4 @@
-"""Training loops of other libraries, unchanged, where they are installed: Hugging Face Trainer, Accelerate, Lightning."""
+"""Unchanged training loops of other libraries, if installed: Hugging Face Trainer, Accelerate, Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits that no hook in Python sees, or that have no number of their own: DTensor's collectives, messages by their tag."""
+"""Waits that no Python hook sees, or that have no number: DTensor's collectives, messages by their tag."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHARDED = """
     dist.barrier()
     dist.destroy_process_group()
 """
-# The server answers every worker in turn; tags tell the rounds apart.
+# The server answers every worker in turn; tags distinguish the rounds.
 BY_TAG = """
     import sys, time
     import torch
@@ -123,7 +123,7 @@ def test_a_wrong_tag_after_hundreds_of_messages_is_found(tmp_path: Path) -> None
 
 
 def test_thousands_of_messages_are_no_finding(tmp_path: Path) -> None:
-    """They may come faster than they are read: the times of single ones are lost then, and nothing is to be said of it."""
+    """They may arrive faster than they are read: single times are then lost, which is not worth a finding."""
     with launch([*job_of(tmp_path, BY_TAG), "1500"], nproc=2, cwd=tmp_path, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         recorded(job)

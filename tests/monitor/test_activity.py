@@ -1,4 +1,4 @@
-"""What a rank does where it stands, from its innermost frame and the text of its line."""
+"""Classifies what a rank does, from its innermost frame and the text of its line."""
 
 from __future__ import annotations
 

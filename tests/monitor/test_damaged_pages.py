@@ -1,4 +1,4 @@
-"""A damaged page costs its own rank, and no other: random changes of a page, from a seed."""
+"""A damaged page costs its own rank only: random changes of a page, from a seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 5.0  # for one poll
 
 
 def a_page(pages: Path, rank: int) -> PageWriter:
-    """The page of a rank with calls, steps, a group and texts in it."""
+    """Return the page of a rank with calls, steps, a group and texts."""
     page = PageWriter(page_path(pages, rank))
     h = page.h
     h.pid, h.rank, h.world_size, h.local_world_size = os.getpid(), rank, 2, 2
@@ -42,7 +42,7 @@ def a_page(pages: Path, rank: int) -> PageWriter:
 
 
 def changed(whole: bytes, rng: random.Random) -> bytes:
-    """A copy of a page with one to eight words of it overwritten, half of them in the header."""
+    """Return a copy of a page with one to eight words overwritten, half of them in the header."""
     data = bytearray(whole)
     for _ in range(rng.randint(1, 8)):
         low, high = HEADER if rng.random() < 0.5 else (0, PAGE_BYTES - 8)
@@ -68,12 +68,12 @@ def test_a_damaged_page_costs_only_its_rank(
     monitor = Monitor(tmp_path / "run", directory, node=0, quiet=True, keep_bytes=1 << 30)
     try:
         for k in range(TIMES):
-            second._map[:] = whole  # a new monitor's view of a sound page …
+            second._map[:] = whole  # a new monitor's view of a valid page …
             monitor.views.clear()
             monitor.pages.damaged.clear()
             monitor.pages._listed_s = -10.0
             assert not monitor._survive(monitor.tick) and set(monitor.views) == {0, 1}, (SEED, k)
-            second._map[:] = changed(whole, rng)  # … which is damaged while it is read
+            second._map[:] = changed(whole, rng)  # … which is damaged during the read
             for _ in range(2):
                 began = time.monotonic()
                 monitor._survive(lambda: not monitor._all_moving() and monitor.tick())

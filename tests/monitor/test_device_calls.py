@@ -1,4 +1,4 @@
-"""Collectives on a device backend, whose hosts leave them before the ranks have met: compared once they are complete."""
+"""Collectives on a device backend, which hosts leave before they are complete: compared once they are complete."""
 
 from __future__ import annotations
 

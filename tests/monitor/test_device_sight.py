@@ -1,4 +1,4 @@
-"""What cannot be judged of ranks on a device backend is reported, and only that."""
+"""What cannot be judged about ranks on a device backend is reported, and only that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distdiag.page.writer import PageWriter
 
 
 class Rank:
-    """The page of a rank with one group of a device backend, in which 100 collectives and steps are made between polls."""
+    """The page of a rank with one group of a device backend, and 100 collectives and steps between polls."""
 
     def __init__(self, pages: Path, backend: str = "nccl") -> None:
         self.page = PageWriter(page_path(pages, 0))
@@ -81,7 +81,7 @@ def test_gloo_needs_neither_counters_nor_native_frames(tmp_path: Path) -> None:
 
 
 def stuck(host: str | None, **more: object) -> Snapshot:
-    """Two ranks that have made no progress for 20 s; rank 0 has a collective in flight, its host in a function `f`."""
+    """Return two ranks without progress for 20 s; rank 0 has a collective in flight, its host in a function `f`."""
     ranks = {
         q: RankState(rank=q, activity_since_s=80.0, host_wait=host, host_wait_in="f in libx.so", enqueued={"g": 7 - q})
         for q in (0, 1)

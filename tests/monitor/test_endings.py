@@ -1,4 +1,4 @@
-"""How a rank ended is learned before its parent reaps it, on kernels without pidfd, too."""
+"""The exit status of a rank is read before its parent reaps it, also on kernels without pidfd."""
 
 from __future__ import annotations
 

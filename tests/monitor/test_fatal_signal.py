@@ -1,4 +1,4 @@
-"""The signal that killed a rank, where its launcher has reaped it before the monitor could ask the kernel."""
+"""The signal that killed a rank is known even if the launcher reaped it before the monitor could ask the kernel."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def test_faulthandlers_text_names_the_signal(name: str, tmp_path: Path) -> None:
     )
     assert ended.returncode == -number
     text = (tmp_path / "fatal").read_text()
-    assert fatal_signal(text) == (None if name == "SIGKILL" else number)  # nothing can be said at a SIGKILL
+    assert fatal_signal(text) == (None if name == "SIGKILL" else number)  # no handler runs at a SIGKILL

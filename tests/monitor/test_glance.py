@@ -1,4 +1,4 @@
-"""While a rank goes from phase to phase, the monitor and the rank's own pulse look less; when it may be waiting, as ever."""
+"""While a rank changes phases, the monitor and the rank's pulse read less; when it may be waiting, they read everything."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def warns(reported: bool, severity: Severity = Severity.WARNING) -> Record:
     [
         ([], 60.0, False, CALM_POLL_S),
         ([], 10.0, False, FULL_POLL_S),
-        ([], 60.0, True, FULL_POLL_S),  # a core is free: a look takes nothing from the ranks
+        ([], 60.0, True, FULL_POLL_S),  # a core is free: a poll takes nothing from the ranks
         ([], 200.0, True, FULL_POLL_S),
         ([], 200.0, False, UNREAD_POLL_S),
         ([warns(reported=False)], 60.0, False, FULL_POLL_S),  # a suspicion is polled until it can be reported
@@ -187,7 +187,7 @@ def test_rows_are_written_more_often_while_a_reader_is_open(monitor: Monitor) ->
     ) as reader:
         assert reader.stdout is not None and reader.stdout.readline()
         monitor._host_at, monitor._readers_at = monitor.now_s, -10.0
-        assert not monitor._all_moving()  # at once, not when the next look is due
+        assert not monitor._all_moving()  # at once, before the next scheduled full poll
         assert monitor._all_moving()  # once
         assert monitor._poll_interval_s(200.0) == CALM_POLL_S
         reader.communicate(b"\n", timeout=30)
@@ -225,8 +225,8 @@ def test_counters_and_frames_are_read_at_every_beat_while_the_rank_may_be_waitin
         pulse.beat()
     assert (groups.refreshed, page.h.beats) == (counted, 8)
     assert 0 < page.h.counted_ns <= page.h.heartbeat_ns
-    assert page.h.counted_ns > page.h.stack_ns or counted < stacks  # what the frames wait in is counted
-    assert page.h.stack_depth and page.h.stack_version == 2 * stacks  # odd while one is written
+    assert page.h.counted_ns > page.h.stack_ns or counted < stacks  # the operation that the frames wait in is counted
+    assert page.h.stack_depth and page.h.stack_version == 2 * stacks  # odd during a write
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["schedstat", "ticks alone"])
@@ -234,7 +234,7 @@ def test_computing_sleeping_and_stopped_processes_are_distinguished_by_proc(
     kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = CpuWatch._read
-    if not kept:  # as of a kernel without these statistics
+    if not kept:  # as on a kernel without these statistics
         monkeypatch.setattr(CpuWatch, "_read", lambda *a: "0 0 0\n" if a[2] == "schedstat" else read(*a))
     script = "import sys, time\nfor line in sys.stdin:\n    end = time.monotonic() + float(line)\n    while time.monotonic() < end: pass"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True, bufsize=1) as other:
@@ -252,11 +252,11 @@ def test_computing_sleeping_and_stopped_processes_are_distinguished_by_proc(
             before_ns = watch._cpu_ns(other.pid)
             while (
                 watch._cpu_ns(other.pid) <= before_ns
-            ):  # not by its state alone: what computes may sleep when looked at
+            ):  # not by its state alone: a computing process may sleep at the moment of the poll
                 assert time.monotonic() < end
                 time.sleep(0.05)
             other.send_signal(signal.SIGSTOP)
-            while watch.idle(other.pid) != (False, "T"):  # not asleep: it does not wait for anything
+            while watch.idle(other.pid) != (False, "T"):  # not asleep: it waits for nothing
                 assert time.monotonic() < end
                 time.sleep(0.05)
         finally:

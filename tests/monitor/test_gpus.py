@@ -1,4 +1,4 @@
-"""The monitor's GPU samples, against a stand-in for NVIDIA's driver library: nvidia-ml-py's own calls run."""
+"""The monitor's GPU samples, using a stand-in for NVIDIA's driver library with the real nvidia-ml-py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.standins import nvml
 
-# Reads the commands below one a line; answers each with one line of JSON.
+# Reads the commands below, one per line; answers each with one line of JSON.
 WATCHER = """
 import json, sys, time
 import msgspec
@@ -35,7 +35,7 @@ gpus.close()
 
 
 class Watch:
-    """The monitor's sampler in a process of its own, where the stand-in is the driver."""
+    """The monitor's sampler in its own process, with the stand-in as driver."""
 
     def __init__(self, folder: Path, old_driver: bool = False) -> None:
         self.file = folder / "answers"
@@ -70,7 +70,7 @@ def test_cards_are_assigned_to_their_ranks(tmp_path: Path) -> None:
         assert absent is None and [(r["gpu"], r["rank"], r["uuid"]) for r in rows] == [(0, 4, "GPU-0"), (1, 5, "GPU-1")]
         assert rows[0]["power_w"] == 350.0 and rows[0]["memory_total_bytes"] == 85899345920
         assert rows[0]["throttle"] == "" and rows[0]["nvlink_active"] == 18
-        assert rows[0]["pcie_width"] is None  # the card offers none: not 0
+        assert rows[0]["pcie_width"] is None  # the card reports none: not 0
         assert states[1]["ecc_uncorrected"] == states[1]["ecc_before"] == 3
         _, _, states, _ = watch(nvml.answers({}, {"nvmlDeviceGetTotalEccErrors": "4"}), by_index={"0": 4, "1": 5})
         assert (states[1]["ecc_before"], states[1]["ecc_uncorrected"]) == (3, 4)
@@ -103,7 +103,9 @@ def test_mig_instances_are_rows_with_the_errors_of_their_card(tmp_path: Path) ->
     assert [r["uuid"] for r in rows] == ["MIG-0", "MIG-2", "GPU-1"] and [r["gpu"] for r in rows] == [0, 1, 2]
     assert [r["rank"] for r in rows] == [0, 1, None]
     assert [r["memory_used_bytes"] for r in rows[:2]] == [1, 3]
-    assert rows[0]["utilization_pct"] is None and states[0]["most_used_pct"] is None  # NVML has none: nothing is idle
+    assert (
+        rows[0]["utilization_pct"] is None and states[0]["most_used_pct"] is None
+    )  # NVML reports none: nothing is idle
     assert rows[0]["temperature_c"] == 41 and states[2]["most_used_pct"] == 97
 
 
@@ -143,7 +145,7 @@ def test_other_processes_on_a_card_are_counted_only_if_ours_are_listed(tmp_path:
     with Watch(tmp_path) as watch:
         _, rows, states, _ = watch(nvml.answers(running), by_pid={"8": 3})
         assert (rows[0]["processes"], rows[0]["rank"], states[0]["others"]) == (3, 3, 2)
-        _, _, states, _ = watch(nvml.answers(running), by_pid={"4": 3})  # a container has other process ids
+        _, _, states, _ = watch(nvml.answers(running), by_pid={"4": 3})  # a container has its own process ids
         assert states[0]["others"] is None
 
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a rank's DataLoader workers: whether they wait for a CPU, or for something else."""
+"""What the kernel reports about a rank's DataLoader workers: whether they wait for a CPU, or for something else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def test_workers_without_a_cpu_differ_from_sleeping_ones(worker: str, busy: bool
     with subprocess.Popen([sys.executable, "-c", PARENT, worker], start_new_session=True) as parent:
         try:
             wants: float | None = None
-            while wants is None or not (wants > 0.5 if busy else wants < 0.3):  # its start is work, too, and slides out
+            while wants is None or not (
+                wants > 0.5 if busy else wants < 0.3
+            ):  # its start is work, too, until it leaves the window
                 assert time.monotonic() < end, wants
                 hosts.process_row(0.0, 0, parent.pid)
                 _, wants = hosts.workers(0)

@@ -1,4 +1,4 @@
-"""A monitor that is killed: a rank starts another; if no rank is left, `diagnose` does, and the verdict is whole."""
+"""A killed monitor: a rank starts another; if no rank is left, `diagnose` does, and the verdict is complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for step in range(4000):
 
 @contextmanager
 def two_ranks(tmp_path: Path) -> Iterator[tuple[Job, Job]]:
-    """Two recorded processes without torch, of one job, in `tmp_path`."""
+    """Two recorded processes of one job, without torch, in `tmp_path`."""
     (tmp_path / "job.py").write_text(RANK)
     with ExitStack() as stack:
         env = {**ONE_RANK, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29511", "DISTDIAG_RUN_DIR": "R"}
@@ -52,7 +52,7 @@ def monitors(*jobs: Job) -> list[int]:
 
 
 def writer(tmp_path: Path) -> int | None:
-    """Process that writes the run's database."""
+    """Return the process that writes the run's database."""
     found = rows(tmp_path / "R", "SELECT value FROM meta WHERE key = 'monitor_pid'")
     return int(found[0][0]) if found else None
 
@@ -84,5 +84,5 @@ def test_a_reader_judges_a_job_that_was_killed_with_its_monitor(tmp_path: Path) 
         code, found = verdict(tmp_path)
     assert code == 1 and found["state"] == "failed", found
     assert found["ranks_seen"] == 2 and found["unjudged"] is None
-    # the reader's monitor still writes its last rows when the reader has its answer
+    # the reader's monitor still writes its last rows after the reader has its answer
     wait_for(lambda: not marked(os.environ[TEST_MARK]), 30, "the reader's monitor to end")

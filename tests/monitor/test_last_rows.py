@@ -1,4 +1,4 @@
-"""What a rank did in the moment before its end is written, however it ended."""
+"""The last steps before a rank's end are written, however it ended."""
 
 from __future__ import annotations
 

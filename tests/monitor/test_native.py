@@ -1,4 +1,4 @@
-"""What a process waits for, by the native frames that its signal handler writes."""
+"""What a process waits for, from the native frames that its signal handler writes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def entry(op: str, state: str, seq: int, p2p: bool = False) -> dict[str, object]
 
 
 def test_entries_of_a_coalesced_group_have_its_state() -> None:
-    """NCCL leaves each operation of it scheduled for ever; one entry more has the state of all."""
+    """NCCL leaves each of its operations scheduled for ever; one additional entry has the state of all."""
     record = ask.FlightRecord(0.0)
     entries = [
         entry("all_reduce", "scheduled", 1), entry("all_reduce", "scheduled", 1), entry("coalesced", "completed", 1),
@@ -137,7 +137,7 @@ def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
 
 
 def waiting_rank(folder: Path, still_s: float) -> Any:
-    """Return a rank of this process: it has an open collective on a device, and stood still for `still_s`."""
+    """Return a rank of this process with an open collective on a device, without progress for `still_s`."""
 
     class Header:
         pid, trace_signal, blocked = os.getpid(), 47, 0
@@ -159,7 +159,7 @@ def waiting_rank(folder: Path, still_s: float) -> Any:
 
 
 def test_a_rank_with_its_own_handler_is_sent_no_signal(tmp_path: Path) -> None:
-    """The job may use the same signal itself: our handler is there only if its file is."""
+    """The job may use the same signal itself: our handler is installed only if its file exists."""
 
     received: list[int] = []
     before = signal.signal(46, lambda number, _: received.append(number))
@@ -186,7 +186,7 @@ BINDINGS, PYTHON, LIBC = "/v/site-packages/torch/lib/libtorch_python.so", "/usr/
         ([OURS, LIBC, TORCH, TORCH, TORCH, BINDINGS, PYTHON], "", None),  # torch computes
         ([OURS, LIBC, TORCH, TORCH, TORCH, BINDINGS, PYTHON], "dev.spin", None),  # the same, for a backend in Python
         ([OURS, LIBC, "/lib/libffi.so.8", PYTHON], "dev.spin", "dev.spin"),  # a backend in Python sleeps
-        ([OURS, "", TORCH, BINDINGS, PYTHON], "dev.spin", "dev.spin"),  # it asks its Work again and again
+        ([OURS, "", TORCH, BINDINGS, PYTHON], "dev.spin", "dev.spin"),  # it polls its Work
         ([OURS, "/x/tokenizer.so", PYTHON, TORCH, TORCH], "", None),  # the user's own library
         ([OURS, "/x/libgomp.so.1", TORCH, TORCH, BINDINGS, PYTHON], "", None),  # a parallel region
         ([OURS, "/x/libnvrtc.so.12", TORCH, TORCH, BINDINGS, PYTHON], "", None),  # compiles a kernel
@@ -199,7 +199,7 @@ def test_a_wait_in_an_unknown_backend_is_found(libraries: list[str], in_python: 
 
 
 def test_the_next_poll_is_brought_forward_for_native_frames(tmp_path: Path) -> None:
-    """A rank is asked once it is still for long enough, and answers within milliseconds."""
+    """A rank is asked once it has been still long enough, and answers within milliseconds."""
     (tmp_path / "r0.native").touch()
     before = signal.signal(46, lambda number, _: None)
     try:

@@ -1,4 +1,4 @@
-"""Several nodes: what each monitor leaves for the first, and one verdict over all ranks."""
+"""Several nodes: each monitor leaves its state for the first, which gives one verdict over all ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_two_polls_of_one_file_count_once(tmp_path: Path) -> None:
     assert not here.merged(snapshot(0, 1), time.time())[1]
     there.publish(snapshot(2, 3), time.time(), closed=True)
     assert here.merged(snapshot(0, 1), time.time())[1]
-    assert here.merged(snapshot(0, 1), time.time())[1]  # nothing newer can come from a node that is done
+    assert here.merged(snapshot(0, 1), time.time())[1]  # a finished node writes nothing newer
 
 
 def test_nothing_is_concluded_from_a_stale_or_foreign_file(tmp_path: Path) -> None:
@@ -154,5 +154,5 @@ def test_a_rank_of_another_node_is_named(tmp_path: Path) -> None:
         line = script.read_text().splitlines().index("        dist.barrier()") + 1
         assert [(w["rank"], w["line"]) for w in f["where"]] == [(3, line)]
         wait_for(lambda: "deadlock/missing_rank" in first.stderr() or None, 20, "node 0 to say it", first)
-        assert "deadlock" not in second.stderr()  # one incident is said once
+        assert "deadlock" not in second.stderr()  # one incident is reported once
     assert not (run / "latest").exists()

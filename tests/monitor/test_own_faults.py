@@ -1,4 +1,4 @@
-"""What distdiag could not see or write itself: said once, with its severity, from real pages and a real database."""
+"""What distdiag could not see or write itself: reported once, with its severity, from real pages and a real database."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from distdiag.store.reader import open_run
 from distdiag.store.rows import StepRow
 from distdiag.store.writer import Writer
 
-T_S = 30.0  # run time of every look
+T_S = 30.0  # run time of every poll
 
 
 class Run:
-    """The pages of two ranks, a database, and one monitor's memory of what it has said."""
+    """The pages of two ranks, a database, and the record of what one monitor has reported."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.directory = tmp_path / "run"
@@ -79,13 +79,13 @@ def test_a_complete_recorder_has_no_finding(run: Run) -> None:
 
 def test_records_that_did_not_fit_are_counted_with_their_rank(run: Run) -> None:
     page = run.pages[1]
-    while page.text(f"{page.h.heap_used}" + "x" * 50_000):  # until the page's room for texts is used up
+    while page.text(f"{page.h.heap_used}" + "x" * 50_000):  # until the page's space for texts is full
         assert page.h.heap_used < HEAP_BYTES
     f = only(run.look())
     assert (f.cause, f.severity, f.culprits) == ("dropped", "info", (1,))
     assert f.message.startswith("rank 1 dropped 1 ") and "incomplete" in f.message
     page.text("y" * 50_000)
-    assert run.look() == []  # once per rank, not at every look
+    assert run.look() == []  # once per rank, not at every poll
 
 
 def test_features_that_this_torch_lacks_are_named(run: Run) -> None:
@@ -126,7 +126,7 @@ def test_proofs_that_the_job_has_contradicted_are_counted(run: Run) -> None:
 
 
 def full(writer: Writer) -> None:
-    """SQLite gets no page more: its error is the one of a full disk."""
+    """Let SQLite get no further page: its error is that of a full disk."""
     assert writer._con is not None
     pages = writer._con.execute("PRAGMA page_count").fetchone()[0]
     writer._con.execute(f"PRAGMA max_page_count = {pages}")
@@ -141,7 +141,7 @@ def test_a_full_disk_is_reported_once_and_kept_for_summary_and_database(run: Run
     assert "full" in f.message and "free the disk" in f.advice
     run.writer.finding(f)
     assert run.look() == [] and run.own.found == [f]
-    # once there is room again, the record says that it was not whole for a while
+    # once there is space again, the record notes that it was incomplete for a while
     assert run.writer._con is not None
     run.writer._con.execute("PRAGMA max_page_count = 1000000")
     run.writer._retry_at = 0.0

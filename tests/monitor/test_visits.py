@@ -1,4 +1,4 @@
-"""When a rank comes back to a call: what the monitor keeps of it, read from a rank's own page."""
+"""The monitor's record of a rank's visits to its call sites, read from the rank's own page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_only_the_first_of_consecutive_calls_counts(page: PageWriter, view: Rank
     assert (seen(view, 10), seen(view, 30)) == ((5, 20), (22,))
     for seq in (40, 60, 80):
         calls(page, 10, seq)
-    assert seen(view, 10) == (20, 40, 60, 80)  # as many as a rhythm takes
+    assert seen(view, 10) == (20, 40, 60, 80)  # as many as a rhythm needs
 
 
 def test_calls_without_a_collective_are_no_visits(page: PageWriter, view: RankView) -> None:

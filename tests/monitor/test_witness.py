@@ -1,4 +1,4 @@
-"""The witness of a rank is asked only if this user serves it: the path of its socket comes from a page."""
+"""The witness of a rank is asked only if this user runs it: the path of its socket comes from a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_socket_of_another_user_is_not_asked() -> None:
         server.bind(str(path))
         os.seteuid(65534)
         try:
-            server.listen()  # the kernel notes whose server it is now
+            server.listen()  # the kernel records the owner of the server now
         finally:
             os.seteuid(0)
         with pytest.raises(PermissionError, match="another user"):

@@ -1,4 +1,4 @@
-"""The directories of rank pages: what is ours to remove is removed, and nothing else."""
+"""The directories of rank pages: only our own are removed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HOLD = "import sys; from pathlib import Path; from distdiag.page import place; p
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This user's directory in a memory file system of its own."""
+    """This user's directory in its own memory file system."""
     monkeypatch.setattr(place, "SHM", tmp_path)
     return place.memory_root()
 
 
 def abandoned(directory: Path) -> Path:
-    """Pages of a job that is gone, of last week."""
+    """Make the week-old pages of a job that has ended."""
     place.make(directory)
     PageWriter(page_path(directory, 0)).publish()
     for name in ("r0.trace", "r0.fatal", "r0.sock", "monitor.lock"):
@@ -45,9 +45,9 @@ def test_only_abandoned_page_directories_of_ours_are_removed(root: Path, tmp_pat
     kept = {
         "checkpoints": root / "checkpoints",  # no page, no mark
         "foreign": root / "foreign",  # pages of an older version: no mark
-        "visited": abandoned(root / "visited"),  # ours, but somebody put a file into it
+        "visited": abandoned(root / "visited"),  # ours, but with another file in it
         "young": root / "young",
-        "open": abandoned(root / "open"),  # others can enter it, so anybody may have made the mark
+        "open": abandoned(root / "open"),  # others can enter it, so anyone may have written the mark
     }
     kept["checkpoints"].mkdir()
     (kept["checkpoints"] / "model.pt").write_text("weights")
@@ -82,7 +82,7 @@ def test_locked_pages_are_kept_whatever_pid_is_in_them(root: Path, tmp_path: Pat
 
 
 def test_pages_in_a_run_directory_sweep_nothing(tmp_path: Path) -> None:
-    """A run directory named distdiag-…: the old code took it for its own in /dev/shm."""
+    """A run directory named distdiag-…: older code mistook it for its own in /dev/shm."""
     run = tmp_path / "distdiag-runs"
     pages = run / "pages.0"
     place.make(pages)

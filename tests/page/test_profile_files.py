@@ -95,5 +95,5 @@ def test_a_page_directory_with_a_request_and_an_answer_can_be_removed(tmp_path: 
     place.make(directory)
     write(request_path(directory, 0), Request(**GOOD))
     write(answer_path(directory, 0), Answer(1, DONE))
-    answer_path(directory, 0).with_suffix(".profiledpart").write_text("")  # of a rank that was killed meanwhile
+    answer_path(directory, 0).with_suffix(".profiledpart").write_text("")  # left by a killed rank
     assert place.remove(directory)

@@ -1,4 +1,4 @@
-"""Rows, results and stamps made by hand."""
+"""Hand-made rows, results and time stamps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_result():
 
 @pytest.fixture
 def make_stamps():
-    """Stamps of two ranks: rank 1 arrives `late_us` after rank 0, the wire takes `wire_us`."""
+    """Return the stamps of two ranks: rank 1 arrives `late_us` after rank 0, the transfer takes `wire_us`."""
 
     def make(n: int, late_us: float, wire_us: float, noise: list[BlockNoise] | None = None) -> Stamped:
         rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A baseline is held against a later result with a test and an effect size."""
+"""A result is compared with a baseline by a significance test and an effect size."""
 
 from __future__ import annotations
 

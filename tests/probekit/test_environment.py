@@ -1,4 +1,4 @@
-"""Which rank a launcher made this process."""
+"""The rank of this process, from its launcher's environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_W
 
 def test_without_a_launcher_there_is_no_rank():
     assert detect({}) is None
-    assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}) is None  # an sbatch script is no job step
+    assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}) is None  # an sbatch script is not a job step
 
 
 def test_torchruns_environment_is_read():

@@ -1,4 +1,4 @@
-"""NVML's answers as facts and complaints; the driver here is a stand-in that answers as an H100 does."""
+"""NVML's answers as facts and reasons; the driver is a stand-in that answers like an H100."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NVMLError(Exception):
 
 
 class Driver:
-    """What `gpus.facts` asks; attributes overridden per test. What is missing raises, as on a card without it."""
+    """The calls that `gpus.facts` makes; tests override attributes. Missing ones raise, as on a card without them."""
 
     NVMLError = NVMLLibraryMismatchError = NVMLError
 

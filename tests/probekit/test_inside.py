@@ -1,4 +1,4 @@
-"""Probes inside a training: agreed on by all ranks, recorded, within their share of the time."""
+"""Probes inside a training job: agreed on by all ranks, recorded, within their share of the time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 def train(rank: int, folder: str, run_dir: str, share: float, seconds: float) -> None:
-    """A training of 2 ms steps, as far as the probe sees it."""
+    """Run a training with steps of 2 ms, as far as the probe sees it."""
     import torch.distributed as dist
 
     from distdiag.probekit.in_job.probe import InTrainingProbe
@@ -107,7 +107,7 @@ def test_a_probe_in_a_job_runs_between_steps_within_its_share_and_is_recorded(
     with sqlite3.connect(run_dir / "run.db") as con:
         rows = con.execute("SELECT t_s, name, verdict, json FROM probe").fetchall()
     con.close()
-    # The decisions themselves cost a broadcast; a neighbour may make one slow.
+    # The decisions cost a broadcast, which a neighbour may slow down.
     assert mine["spent_s"] <= 2 * share * mine["elapsed_s"] + 0.1
     if share < 0.1:
         return
@@ -120,7 +120,7 @@ def test_a_probe_in_a_job_runs_between_steps_within_its_share_and_is_recorded(
     assert [r["bytes"] for r in data["rows"]] == [64 * 2**10, 4 * 2**20] and all(
         r["busbw_gbps"] > 0 for r in data["rows"]
     )
-    # 4 MB in 4 ms: what the job's own all_reduce reaches stands beside it.
+    # 4 MB in 4 ms: the rate of the job's own all_reduce is shown next to it.
     assert data["details"]["job"]["busbw_gbps"] == pytest.approx(1.0) and data["details"]["job"]["count"] == 20
 
 
@@ -132,7 +132,7 @@ def test_a_process_without_a_group_runs_no_probe():
     probe.close()
 
 
-# ---------------------------------------------------------------------- beside a run, from another terminal
+# ---------------------------------------------------------------------- next to a running job, from another terminal
 
 
 def test_a_probe_next_to_a_running_job_warns_and_is_recorded_in_its_run(run_dir: Path, make_result: Any, make_row: Any):

@@ -1,4 +1,4 @@
-"""Which interface the ranks would use, and the remedy for each way in which it cannot work."""
+"""The interface that the ranks would use, and the remedy for each way in which it cannot work."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_interface_that_cannot_connect_is_reported_first(arrivals: list[dict[
 
 def test_an_interface_that_may_connect_is_not_reported():
     job._refuse_unreachable([arrival(LO, "a"), arrival(LO, "a")])  # one host
-    job._refuse_unreachable([arrival(ETH, "a"), arrival(DOCKER, "b")])  # who knows
+    job._refuse_unreachable([arrival(ETH, "a"), arrival(DOCKER, "b")])  # may be reachable
 
 
 def test_a_strided_tensor_is_refused():

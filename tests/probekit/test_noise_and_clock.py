@@ -35,11 +35,11 @@ def test_foreign_load_is_busy_time_minus_ours(busy: float | None, own: float, wa
     ("foreign", "cpus", "ranks", "noisy"),
     [
         (1.5, 2, 2, True),  # two ranks are left with half a CPU
-        (0.1, 2, 2, False),  # below a tenth
+        (0.1, 2, 2, False),  # less than a tenth
         (8.0, 16, 2, False),  # eight CPUs are left for two ranks
         (8.0, 16, 12, True),
         (None, 2, 2, False),  # not measured: no judgement
-        (0.0, 2, 8, False),  # we crowd ourselves; nobody else is to blame
+        (0.0, 2, 8, False),  # our own ranks compete; there is no foreign load
     ],
 )
 def test_a_host_is_noisy_if_others_leave_too_little_cpu(foreign: float | None, cpus: int, ranks: int, noisy: bool):
@@ -62,12 +62,12 @@ def test_a_busy_neighbour_is_foreign_load_and_a_child_is_not():
             child.kill()
     assert before_alone.busy_s is not None and after_alone.busy_s is not None
     busy = after_alone.busy_s - before_alone.busy_s
-    assert after_family.own_s - before_family.own_s >= 0.2  # the child is one of ours to this reading
-    assert busy - (after_alone.own_s - before_alone.own_s) > 0.1  # and a stranger to that one
+    assert after_family.own_s - before_family.own_s >= 0.2  # this reading counts the child as ours
+    assert busy - (after_alone.own_s - before_alone.own_s) > 0.1  # that one counts it as foreign
 
 
 def test_the_offset_is_taken_from_the_shortest_round_trip():
-    # Their clock is 1,000,000 ns ahead. The slow exchange is delayed one way only, and would say otherwise.
+    # Their clock is 1,000,000 ns ahead. The slow exchange is delayed in one direction only, and would give another offset.
     exchanges = [
         (0, 1_000_000 + 50_000, 60_000),
         (100_000, 1_000_000 + 105_000, 110_000),

@@ -1,4 +1,4 @@
-"""Bad input: one line of error, one of hint, the contract's code; nothing is started."""
+"""Bad input: one line of error, one of hint, the contract's exit code; nothing is started."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_invalid_number_of_ranks_is_refused(arguments: list[str], gpus: int, 
     ("arguments", "gpus", "ranks", "device", "backend"),
     [
         ([], 0, 2, "cpu", "gloo"),
-        ([], 1, 2, "cpu", "gloo"),  # one GPU is no pair
+        ([], 1, 2, "cpu", "gloo"),  # one GPU is not enough for a pair
         ([], 8, 8, "cuda", "nccl"),
         (["--nproc", "4"], 8, 4, "cuda", "nccl"),
         (["--nproc", "4"], 2, 4, "cpu", "gloo"),

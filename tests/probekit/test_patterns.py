@@ -1,4 +1,4 @@
-"""The correctness check must find what is wrong: a single element, a swapped chunk, a shifted offset, another's part."""
+"""The correctness check finds a wrong element, a swapped chunk, a shifted offset and another rank's part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_sums_over_all_ranks_are_exact(dtype: torch.dtype, ranks: int):
     part = torch.empty(n, dtype=dtype)
     for rank in range(ranks):
         pattern.write(part, rank)
-        total += part  # in the type itself, as a backend does
+        total += part  # in the dtype itself, as a backend does
     assert wrong_elements(total, Segment(pattern.total(), 0, n), 0) is None
     assert int(pattern.total().max()) > 0
 

@@ -99,7 +99,7 @@ def test_all_is_one_verdict_and_one_line_per_probe(result: Any, make_result: Any
     assert lines[0] == "inconclusive  2 probes: 1 pass, 1 inconclusive"
     assert lines[1].strip().startswith("others used up to 1.4 of 2 CPUs during 1 of them")
     assert lines[3].startswith("pass") and "allreduce" in lines[3]
-    assert lines[4].startswith("inconclusive") and len(lines) == 5  # the noise is said once
+    assert lines[4].startswith("inconclusive") and len(lines) == 5  # the noise is mentioned once
     data = rendering.as_json([result, other], options)
     assert data["probe"] == "all" and data["verdict"] == "inconclusive" and len(data["probes"]) == 2  # type: ignore[arg-type]
     assert all(str(r).startswith("broadcast: ") for r in data["reasons"])  # type: ignore[union-attr]

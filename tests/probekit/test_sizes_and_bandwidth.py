@@ -1,4 +1,4 @@
-"""Sizes as people write them, and nccl-tests' formulas."""
+"""Sizes as users write them, and nccl-tests' formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals that keep their promise, modes that are modes, fits and tests that find what was put in."""
+"""Intervals have their coverage, modes are found, fits and tests recover what was simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distdiag.terms import statistics as st
 
 
 def autocorrelated(rng: np.random.Generator, n: int, phi: float) -> np.ndarray:
-    """AR(1) with mean 100 and standard deviation 10."""
+    """Return AR(1) samples with mean 100 and standard deviation 10."""
     out = np.empty(n)
     value = rng.normal(0, 10)
     for i in range(n):
@@ -19,7 +19,7 @@ def autocorrelated(rng: np.random.Generator, n: int, phi: float) -> np.ndarray:
 
 
 def coverage(rng: np.random.Generator, phi: float, shuffled: bool) -> float:
-    """Share of 95 % intervals that contain the true median, 100; `shuffled` hides the order, as an i.i.d. bootstrap does."""
+    """Return the share of 95 % intervals that contain the true median, 100; `shuffled` removes the order, as an i.i.d. bootstrap does."""
     hits = 0
     for trial in range(120):
         x = autocorrelated(rng, 400, phi)

@@ -1,4 +1,4 @@
-"""DataParallel's semantics on threads: the single module's gradients, its buffers from the first replica only."""
+"""DataParallel's semantics on threads: the single module's gradients, buffers from the first replica only."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_batch_smaller_than_the_number_of_replicas_works(images: torch.Tensor)
 
 
 class InOrder(nn.Module):
-    """Let the parts of the batch reach the dropout one after the other, in the order of `first`."""
+    """Let the parts of the batch reach the dropout one after another, in the order of `first`."""
 
     def __init__(self, first: float) -> None:
         super().__init__()

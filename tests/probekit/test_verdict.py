@@ -1,4 +1,4 @@
-"""Fail needs proof: wrong values always, timings only on a quiet host."""
+"""A failure needs proof: wrong values always fail, timings only on a quiet host."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_skew_and_wire_time_are_separate_and_the_late_rank_is_not_the_one_that_w
     assert row.late_rank == 1 and row.late_share > 0.99
     assert row.skew_us == pytest.approx(5000, abs=10)
     assert row.wire_us == pytest.approx(300, abs=10)
-    assert row.time_us.p50 == pytest.approx(5300, abs=20)  # of the slowest rank: the early one, which waits
+    assert row.time_us.p50 == pytest.approx(5300, abs=20)  # of the slowest rank: the early rank, which waits
     assert row.busbw_gbps == pytest.approx(4096 / 5.3e-3 / 1e9, rel=0.01)
     assert len(blocks) >= 4
 
@@ -129,7 +129,7 @@ def test_noisy_blocks_are_left_out_if_enough_clean_ones_remain(make_stamps: Any)
     assert noise.noisy and noise.noisy_blocks == 3
 
 
-# ---------------------------------------------------------------------- words
+# ---------------------------------------------------------------------- wording
 
 
 @pytest.mark.parametrize(

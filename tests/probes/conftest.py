@@ -37,7 +37,7 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Result]]:
 
 @pytest.fixture
 def clean_environment() -> dict[str, str]:
-    """The environment of a command that no launcher has started, far from any run directory."""
+    """Return the environment of a command without a launcher, outside any run directory."""
     launchers = (
         "RANK",
         "WORLD_SIZE",
@@ -56,7 +56,7 @@ def clean_environment() -> dict[str, str]:
 
 @pytest.fixture
 def no_child_left():
-    """After the test this process has no child that it had not before."""
+    """Assert that the test leaves no new child process."""
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     yield
     deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""The whole command: as a person types it, under torchrun and mpirun's variables, interrupted, and hanging."""
+"""The whole command: in a terminal, under torchrun, with mpirun's variables, interrupted, and hanging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBE = [sys.executable, "-m", "distdiag", "probe"]
 
 
 def finished(command: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run to the end in a session of its own, which is killed whatever happens."""
+    """Run to the end in its own session, which is killed in any case."""
     p = subprocess.Popen(
         command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -41,7 +41,7 @@ def kill_session(leader: int) -> None:
 
 
 def wait_or_kill(p: subprocess.Popen[str]) -> None:
-    """Give it time to end by itself; its session is killed after that."""
+    """Wait for it to end by itself; then kill its session."""
     try:
         p.wait(timeout=100)
     except subprocess.TimeoutExpired:
@@ -139,7 +139,7 @@ def test_ranks_that_never_connect_are_named_with_the_interface(clean_environment
 
 
 def start_measuring(env: dict[str, str], cwd: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A long probe, and its two ranks once they measure."""
+    """Start a long probe; return it, and its two ranks once they measure."""
     command = [*PROBE, "allreduce", "--nproc", "2", "--budget", "100", "--precision", "0.001"]
     p = subprocess.Popen(
         command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -151,7 +151,7 @@ def start_measuring(env: dict[str, str], cwd: Path) -> tuple[subprocess.Popen[st
             if len(ranks) == 2 and all(r.num_threads() > 2 for r in ranks):  # gloo has its threads
                 return p, ranks
         except psutil.NoSuchProcess:
-            pass  # between two looks
+            pass  # it ended between two polls
         time.sleep(0.05)
     kill_session(p.pid)
     raise AssertionError(f"the ranks did not start: {p.communicate()}")
@@ -183,7 +183,7 @@ def test_no_process_is_left_behind(how: str, clean_environment: dict[str, str], 
 def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector(
     clean_environment: dict[str, str], tmp_path: Path
 ):
-    """Python prints and drops what is raised there, a Ctrl-C too; twice is a long time for who wants to end a probe."""
+    """Python prints and drops exceptions raised there, including KeyboardInterrupt, so it must not be raised there."""
     script = (
         "import os, signal, time\n"
         "from distdiag.probekit.ranks import launch\n"

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: it ends, every check says so, and nothing is written."""
+"""`make gpu-check` without a GPU: it ends, every check reports why, and nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every probe on real ranks, and every injected truth found."""
+"""Every probe on real ranks; every injected fault is found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLLECTIVES = [
 def test_all_runs_every_probe_on_two_ranks(on_ranks: OnRanks, capfd: pytest.CaptureFixture[str]):
     results = on_ranks("all", "--max-bytes", "64K", "--factor", "64", seconds=15.0)
 
-    assert "Exception ignored" not in capfd.readouterr().err  # workers are forked beside a thread of ours
+    assert "Exception ignored" not in capfd.readouterr().err  # workers are forked while a thread of ours runs
     by_name = {r.probe: r for r in results}
     assert list(by_name) == list(catalog.PROBES)
     for name in ["barrier", *COLLECTIVES]:
@@ -101,7 +101,7 @@ def test_the_dataloader_probe_uses_the_users_dataset(on_ranks: OnRanks, tmp_path
     assert next(row for row in r.rows if row.recommended).setting.workers == 2
 
 
-# ---------------------------------------------------------------------- injected truths
+# ---------------------------------------------------------------------- injected faults
 
 
 def test_a_delayed_rank_is_named_with_its_delay(on_ranks: OnRanks):
@@ -142,7 +142,7 @@ def test_a_missing_interface_is_named(on_ranks: OnRanks, monkeypatch: pytest.Mon
 
 
 def align_clocks(rank: int, folder: str) -> None:
-    """Two ranks that believe to be on two hosts, with a clock that is the same in truth."""
+    """Run two ranks that believe they are on two hosts, although they share a clock."""
     import contextlib
     from types import SimpleNamespace
 
@@ -168,18 +168,18 @@ def test_clocks_of_two_hosts_are_aligned_by_round_trips(tmp_path):
     torch.multiprocessing.start_processes(align_clocks, (str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[attr-defined]
     mine, other, error = map(int, (tmp_path / "offsets").read_text().split())
     assert mine == 0 and error > 0
-    assert abs(other) <= error  # the truth is 0
+    assert abs(other) <= error  # the true offset is 0
 
 
 def in_a_while(action: Callable[[list[psutil.Process]], None], ranks: int) -> threading.Thread:
-    """Do something to the ranks once they have been measuring for a moment."""
+    """Do something to the ranks after they have been measuring for a moment."""
 
     def wait_and_act() -> None:
         me = psutil.Process()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             children = sorted(me.children(), key=lambda p: p.pid)
-            # The threads of gloo are there once the group is.
+            # gloo's threads exist once the group does.
             if len(children) == ranks and all(p.num_threads() > 2 for p in children):
                 time.sleep(0.5)
                 action(children)
@@ -210,7 +210,7 @@ def test_a_stopped_rank_is_named_and_killed(on_ranks: OnRanks):
 
 @pytest.fixture
 def busy_cores() -> Iterator[None]:
-    """A busy loop on every core, and one more."""
+    """Run a busy loop on every core, and one more."""
     burn = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) + 1)]
     try:
         yield
@@ -222,7 +222,7 @@ def busy_cores() -> Iterator[None]:
 
 @pytest.mark.usefixtures("busy_cores")
 def test_busy_cores_are_inconclusive_and_never_a_failure(on_ranks: OnRanks):
-    # No machine reaches this floor: on a quiet host it would fail.
+    # No machine reaches this floor: on a quiet host the probe would fail.
     (r,) = on_ranks("allreduce", "--floor", "10000", "--min-bytes", "64K", "--max-bytes", "1M", seconds=3.0)
     assert r.verdict is Verdict.INCONCLUSIVE
     assert r.host_noise is not None and r.host_noise.noisy and (r.host_noise.foreign_cpus or 0) > 0.3

@@ -1,4 +1,4 @@
-"""The tournament lets each meet each, once, in disjoint rounds; the blame falls on a slow rank or a slow link."""
+"""The tournament measures every pair once, in disjoint rounds; a slow rank or a slow link is named."""
 
 from __future__ import annotations
 

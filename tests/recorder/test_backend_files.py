@@ -1,4 +1,4 @@
-"""Frames of a process group written in Python: they belong to the backend, not to the user's code."""
+"""Frames of a process group written in Python belong to the backend, not to the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job can observe of our wrappers: nothing. Compiled graphs, tracebacks and lifetimes are the same without them."""
+"""A job does not notice our wrappers: compiled graphs, tracebacks and lifetimes are the same without them."""
 
 from __future__ import annotations
 

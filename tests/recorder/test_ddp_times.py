@@ -55,7 +55,7 @@ def test_measured_steps_have_times_and_the_others_have_none(run: Run) -> None:
     steps = run.steps(1, 26)
     assert {x.rank for x in steps} == {0, 1} and all(x.step_ms for x in steps)
     measured = [x for x in steps if x.comm_ms is not None]
-    # DDP's first ten iterations, then every eighth; the results of one are there in the step after it
+    # DDP's first ten iterations, then every eighth; results are available in the following step
     assert {x.step for x in measured} == {*range(1, 11), 16, 24}
     assert all(x.exposed_ms is None for x in steps if x.comm_ms is None)
     assert all(0 <= x.exposed_ms <= x.comm_ms <= x.step_ms for x in measured)  # type: ignore[operator]
@@ -82,6 +82,6 @@ def test_the_recorder_had_no_errors(run: Run) -> None:
     ids=["each", "every second", "none since", "four a step", "not always as many"],
 )
 def test_backward_passes_per_step_are_counted(steps: int, synced: int, expected: int) -> None:
-    times = DdpTimes(None, 0, ModelSlot(), 0)  # a torch without the interface: nothing is read
+    times = DdpTimes(None, 0, ModelSlot(), 0)  # a version of torch without the interface: nothing is read
     times._per_step(2, 2)
     assert times._per_step(2 + steps, 2 + synced) == expected

@@ -1,4 +1,4 @@
-"""Device times of phases: in order, without waiting, events used again; on events that are done when they are told to be."""
+"""Device times of phases: in order, without waiting, events reused; with events that complete on command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.jobs import ONE_RANK, REPOSITORY, closed, free_port, rows, start
 
 
 class Event:
-    """Like torch.cuda.Event: `record` takes the device's time, `query` says whether the device has got there."""
+    """Like torch.cuda.Event: `record` takes the device's time, `query` returns whether the device has reached it."""
 
     now_ms = 0.0
     done_until_ms = 0.0
@@ -166,7 +166,7 @@ def test_the_pulse_reads_the_models_device(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Nvml:
-    """Two cards, the second cut into MIG slices."""
+    """Two cards, the second divided into MIG slices."""
 
     class NVMLError(Exception):
         pass
@@ -198,7 +198,7 @@ class Nvml:
     ("uuid", "index"), [("aa", 0), ("bb", 1), ("GPU-bb", 1), ("cc", 1), ("MIG-cc", 1), ("dd", -1), ("", -1)]
 )
 def test_a_device_is_mapped_to_nvmls_index_by_its_uuid(uuid: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb,GPU-aa")  # numbers of CUDA's say nothing
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb,GPU-aa")  # CUDA's numbers show nothing
     nvml = Nvml()
     assert nvml_index(SimpleNamespace(uuid=uuid), nvml) == index
     assert nvml.open == 0

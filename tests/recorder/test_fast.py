@@ -1,4 +1,4 @@
-"""The hooks in C and those in Python write the same: what a job does is told alike with and without a C compiler."""
+"""The hooks in C and in Python write the same: a job's record does not depend on a C compiler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not accounts.COMPILED, reason="the hooks were not compiled at the install"),
 ]
 
-# Everything that a hook tells from the usual: another place, no gradients, accumulation, another optimizer, a thread, no
-# tensor, NaN, an exception, no loader, a named phase, a gradient that moves or is missing.
+# Every case that a hook distinguishes: another site, no gradients, accumulation, another optimizer, a thread, no tensor, NaN, an
+# exception, no loader, a named phase, a gradient that moves or is missing.
 SCRIPT = """
 import json, sys, threading, warnings
 import torch, torch.distributed as dist
@@ -179,7 +179,7 @@ def test_an_index_outside_the_page_is_not_used(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_gradient_is_checked_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with gaps in its memory may lie at the address of the last one."""
+    """A gradient with gaps in its memory may have the address of the previous one."""
     monkeypatch.setattr(state, "current", state.Recorder(PageWriter(tmp_path / "page")))
     words = accounts.GradientWords()
     words.n, words.stride, words.plain = 4, 1, True
@@ -199,13 +199,13 @@ def test_an_error_in_c_is_counted_and_does_not_reach_the_job(tmp_path: Path, mon
     ledger = accounts.ledger(page, 0)
     asked: list[tuple[Any, ...]] = []
     ends = accounts.fast_hook(ledger, "sync_ends", lambda *args: asked.append(args))
-    ends(1, 2)  # other arguments than a hook of that name has: the slow path is called
+    ends(1, 2)  # a wrong number of arguments for this hook: the slow path is called
     assert asked == [(1, 2)]
     monkeypatch.setattr(state, "RAISE", False)
     assert ends("no time") is None and page.h.errors == 1
     monkeypatch.setattr(state, "RAISE", True)
     with pytest.raises(TypeError):
-        ends("no time")  # in our own tests it is raised
+        ends("no time")  # raised in our own tests
     with pytest.raises(ValueError, match="no hook"):
         accounts.fast_hook(ledger, "no such hook", print)
     with pytest.raises(TypeError, match="Place"):

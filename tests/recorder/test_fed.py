@@ -1,4 +1,4 @@
-"""What a DDP module is given is noted as a loader is, where there is none."""
+"""The inputs of a DDP module are recorded like a loader, if there is no loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ dist.destroy_process_group()
 
 
 def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]:
-    """(length, batches, fingerprint) of each loader of a job of one rank."""
+    """Return (length, batches, fingerprint) of each loader of a job of one rank."""
     folder.mkdir()
     (folder / "script.py").write_text(f"SEED, LOADER = {seed}, {loader}\n{SCRIPT}")
     command = ["-m", "distdiag.run", "--run-dir", "R", "script.py"]
@@ -42,7 +42,7 @@ def noted(folder: Path, seed: int, loader: bool) -> list[tuple[int | None, ...]]
 def test_batches_without_a_loader_are_distinguished_by_content(tmp_path: Path) -> None:
     [(length, batches, first)] = noted(tmp_path / "a", 1, loader=False)
     [(_, _, other)] = noted(tmp_path / "b", 2, loader=False)
-    assert (length, batches) == (None, 30)  # what is only evaluated is no training
+    assert (length, batches) == (None, 30)  # evaluation alone is not training
     assert first and other and first != other
 
 

@@ -1,4 +1,4 @@
-"""Why a parameter got no gradient: its module was never called, or what it computes does not reach the loss."""
+"""Why a parameter got no gradient: its module was never called, or its output does not reach the loss."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ dist.destroy_process_group()
     [
         ("never", "forward never called aside, spare"),
         ("aside", "their output does not reach the loss"),
-        ("compiled", ""),  # hooks of ours would be seen by its guards
+        ("compiled", ""),  # its guards would notice our hooks
     ],
 )
 def test_the_cause_of_a_missing_gradient_is_found(case: str, says: str, tmp_path: Path) -> None:

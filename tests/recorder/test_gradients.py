@@ -1,4 +1,4 @@
-"""The check of the gradient that comes last, for tensors of several kinds."""
+"""The check of the last gradient, for tensors of several kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence numbers of collectives where the backend counts messages, too, as gloo does."""
+"""Sequence numbers of collectives if the backend also counts messages, as gloo does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
 
 
 class Gloo:
-    """Its counter, and the numbers that its flight recorder would show."""
+    """gloo's counter, and the numbers that its flight recorder would show."""
 
     def __init__(self) -> None:
         self.counter = 0
@@ -44,11 +44,11 @@ def test_collectives_between_messages_are_counted_from_one() -> None:
         for _ in range(round_ % 4):
             message(gloo, g)
         gloo.collective()
-        gloo.collective()  # DDP's, which nobody of ours sees
+        gloo.collective()  # DDP's collective, which no hook sees
     assert [g.number(raw) for raw in gloo.collectives] == list(range(1, 25))
     message(gloo, g)
     assert g.slot.enqueued == 24 and g.slot.offset == gloo.counter - 24
-    assert (g.number(0), g.number(-1)) == (0, -1)  # none yet; not known
+    assert (g.number(0), g.number(-1)) == (0, -1)  # none yet; unknown
 
 
 def test_overlapping_messages_are_subtracted_unless_the_backend_does_not_count_them() -> None:
@@ -56,7 +56,7 @@ def test_overlapping_messages_are_subtracted_unless_the_backend_does_not_count_t
     gloo.collective()
     g.message_begins()
     gloo.counter += 1
-    g.message_begins()  # of another thread
+    g.message_begins()  # in another thread
     gloo.counter += 1
     g.message_ends()
     assert g.offset == 0
@@ -78,7 +78,7 @@ def test_old_numbers_are_dropped_and_new_ones_stay_correct() -> None:
 
 
 class Recorded:
-    """The groups of a process, and the flight recorder's counters of them under numbers of its own."""
+    """The groups of a process, and the flight recorder's counters of them under its own numbers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
         self.gloos = [Gloo() for _ in numbers]
@@ -89,7 +89,7 @@ class Recorded:
         self.groups.groups = {id(g): g for g in found}
         self.slots = [g.slot for g in found]
         self.numbers = numbers
-        self.meanwhile: list[int] = []  # groups that go on while the counters are read
+        self.meanwhile: list[int] = []  # groups that advance while the counters are read
         monkeypatch.setattr(group_counters, "flight_recorder_status", self._status)
 
     def _status(self) -> dict[str, dict[str, str]]:
@@ -106,13 +106,13 @@ class Recorded:
         return out
 
     def beat(self) -> list[tuple[int, int, int]]:
-        """(enqueued, completed, number in the flight recorder) of each group."""
+        """Return (enqueued, completed, number in the flight recorder) of each group."""
         self.groups.refresh_groups()
         return [(s.enqueued, s.completed, s.flight_recorder_id) for s in self.slots]
 
 
 def test_groups_with_equal_counts_are_distinguished_once_one_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Recorded(monkeypatch, 2, 1)  # used in another order than made; the default group never
+    job = Recorded(monkeypatch, 2, 1)  # used in another order than created; the default group is never used
     for gloo in job.gloos:
         gloo.collective()
     assert job.beat() == [(1, -1, -1), (1, -1, -1)]
@@ -127,7 +127,7 @@ def test_a_group_that_advances_during_the_read_is_not_confused_with_another(monk
     job.gloos[0].collective()
     job.gloos[1].collective()
     job.gloos[1].collective()
-    job.meanwhile = [0]  # it comes to the other's count
+    job.meanwhile = [0]  # it reaches the other's count
     assert [number for *_, number in job.beat()] == [-1, 2]
     job.meanwhile = []
     job.gloos[0].collective()
@@ -135,7 +135,7 @@ def test_a_group_that_advances_during_the_read_is_not_confused_with_another(monk
 
 
 def test_counters_matched_to_the_wrong_group_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Recorded(monkeypatch, -1, 1)  # the flight recorder does not know the first
+    job = Recorded(monkeypatch, -1, 1)  # the flight recorder lacks the first group
     job.gloos[0].collective()
     job.slots[0].flight_recorder_id = 1
     job.gloos[1].collective()
@@ -152,11 +152,11 @@ def test_a_running_call_may_be_missing_in_the_flight_recorder(monkeypatch: pytes
         "flight_recorder_status",
         lambda: {"1": {"last_enqueued_collective": "0", "last_completed_collective": "0"}},
     )
-    assert job.beat() == [(1, -1, 1)]  # what it counts is known, and still whose those counters are
+    assert job.beat() == [(1, -1, 1)]  # the count is known, and the counters are still matched
 
 
 def test_operations_of_a_coalesced_group_share_one_number() -> None:
-    """NCCL takes it with the first of them."""
+    """NCCL assigns the number with the first of them."""
     nccl, g = group()
     collectives = Collectives.__new__(Collectives)
     nccl.collective()
@@ -169,7 +169,7 @@ def test_operations_of_a_coalesced_group_share_one_number() -> None:
 
 
 def test_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with NCCL and gloo has two, whose groups have numbers of their own."""
+    """A job with NCCL and gloo has two, whose groups have their own numbers."""
     for name, done in (("_dump_nccl_trace_json", "7"), ("_dump_fr_trace_json", "3")):
         text = json.dumps({"pg_status": {"0": {"last_completed_collective": done}}})
         monkeypatch.setattr(group_counters.c10d, name, lambda *_, text=text: text, raising=False)
@@ -181,7 +181,7 @@ def test_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.MonkeyPa
 
 
 class Mute:
-    """A process group of a backend that has no sequence numbers; `inner` is what torch asks for each device."""
+    """A process group of a backend without sequence numbers; `inner` is what torch queries for each device."""
 
     _device_types = ("cpu",)
 

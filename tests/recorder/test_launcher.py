@@ -1,4 +1,4 @@
-"""What torchrun's process prints at its end: the verdict of a launch that failed, after its own traceback."""
+"""What torchrun's process prints at its end: the verdict of a failed launch, after its own traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recorder asks of a data set: its length, once an epoch; and what it derives from it."""
+"""What the recorder reads from a dataset: its length, once per epoch; and what it derives from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLES = 17
 
 
 class Counted(Dataset[int]):
-    """Counts the calls of its length, as a data set that reads it from a file could."""
+    """Counts the calls of its `__len__`, which could read a file."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -87,7 +87,7 @@ def test_a_length_that_raises_is_unknown(recorded: Loaders) -> None:
 
 
 class Stored(Dataset[int]):
-    """Takes some milliseconds per sample, as storage does."""
+    """Takes some milliseconds per sample, like storage."""
 
     def __init__(self, sample_s: float) -> None:
         self.sample_s = sample_s
@@ -113,12 +113,12 @@ def test_workers_of_a_fast_loader_are_idle(sample_s: float, step_s: float, slow:
     assert slot.polls == 20 and recorded.h.errors == 0
     assert (slot.fetching_permille > 500) is slow, slot.fetching_permille
     del iterator
-    recorded.poll_workers()  # the loader is gone: nothing to ask
+    recorded.poll_workers()  # the loader was deleted: nothing to poll
     assert slot.polls == 20 and recorded.h.errors == 0
 
 
 def test_batches_pinned_by_a_thread_count_as_ready(recorded: Loaders) -> None:
-    """Pinning needs a GPU; so the iterator is made by hand: two batches are ordered, one is with the thread, one with the workers."""
+    """Pinning needs a GPU, so the iterator is hand-made: two batches are requested, one is with the thread, one with the workers."""
 
     class Pinned:
         _worker_result_queue: queue.Queue[int] = queue.Queue()
@@ -129,7 +129,7 @@ def test_batches_pinned_by_a_thread_count_as_ready(recorded: Loaders) -> None:
     iterator._data_queue.put(1)
     recorded.starts(DataLoader(Stored(0.0), 2, num_workers=2), iterator, None)
     recorded.gives(iterator, torch.zeros(2), 1)
-    with iterator._data_queue.mutex:  # as if the thread had it: the pulse does not wait for it
+    with iterator._data_queue.mutex:  # held as by the thread: the pulse does not wait for the lock
         recorded.poll_workers()
     slot = next(iter(recorded._slots.values()))
     assert (slot.polls, slot.fetching_permille, recorded.h.errors) == (1, 500, 0)

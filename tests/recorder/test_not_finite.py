@@ -1,4 +1,4 @@
-"""What is not finite ruins a training only where a step is made with it."""
+"""A non-finite value only ruins a training if a step uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for step in range(40):
 @pytest.mark.parametrize(
     ("nan", "dropped", "scales", "steps"),
     [
-        # the batch of step 10 is thrown away; with that of step 30 a step is made, the 30th
+        # the batch of step 10 is dropped; that of step 30 is used for a step
         ("[10, 30]", "[10]", False, range(30, 31)),
         # a scaler drops the first steps until its scale fits; from 20 on it drops them all
         ("range(20, 40)", "[]", True, range(2, 21)),
@@ -88,8 +88,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("bad", "scale", "culprits"),
     [
-        ("82", "[1.0, 1.0]", [1]),  # one sample of batch 20: its NaN is everyone's before any loss is seen
-        ("slice(0)", "[float('nan')] * 2", []),  # nobody's data
+        ("82", "[1.0, 1.0]", [1]),  # one sample of batch 20: its NaN reaches all ranks before any loss is read
+        ("slice(0)", "[float('nan')] * 2", []),  # not in the data
     ],
     ids=["in a batch", "made in forward"],
 )

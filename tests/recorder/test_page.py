@@ -1,4 +1,4 @@
-"""The rank page: what is written is read by another process, whatever happens to the writer."""
+"""The rank page: another process reads what a rank has written, whatever happens to the writer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_ring_of_calls_wraps(tmp_path: Path) -> None:
     page = PageReader(w.path).read()
     assert page.header.n_calls == CALLS + 10
     assert sorted(c.seq for c in page.calls) == list(range(11, CALLS + 11))
-    last = page.calls[9]  # what was said of call 10 must not land in the record that took its place
+    last = page.calls[9]  # an update of call 10 must not reach the record that replaced it
     assert (last.number, last.wait_ns, last.left_ns, last.flags, last.step) == (CALLS + 10, 7, 77, 5 | FAILED_CALL, 21)
     assert [c.left_ns for c in page.calls].count(77) == 1
 

@@ -1,4 +1,4 @@
-"""A rank's part of a profile, in this process: what it answers when it works, and for each way in which it can fail."""
+"""A rank's part of a profile, in this process: its answer on success, and for each kind of failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MINUTE_NS = 60 * 10**9
 
 
 class Rank:
-    """A rank that trains in this thread, with its real profiler; only its session and its steps are ours."""
+    """A rank that trains in this thread with the real profiler; only its session and its steps are simulated."""
 
     def __init__(self, folder: Path) -> None:
         self.header = SimpleNamespace(rank=2, step=0, dropped=0)
@@ -109,7 +109,7 @@ def test_a_request_for_past_steps_fails(rank: Rank, first_step: int, in_ns: int,
 def test_one_profile_at_a_time_and_one_that_never_began_is_dropped(rank: Rank) -> None:
     rank.ask(first_step=50)
     assert rank.ask(first_step=60, number=2).detail == "another profile is being taken"
-    rank.session.profile.request.deadline_ns = 1  # it passes
+    rank.session.profile.request.deadline_ns = 1  # the deadline passes
     assert rank.ask(first_step=2, number=3).state == "waiting"
     rank.train(4)
     assert (rank.ended().state, rank.ended().number) == (DONE, 3)

@@ -1,4 +1,4 @@
-"""A Work written in Python, as the process groups of some backends return: its wait is recorded, too."""
+"""The wait of a Work written in Python, as some backends return, is recorded, too."""
 
 from __future__ import annotations
 

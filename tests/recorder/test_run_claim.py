@@ -1,4 +1,4 @@
-"""Where a run is written: all ranks of a job agree, attempts and jobs are kept apart, nothing is overwritten."""
+"""Where a run is written: all ranks of a job agree, attempts and jobs are separate, nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.stdout.write(f"{run_claim.claim(sys.argv[1] or None, 'job')}\\n")
 
 
 def claims(tmp_path: Path, run_dir: str, ranks: int, **env: str) -> set[str]:
-    """The answers of `ranks` processes that ask at the same time."""
+    """Return the answers of `ranks` processes that ask at the same time."""
     full = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "MASTER_PORT": "29500", **env})
 
     def ask(rank: int) -> str:
@@ -85,7 +85,7 @@ sys.stdout.write(f"{c.run_dir} {c.pages}\\n")
 
 
 def together(tmp_path: Path, script: str, run_dir: str, wrap: bool = False, **env: str) -> list[str]:
-    """Lines that `script` prints as ranks 0 and 1, started at once by one process."""
+    """Return the lines that `script` prints as ranks 0 and 1, started at once by one process."""
     path = tmp_path / "script.py"
     path.write_text(script)
     full = clean_env(
@@ -103,7 +103,7 @@ def together(tmp_path: Path, script: str, run_dir: str, wrap: bool = False, **en
 
 
 def joined(tmp_path: Path, run_dir: str, **env: str) -> list[tuple[str, str]]:
-    """(run directory, place of the pages) of two ranks that publish their pages and are then killed with their monitor."""
+    """Return (run directory, page directory) of two ranks that publish their pages and are then killed with their monitor."""
     out = [(d, pages) for d, _, pages in (line.partition(" ") for line in together(tmp_path, JOIN, run_dir, **env))]
     for _, pages in out:
         place.remove(Path(pages))
@@ -126,7 +126,7 @@ sys.stdout.write(f"{run_claim.claim_rank(sys.argv[1], 'job', int(os.environ['RAN
 
 
 def test_the_page_directory_is_chosen_once_for_all_ranks_of_a_node(tmp_path: Path) -> None:
-    """Rank 1 finds no room in memory any more: with pages in two places there would be two monitors and two databases."""
+    """Rank 1 finds no space left in memory: pages in two directories would mean two monitors and two databases."""
     pages = together(tmp_path, ONE_SEES_NO_ROOM, "R")
     place.remove(Path(pages[0]))
     assert len(pages) == 2 and len(set(pages)) == 1
@@ -144,7 +144,7 @@ def test_pages_are_in_the_run_directory_if_another_user_has_our_name_in_memory(
 
 @pytest.mark.parametrize("run_dir", ["R", ""])
 def test_a_relaunch_with_the_same_ids_over_two_nodes_gets_its_own_directory(tmp_path: Path, run_dir: str) -> None:
-    """With several nodes only the environment can identify a job, and a relaunch by hand repeats all of it."""
+    """With several nodes only the environment identifies a job, and a manual relaunch repeats it."""
     env = {"TORCHELASTIC_RUN_ID": "same", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE": "2"}
     first = joined(tmp_path, run_dir, **env)
     again = joined(tmp_path, run_dir, **env)
@@ -171,7 +171,7 @@ def test_a_wrapper_script_around_each_rank_does_not_split_the_job(tmp_path: Path
 def test_many_jobs_before_this_one_do_not_make_its_ranks_disagree(tmp_path: Path) -> None:
     records = tmp_path / "reports" / ".jobs"
     records.mkdir(parents=True)
-    # 1.2 MB: the old form, one file that is read to its first MiB
+    # 1.2 MB: the old format, one file of which the first MiB was read
     (records / ".jobs.lock").write_text("".join(f"{k:016x} {'y' * 1000}\n" for k in range(1200)))
     assert len(claims(tmp_path, "", 4, TORCHELASTIC_RUN_ID="a")) == 1
 

@@ -1,4 +1,4 @@
-"""A script under `distdiag.run` behaves, prints and ends as it does alone."""
+"""A script under `distdiag.run` behaves, prints and exits as it does without."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(command: list[str], cwd: Path, env: dict[str, str]) -> tuple[int, str, s
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
     )
     err = done.stderr
-    if sys.version_info >= (3, 12):  # it warns of a fork where there are other threads, and we have one
+    if sys.version_info >= (3, 12):  # it warns of a fork with other threads, and the recorder has one
         err = "".join(
             x for x in err.splitlines(True) if "multi-threaded, use of fork" not in x and x != "  p = os.fork()\n"
         )
@@ -65,7 +65,13 @@ def test_a_recorded_script_exits_and_prints_as_without_recording(name: str, as_r
     if name == "safe_path":
         env["PYTHONSAFEPATH"] = "1"
     alone = run([sys.executable, "script.py", "a", "--b=1"], tmp_path, env)
-    options = ["--run-dir", "R", "--quiet", "--keep", "500M"]  # of ours: none may reach the script, or what it starts
+    options = [
+        "--run-dir",
+        "R",
+        "--quiet",
+        "--keep",
+        "500M",
+    ]  # our own options: none may reach the script or its children
     watched = run([sys.executable, "-m", "distdiag.run", *options, "script.py", "a", "--b=1"], tmp_path, env)
     assert watched == alone
 
@@ -196,7 +202,7 @@ END = "assert inside.wait(30)\n"
 
 
 def test_the_script_may_end_while_the_pulse_is_inside_torch(tmp_path: Path) -> None:
-    """A thread that comes back from C++ while Python shuts down aborts the process, so the end waits for it."""
+    """A thread that returns from C++ while Python shuts down aborts the process, so the end waits for it."""
     (tmp_path / "script.py").write_text(INSIDE_TORCH + PULSE + END)
     env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY)})
     assert run([sys.executable, "-m", "distdiag.run", "--quiet", "script.py"], tmp_path, env) == (0, "", "")
@@ -281,7 +287,7 @@ def test_an_interrupt_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
 
 
 def test_spawned_children_are_recorded_in_the_run_of_their_launcher(tmp_path: Path) -> None:
-    """Without a word in the environment, which other jobs of the script would inherit."""
+    """Nothing is in the environment, which other jobs of the script would inherit."""
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, os\n"
@@ -326,7 +332,7 @@ def test_stderr_is_not_redirected_while_the_witness_starts(
 
 
 def test_a_witness_that_is_not_serving_yet_is_not_shut_down(tmp_path: Path) -> None:
-    """torch's shutdown would wait for ever for a thread that has not begun to serve."""
+    """torch's shutdown would wait for ever for a thread that has not started to serve."""
     from distdiag.recorder import witness
 
     class Server:
@@ -334,7 +340,7 @@ def test_a_witness_that_is_not_serving_yet_is_not_shut_down(tmp_path: Path) -> N
             raise AssertionError("it hangs here")
 
     with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(tmp_path / "r0.sock"))  # bound, and not served
+        bound.bind(str(tmp_path / "r0.sock"))  # bound, not served
         witness.stop(Server(), tmp_path / "r0.sock")
 
 

@@ -1,4 +1,4 @@
-"""Parameters that were frozen when DDP was built and are trained later: reported, unless the module is wrapped again."""
+"""Parameters that were frozen when DDP was built and are trained later are reported, unless the module is wrapped again."""
 
 from __future__ import annotations
 

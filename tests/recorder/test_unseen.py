@@ -1,4 +1,4 @@
-"""A script's own modes and tensor subclasses see the operations of the job, and none of the recorder's."""
+"""A script's modes and tensor subclasses see the operations of the job, and none of the recorder's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
 RECORDED = ["-m", "distdiag.run", "--quiet", "--keep", "500M", "--name", "x", "--run-dir", "R"]
-# Writes one line per part: what was seen in it. Steps 2, 4, 8 are those of checksums; step 5 has a loss that is not finite.
+# Writes one line per part: the operations seen in it. Steps 2, 4, 8 have checksums; step 5 has a non-finite loss.
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
@@ -85,7 +85,7 @@ def test_modes_and_subclasses_see_only_the_jobs_operations(tmp_path: Path) -> No
         ["0"],
         ["0", *RECORDED],
         ["1", *RECORDED],
-    ):  # alone, with the hooks in C, with those in Python
+    ):  # without recorder, with the hooks in C, with those in Python
         env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_PURE": pure, "MASTER_PORT": str(free_port())}
         command = [sys.executable, *before, "script.py", f"seen{len(seen)}"]
         with start(command, cwd=tmp_path, env=env, timeout=250) as job:
@@ -116,7 +116,7 @@ dist.destroy_process_group()
 
 
 def test_only_this_ranks_part_of_sharded_parameters_is_read(tmp_path: Path) -> None:
-    """Reading a DTensor whose dispatch is off reads no memory of its own: the process would crash."""
+    """A DTensor with dispatch off has no memory of its own: reading it would crash the process."""
     (tmp_path / "script.py").write_text(SHARDED)
     env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}
     with start([sys.executable, *RECORDED, "script.py"], cwd=tmp_path, env=env, timeout=120) as job:

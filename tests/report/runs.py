@@ -1,4 +1,4 @@
-"""Made-up runs, written by the store's own writer: what the report reads is what the monitor would have written."""
+"""Synthetic runs, written by the store's own writer, so that reports read what the monitor would have written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_run(
     first_step_ms: float | None = None,
     torch: str = "2.13.0",
 ) -> Path:
-    """A run of `ranks` synchronous ranks; with `slow_rank`, that one needs `slow_ms` more for its data and the others wait.
+    """Make a run of `ranks` synchronous ranks; `slow_rank` needs `slow_ms` more for its data and the others wait.
 
     The step time is `step_ms` (the slow rank's excess included on top) with relative normal noise of `noise`.
     """

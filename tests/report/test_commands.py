@@ -1,4 +1,4 @@
-"""`distdiag report` and `distdiag compare` as a person and as a script meet them."""
+"""`distdiag report` and `distdiag compare`: files, outputs and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between runs: found where there is one, of the right size, and not where there is none."""
+"""Differences between runs: found with the right size if there is one, and not found otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compared(*paths: Path, skip: int | None = None) -> Iterator[Comparison]:
 
 
 def noise(n: int, mean: float, seed: int, relative: float = 0.05, correlation: float = 0.0) -> np.ndarray:
-    """Step times around `mean`, each carrying over `correlation` of its neighbour's excess."""
+    """Return step times around `mean`, each with `correlation` of its neighbour's excess."""
     rng = np.random.default_rng(seed)
     e = rng.normal(0, relative * mean, n)
     for i in range(1, n):
@@ -41,7 +41,7 @@ def test_a_difference_is_found_with_its_size(factor: float, outcome: Outcome) ->
 
 
 def test_the_interval_covers_the_truth_although_steps_are_correlated() -> None:
-    # intervals that take neighbours for independent cover it in about half of these
+    # intervals that assume independent neighbours cover it in about half of these
     covered = 0
     for seed in range(60):
         d = difference(noise(300, 100, seed, correlation=0.8), noise(300, 100, 1000 + seed, correlation=0.8))
@@ -62,7 +62,7 @@ def test_runs_are_listed_next_to_each_other(tmp_path: Path) -> None:
     assert worse.against_baseline and worse.against_baseline.outcome == Outcome.SLOWER
     assert worse.against_baseline.change_pct == pytest.approx(30, abs=2)
     assert again.against_baseline and again.against_baseline.outcome == Outcome.SAME
-    # medians over all ranks: three of four wait in their backward for the one that is late with its data
+    # medians over all ranks: three of four wait in backward for the rank that is late with its data
     assert worse.phases_change_ms["backward"] == pytest.approx(30, abs=2)
     assert worse.phases_ms["h2d"] is None and worse.phases_change_ms["h2d"] is None
     assert worse.findings == {"straggler/data": "rank 2 (cleared)"}

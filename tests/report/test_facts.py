@@ -1,4 +1,4 @@
-"""What a report says of a run, against runs whose truth is known."""
+"""The facts in a report, for runs whose true values are known."""
 
 from __future__ import annotations
 

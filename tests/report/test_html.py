@@ -1,4 +1,4 @@
-"""The HTML report: complete in itself, and nothing from the job is ever markup."""
+"""The HTML report: self-contained, and nothing from the job becomes markup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7*7 }} $x^
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a document; an unbalanced one is an error."""
+    """Collects tags, attributes and text of a document; an unbalanced tag is an error."""
 
     VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
 

@@ -74,6 +74,6 @@ swapped = torch.zeros(world)
 dist.all_to_all_single(swapped, torch.arange(float(world)) + 10 * rank)
 lines.append(f"lists {torch.stack(pieces).numpy().tolist()} {swapped.tolist()}")
 dist.barrier()
-sys.stdout.write("".join(f"{rank} {line}\n" for line in lines))  # in one piece: both ranks have the same stdout
+sys.stdout.write("".join(f"{rank} {line}\n" for line in lines))  # in one write: both ranks share stdout
 sys.stdout.flush()
 dist.destroy_process_group()

@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).with_name("nvml.c")
 
-# What one healthy card answers, by question; NVML's units (milliwatts, bytes).
+# Answers of one healthy card, by question; NVML's units (milliwatts, bytes).
 HEALTHY = {
     "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
     "nvmlDeviceGetUUID": "GPU-aaaa",
@@ -47,7 +47,7 @@ def library(old_driver: bool = False) -> Path:
 
 
 def answers(*cards: dict[str, str], extra: str = "") -> str:
-    """Return the text of an answers file: one dictionary per card on top of `HEALTHY`; an empty value removes a line."""
+    """Return the text of an answers file: one dictionary per card, applied to `HEALTHY`; an empty value removes a line."""
     lines = [f"count {len(cards)}"]
     for i, card in enumerate(cards):
         lines += [f"{i}.{k} {v}" for k, v in ({**HEALTHY, "nvmlDeviceGetUUID": f"GPU-{i}"} | card).items() if v]
@@ -55,7 +55,7 @@ def answers(*cards: dict[str, str], extra: str = "") -> str:
 
 
 def run(code: str, file: Path, *, old_driver: bool = False, deadline_s: float = 60.0) -> str:
-    """Run Python code with the stand-in as its driver; returns its stdout, its stderr must be empty."""
+    """Run Python code with the stand-in as its driver; return its stdout. Its stderr must be empty."""
     env = os.environ | {"LD_LIBRARY_PATH": str(library(old_driver)), "FAKE_NVML": str(file)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=deadline_s

@@ -1,4 +1,4 @@
-"""Two ranks on the stand-in; asserts what a caller of NCCL sees. Rank 1 comes when rank 0 has seen what it waits for."""
+"""Two ranks on the stand-in; asserts what a caller of NCCL sees. Rank 1 arrives after rank 0 has seen its condition."""
 
 import json
 import linecache
@@ -47,7 +47,7 @@ def main_thread_cpu_ticks():
 
 
 def watched(condition, key):
-    """Let rank 1 go on once another thread of rank 0 has seen `condition`: the waiting host holds no GIL."""
+    """Let rank 1 continue once another thread of rank 0 has seen `condition`: the waiting host does not hold the GIL."""
 
     def watch():
         until(condition)
@@ -60,11 +60,11 @@ def watched(condition, key):
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.group.WORLD
-# not the job's own: a rank that waits in its store would hold its connection
+# not the job's store: a rank that waits in it would block its connection
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, rank == 0)
 ones = torch.ones(8)
 
-# the communicator is made in the first operation: the number is taken, nothing recorded, the host waits
+# the first operation creates the communicator: the number is taken, nothing is recorded, the host waits
 if rank == 0:
     watcher = watched(lambda: world._get_sequence_number_for_group() == 1 and "entries" not in recorded(), "came")
 else:
@@ -74,12 +74,12 @@ if rank == 0:
     watcher.join()
 assert ones.tolist() == [2.0] * 8
 
-# a synchronous operation returns None, wait() returns, and the host goes on
+# a synchronous operation returns None, wait() returns, and the host continues
 if rank == 0:
     assert dist.all_reduce(ones) is None
     work = dist.all_reduce(ones, async_op=True)
     assert work.wait() and not work.is_completed()
-    other = (torch.arange(4.0) * 2).sum().item()  # needs nothing in flight
+    other = (torch.arange(4.0) * 2).sum().item()  # depends on nothing in flight
     until(lambda: status()["last_enqueued_collective"] == "3")
     until(lambda: status()["last_completed_collective"] == "1")
     ticks = main_thread_cpu_ticks()
@@ -108,7 +108,7 @@ assert [(e["profiling_name"], e["state"]) for e in group] == [
     ("nccl:broadcast", "scheduled"), ("nccl:broadcast", "scheduled"), ("nccl:coalesced", "completed"),
 ]  # fmt: skip
 
-# messages have a counter of their own
+# messages have their own counter
 got = torch.zeros(3)
 for _ in range(2):
     dist.send(b, 1) if rank == 0 else dist.recv(got, 0)
@@ -121,7 +121,7 @@ messages = [e for e in recorded()["entries"] if e["is_p2p"]]
 assert [e["p2p_seq_id"] for e in messages] == [1, 2, 3, 3, 3], messages
 assert len({e["op_id"] for e in recorded()["entries"] if e["profiling_name"] != "nccl:coalesced"}) == 9
 
-# a captured collective takes a number and nothing more; its replays move no counter
+# a captured collective takes a number; its replays move no counter
 x, n_entries, last = torch.ones(2), len(recorded()["entries"]), status()["last_enqueued_collective"]
 with graph.capture() as captured:
     dist.all_reduce(x)
@@ -131,7 +131,7 @@ assert x.tolist() == [8.0, 8.0]
 assert world._get_sequence_number_for_group() == before + 2
 assert len(recorded()["entries"]) == n_entries and status()["last_enqueued_collective"] == last
 
-# a barrier holds the host
+# a barrier blocks the host
 if rank == 0:
     enqueued = str(before + 3)
     watcher = watched(lambda: host_stands_at("barrier") and status()["last_enqueued_collective"] == enqueued, "barrier")

@@ -1,4 +1,4 @@
-"""The stand-in for NCCL: its semantics, its watchdog, and that numbers are gloo's."""
+"""The stand-in for NCCL: its semantics, its watchdog, and results equal to gloo's."""
 
 from __future__ import annotations
 

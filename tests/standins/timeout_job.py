@@ -1,4 +1,4 @@
-"""Rank 1 leaves out an all_reduce; rank 0 reads its result."""
+"""Rank 1 skips an all_reduce; rank 0 reads its result."""
 
 import sys
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Packed frames: what goes in comes out, by row and by column, at any number of ranks."""
+"""Packed frames round-trip, by row and by column, at any number of ranks."""
 
 from __future__ import annotations
 

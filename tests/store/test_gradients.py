@@ -1,4 +1,4 @@
-"""DDP's gradients in every reader: one definition of what they cost, and the heaviest operation leads the Comm screen."""
+"""DDP's gradients in every reader: one definition of their cost, and the most expensive operation is first on the Comm screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Two ranks of 100 ms a step; rank 1 arrives late, so rank 0 has 20 ms more of exposed communication."""
+    """Two ranks with steps of 100 ms; rank 1 arrives late, so rank 0 has 20 ms more of exposed communication."""
     with Writer(tmp_path / "run") as w:
         w.frame(4.0, "running", "", [RankRow(rank=0, step=40), RankRow(rank=1, step=40)])
         for rank in (0, 1):

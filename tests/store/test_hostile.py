@@ -1,4 +1,4 @@
-"""A run directory that somebody sent: no traceback, no hang, no memory without end, and no signal to a stranger."""
+"""A run directory from an unknown sender: no traceback, no hang, bounded memory, and no signal to another process."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
     with pytest.raises(RunUnreadable) as e:
         open_run(folder)
     command = e.value.hint.strip("`")
-    there = shlex.split(command)[2:]  # what ssh hands to the other shell, joined with spaces
+    there = shlex.split(command)[2:]  # what ssh passes to the remote shell, joined with spaces
     assert shlex.split(" ".join(there)) == ["distdiag", "tui", str(folder)]
 
 
@@ -146,7 +146,7 @@ def test_a_fifo_is_refused_as_a_database(tmp_path: Path) -> None:
 
 
 def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
-    """The page names a process that would die of the signal; it does not map the page, and is left alone."""
+    """The page names a process that would die of the signal; it does not map the page, and gets none."""
 
     victim = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdin=subprocess.DEVNULL)
     try:
@@ -169,7 +169,7 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
 
 
 def test_a_dump_of_a_damaged_page_has_the_other_ranks(tmp_path: Path) -> None:
-    """The stack of rank 1 lies where no text is; its process lives and maps the page."""
+    """The stack of rank 1 points to no text; its process lives and maps the page."""
     pages = place.overflow(tmp_path, 0)
     place.make(pages)
     place.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")

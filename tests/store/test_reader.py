@@ -1,4 +1,4 @@
-"""Readers: what cannot be read is named, with a status and a next step; time travel; live and gone monitors."""
+"""Readers: unreadable runs are named with a status and a next step; frames at earlier times; live and dead monitors."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_readers_see_a_live_writer_and_its_death(tmp_path: Path) -> None:
             assert run.monitor() is Monitor.LIVE
             process.kill()
             process.wait()
-            frame = run.latest_frame()  # what it committed outlives it
+            frame = run.latest_frame()  # committed rows survive the writer
             assert frame is not None and frame.ranks[0].step == 1
             deadline = time.monotonic() + 20
             while run.monitor() is not Monitor.GONE:
@@ -214,7 +214,7 @@ def test_a_journal_that_could_delete_another_file_is_not_followed(tmp_path: Path
 def test_a_finished_run_reads_on_a_read_only_disk(tmp_path: Path) -> None:
     path = _run(tmp_path / "r")
     con = sqlite3.connect(path / "run.db")
-    con.execute("PRAGMA journal_mode = WAL")  # as a reader that was connected at the end leaves it
+    con.execute("PRAGMA journal_mode = WAL")  # as left by a reader that was connected at the end
     con.close()
     path.chmod(0o555)
     (path / "run.db").chmod(0o444)

@@ -1,4 +1,4 @@
-"""The forms of a step (page record, snapshot, row, table, minute, screen frame) have the same fields under the same names."""
+"""The forms of a step (page record, snapshot, row, table, minute, screen frame) have equal fields with equal names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.store.frames import TABLE_COLUMNS, RankRow
 from distdiag.store.rows import StepRow
 
 COLUMNS = list(schema()["step"])
-# Of the page's record: its number in the ring, flags and absolute times, which the snapshot has as seconds of the run.
+# Fields only in the page's record: ring number, flags and absolute times, which the snapshot has in seconds of the run.
 TIMES_OF_DAY = {"start_ns", "end_ns", "ready_ns", "arrived_ns"}
 
 
@@ -25,7 +25,7 @@ def test_every_duration_on_the_page_reaches_the_database() -> None:
     measured = {name for name, *_ in StepRecord._fields_ if name.endswith("_ns")} - TIMES_OF_DAY
     in_ms = {name.replace("_ns", "_ms") for name in measured}
     assert in_ms <= set(Step.__struct_fields__)
-    assert in_ms - {"forward_wait_ms"} <= set(COLUMNS)  # it is taken off forward_ms
+    assert in_ms - {"forward_wait_ms"} <= set(COLUMNS)  # it is subtracted from forward_ms
 
 
 def test_every_duration_of_a_snapshot_is_a_column() -> None:

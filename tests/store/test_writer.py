@@ -1,4 +1,4 @@
-"""The single writer: what goes in comes out; disks that refuse; the size bound."""
+"""The single writer: rows round-trip, failing disks are handled, the size stays bounded."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def test_a_full_disk_is_counted_retried_and_reported(tmp_path: Path) -> None:
     w = Writer(tmp_path)
     assert w._con is not None
     pages = w._con.execute("PRAGMA page_count").fetchone()[0]
-    w._con.execute(f"PRAGMA max_page_count = {pages}")  # SQLITE_FULL, as a full disk gives it
+    w._con.execute(f"PRAGMA max_page_count = {pages}")  # SQLITE_FULL, as on a full disk
     w.steps([StepRow(rank=0, step=s, step_ms=1.0) for s in range(20_000)])
     w.finding(Finding(kind="deadlock", severity="error", message="kept"))
     assert w.commit() is False
     assert w.failed_writes == 1 and w.last_error is not None and "full" in w.last_error
-    assert w.commit() is False and w.failed_writes == 1  # waits before it tries again
+    assert w.commit() is False and w.failed_writes == 1  # it waits before the next attempt
     w._retry_at = 0.0
     assert w.commit() is False and w.failed_writes == 2
     w._con.execute("PRAGMA max_page_count = 1000000")
@@ -183,7 +183,7 @@ def test_on_a_network_file_system_the_database_is_local_and_copied_back(tmp_path
     w.frame(1.0, "running", "", [_row(0)])
     w.commit()
     assert w.path.is_relative_to(local) and not (tmp_path / "nfs" / "run.db").exists()
-    with open_run(tmp_path / "nfs") as run:  # a reader on the same host follows
+    with open_run(tmp_path / "nfs") as run:  # a reader on the same host follows the pointer
         assert run.latest_frame() is not None
         assert any("nfs4" in e.text for e in run.events())
     w.close()
@@ -243,7 +243,7 @@ def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path:
         times = [f.t_s for f in run.frames()]
         assert times[-1] == steps and 1000.0 in times  # newest, and the one where the state changed
         assert any("reached its bound" in e.text for e in run.events())
-    assert os.path.getsize(tmp_path / "run.db") <= 3 * 2**20  # freed pages are given back
+    assert os.path.getsize(tmp_path / "run.db") <= 3 * 2**20  # freed pages are released
 
 
 def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Secrets on a command line are masked where it is stored and where it is shown."""
+"""Secrets on a command line are masked when stored and when shown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_secrets_in_invalid_shell_text_are_masked() -> None:
 def test_a_recorded_run_shows_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str | None, shown: str
 ) -> None:
-    """A database written by an older version holds the command as it was typed."""
+    """A database written by an older version has the unmasked command."""
     monkeypatch.delenv(KEEP, raising=False)
     if keep:
         monkeypatch.setenv(KEEP, keep)

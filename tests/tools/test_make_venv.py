@@ -1,4 +1,4 @@
-"""`make venv` leaves a torch that is there and new enough alone, and asks nothing of the network when all is up to date."""
+"""`make venv` reuses an installed torch that is new enough, and uses no network if everything is up to date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.jobs import REPOSITORY, clean_env
 
 @pytest.fixture
 def make_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, at work on a checkout of its own."""
+    """The script, running in its own checkout."""
     spec = importlib.util.spec_from_file_location("make_venv", REPOSITORY / "tools" / "make_venv.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +31,7 @@ def make_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def fake_python(path: Path, torch: str | None) -> str:
-    """A Python whose torch (None: it has none) is of this version."""
+    """Make a Python whose torch has this version (None: it has none)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + (f"echo {torch} /opt/site-packages\n" if torch else "exit 1\n"))
     path.chmod(0o755)
@@ -81,7 +81,7 @@ def test_an_up_to_date_venv_is_not_rebuilt(make_venv: ModuleType, monkeypatch: p
 def test_without_a_package_index_the_remedy_is_named(
     make_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_python(make_venv.PYTHON, None)  # a pip that fails, too
+    fake_python(make_venv.PYTHON, None)  # its pip fails, too
     assert make_venv.main() == 2
     said = capsys.readouterr().err.splitlines()
     assert said[-2].startswith("make_venv: error: ") and said[-1].startswith("hint: ")

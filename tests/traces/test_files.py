@@ -17,7 +17,7 @@ from tests.traces.test_traces import BASE_NS, op
 
 
 def write_rank(folder: Path, rank: int, late_us: float = 0.0, clock_us: float = 0.0, name: str | None = None) -> Path:
-    """Four steps of 1,000 µs on a device; the rank begins its all-reduce `late_us` later, its clock is `clock_us` ahead."""
+    """Write four steps of 1,000 µs on a device; the rank begins its all-reduce `late_us` later, its clock is `clock_us` ahead."""
     events: list[dict[str, Any]] = []
     for step in range(4):
         t = step * 1000.0 + clock_us
@@ -59,7 +59,7 @@ def test_the_late_rank_of_a_cluster_is_named_although_its_clocks_differ(tmp_path
 
 
 def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_path: Path) -> None:
-    """Older versions of Kineto write no baseTimeNanoseconds; a trace of two of 128 ranks is what people send."""
+    """Older versions of Kineto write no baseTimeNanoseconds, and users send traces of 2 of 128 ranks."""
     for rank in range(2):
         path = write_rank(tmp_path, rank, late_us=300.0 * rank)
         whole = json.loads(gzip.decompress(path.read_bytes()))

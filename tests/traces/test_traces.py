@@ -30,7 +30,7 @@ def trace_file(*events: dict[str, Any], base_ns: int = BASE_NS) -> bytes:
 
 
 def two_ranks(late_us: float = 300.0) -> dict[int, Recorded]:
-    """Two steps of 1,000 µs; rank 1 spends `late_us` more of each on a line of its own before the all_reduce."""
+    """Return two steps of 1,000 µs; rank 1 spends `late_us` more of each on its own line before the all_reduce."""
     out = {}
     for rank, base_ns in ((0, BASE_NS), (1, BASE_NS + 5_000_000)):  # its trace begins 5,000 µs later
         shift = -(base_ns - BASE_NS) / 1e3
@@ -63,11 +63,11 @@ def test_interval_arithmetic() -> None:
 
 
 def test_ranks_of_one_host_share_a_clock() -> None:
-    """There collectives that end at other times were seen late: that is no other clock."""
+    """On one host, collectives with different ends were noticed late; the clocks are equal."""
     ranks = two_ranks()
     for c in ranks[1].trace.comms:
         c.end += 9_000.0
-    for step in range(2):  # three collectives in all are enough for another clock
+    for step in range(2):  # three collectives would be enough for different clocks
         ranks[0].trace.comms.append(replace(ranks[0].trace.comms[step], seq=None))
         ranks[1].trace.comms.append(replace(ranks[1].trace.comms[step], seq=None))
     assert profile_of("run", 1, ranks, [], None, same_clock=True)[0].notes == []
@@ -121,7 +121,7 @@ def test_communication_that_compute_hides_is_not_on_the_critical_path() -> None:
         ranks[rank] = Recorded(parse(trace_file(*kernels)), [(0, BASE_NS), (1, BASE_NS + 1_000_000)])
     path = profile_of("run", 1, ranks, [], None)[0].critical_path
     assert path is not None
-    # back from 1000: adam, the third transfer until 520, compute since 505, the second and (queued) the first transfer until 100
+    # backwards from 1000: adam, the third transfer until 520, compute since 505, the second and (queued) the first transfer until 100
     assert path.transfer_ms == pytest.approx(0.180 + 0.200 + 0.2)
     assert sum(r.compute_ms for r in path.ranks) == pytest.approx(0.300 + 0.015 + 0.1)
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: the same samples per step in one batch and in two, with a model that knows no batch (no batch norm).
+"""Run by torchrun: the same samples per step in one batch and in two, with a model without batch norm.
 
 Usage: accumulate_job.py DATA DIRECTORY
 """
@@ -26,7 +26,7 @@ def main() -> None:
         config = TrainConfig(
             data=sys.argv[1],
             max_steps=4,
-            amp="off",  # rounded to bf16, where the CPU has units for it, half batches add up to another sum
+            amp="off",  # in bf16, half batches would add up to another sum
             batch_size=batch_size,
             accumulate=accumulate,
             validate_every=0,

@@ -1,4 +1,4 @@
-"""One thread per process: two xdist workers on two cores would otherwise spin for each other's."""
+"""One thread per process: two xdist workers on two cores would otherwise compete for cores."""
 
 from __future__ import annotations
 

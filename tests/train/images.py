@@ -23,7 +23,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def python_batch(images: ImageSet, protocol: int = 2) -> bytes:
-    """As the published files are: bytes for keys, an array of planes, a list of labels."""
+    """Return a file like the published ones: bytes for keys, an array of planes, a list of labels."""
     planes = images.images.transpose(0, 3, 1, 2).reshape(len(images), -1)
     batch = {b"batch_label": b"x", b"labels": images.labels.tolist(), b"data": np.ascontiguousarray(planes)}
     return pickle.dumps(batch, protocol=protocol)

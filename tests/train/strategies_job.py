@@ -1,8 +1,8 @@
-"""Run by torchrun: train every strategy on the same global batches from the same weights, and save what came out.
+"""Run by torchrun: train every strategy on the same global batches from the same weights, and save the results.
 
 Usage: strategies_job.py DIRECTORY STRATEGY[:SCHEDULE]…
 
-Batch norm uses its stored statistics: those of a part of the batch would differ between strategies by design.
+Batch norm uses its stored statistics: batch statistics of a part of the batch would differ between strategies by design.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 
 def run(name: str, ranks: Ranks) -> dict[str, object]:
-    """Train; then train the last step once more from the state that was saved before it."""
+    """Train; then repeat the last step from the state that was saved before it."""
     strategy, optimizer = built(name, ranks)
     losses = [train_step(strategy, optimizer, step) for step in range(STEPS - 1)]
     saved = [copy.deepcopy(strategy.state(optimizer))]  # complete on rank 0
@@ -81,7 +81,7 @@ def run(name: str, ranks: Ranks) -> dict[str, object]:
     resumed.load(saved[0], optimizer)
     train_step(resumed, optimizer, STEPS - 1)
     for key, value in weights_of(resumed).items():
-        # not bit by bit: a kernel may add in another order where a buffer begins at another address
+        # not bit by bit: a kernel may add in another order if a buffer has another address
         torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-4, msg=f"{name} {key}")
     return {"losses": losses, "weights": weights, "about": strategy.about(), "summary": strategy.summary()}
 

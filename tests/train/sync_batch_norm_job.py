@@ -1,4 +1,4 @@
-"""Run by torchrun: SyncBatchNorm over two ranks against BatchNorm over the whole batch in one process."""
+"""Run by torchrun: compare SyncBatchNorm over two ranks with BatchNorm over the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layers(dtype: torch.dtype) -> nn.Sequential:
 
 
 def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    # torch's defaults: 1e-7 for float64, 1.3e-6 and 1e-5 for float32; its own batch norm is the measure
+    # torch's defaults: 1e-7 for float64, 1.3e-6 and 1e-5 for float32; its own batch norm is the reference
     tolerance = {"rtol": 1e-7, "atol": 1e-9} if a.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
     torch.testing.assert_close(a, b, **tolerance, msg=lambda m: f"{name}: {m}")
 
@@ -54,7 +54,7 @@ def check(dtype: torch.dtype, rank: int) -> nn.Sequential:
         compare("gradient of the input", x_ours.grad, x_whole.grad[mine])
         for (name, p), q in zip(whole.named_parameters(), converted.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
-            compare(f"gradient of {name}", q.grad * 2, p.grad)  # DDP averages over the ranks what is a sum here
+            compare(f"gradient of {name}", q.grad * 2, p.grad)  # DDP averages over the ranks; this loss is a sum
             p.grad = q.grad = None
         for (name, a), b in zip(whole.named_buffers(), converted.buffers(), strict=True):
             compare(name, b, a)
@@ -69,7 +69,7 @@ def main() -> None:
     check(torch.float64, rank)
     ours = DistributedDataParallel(check(torch.float32, rank)).train()
 
-    # where E[x²] - E[x]² would cancel in float32
+    # values for which E[x²] - E[x]² would cancel in float32
     far = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(2)) + 5000
     mine = slice(0, 5) if rank == 0 else slice(5, 8)
     layer = convert_sync_batch_norm(nn.Sequential(nn.BatchNorm2d(3)), CPU)
@@ -86,7 +86,7 @@ def main() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in ours.parameters())
 
     dist.barrier()
-    sys.stdout.write(f"rank {rank} equal\n")  # one write, also where Python does not buffer: the ranks share the file
+    sys.stdout.write(f"rank {rank} equal\n")  # one write, even without buffering: the ranks share the file
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo may abort while the interpreter is finalised

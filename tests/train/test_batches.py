@@ -1,4 +1,4 @@
-"""Input: the batched pipeline equals the per-sample definition, ranks share an epoch, and any position can be entered."""
+"""Input: the batched pipeline equals the per-sample definition, ranks share an epoch, and an epoch can start at any position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_FAULTS = Faults((), 0, 1)
 def images() -> TensorImages:
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (70, 32, 32, 3), dtype=torch.uint8, generator=generator)
-    return TensorImages(pixels, torch.arange(70))  # the label tells which image it was
+    return TensorImages(pixels, torch.arange(70))  # the label identifies the image
 
 
 def make(kind: str, images: TensorImages, rank: int = 0, world_size: int = 1, workers: int = 0, batches: int = 0):

@@ -1,4 +1,4 @@
-"""Checkpoint files without a job: found, refused when damaged or foreign, and never the end of a training."""
+"""Checkpoint files without a job: found, refused if damaged or foreign; an error never ends a training."""
 
 from __future__ import annotations
 

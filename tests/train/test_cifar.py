@@ -1,4 +1,4 @@
-"""CIFAR-10 on disk: both formats read alike; damage of any kind is named; a pickle that would run something does not."""
+"""CIFAR-10 on disk: both formats are read equally; damage is named; a malicious pickle runs nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_published_files_are_cifar10() -> None:
 
 
 def test_the_binary_checksums_are_those_of_the_published_images() -> None:
-    """The published binary files, written from the python ones, have the checksums that are asked of them."""
+    """The binary files, converted from the published python ones, have the expected checksums."""
     import hashlib
 
     folder = shared("cifar-10-batches-py")
@@ -173,7 +173,7 @@ def test_pickled_content_without_batches_is_refused(tmp_path: Path, batch: objec
 
 
 class _Touches:
-    """A pickle that leaves a file where it is opened with anything but the restricted reader."""
+    """A pickle that creates a file when opened by anything but the restricted reader."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -225,7 +225,7 @@ _U1 = b"cnumpy\ndtype\n(X\x02\x00\x00\x00u1I00\nI01\ntR"
     ],
 )  # fmt: skip
 def test_a_pickle_cannot_make_arrays_of_pointers(content: bytes) -> None:
-    """In a process of its own: numpy's constructor would read any address that the pickle names."""
+    """In its own process: numpy's constructor would read any address that the pickle names."""
     code = """
 import pickle, sys
 from distdiag.train.cifar import load_restricted_pickle
@@ -252,7 +252,7 @@ def test_an_invalid_manifest_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_published_name_with_other_content_is_never_called_cifar10(tmp_path: Path) -> None:
-    """Without a manifest only the published checksums pass, so a set of one's own cannot be taken for the real one."""
+    """Without a manifest only the published checksums pass, so a custom set cannot be mistaken for the real one."""
     for name in PYTHON_FILES:
         (tmp_path / name).write_bytes(python_batch(small_set().test))
     with pytest.raises(DistdiagError, match="data_batch_1 is truncated"):

@@ -32,7 +32,7 @@ def test_every_field_has_a_docstring_and_the_help_states_its_default(capsys: pyt
     for f in fields(TrainConfig):
         assert "--" + f.name.replace("_", "-") in printed
         assert len(helps[f.name]) > 20
-        if f.name not in ("inject", "resume"):  # nothing is injected, and nothing resumed, unless asked for
+        if f.name not in ("inject", "resume"):  # no injection and no resume by default
             assert "efault: " in helps[f.name], f.name
 
 

@@ -1,4 +1,4 @@
-"""What a step costs under each strategy: intervals, speed-ups, memory by formula, and what cannot run."""
+"""The cost of a step under each strategy: intervals, speed-ups, memory by formula, and cases that cannot run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def result_of(blocks: list[Block], batch: int = 50) -> Result:
 
 
 def test_rows_have_time_epoch_speed_up_and_intervals() -> None:
-    """Every round is slower than the last for all cases: the times' intervals are wide, the ratio's is narrow."""
+    """Every round is slower than the previous one for all cases: the times' intervals are wide, the ratio's is narrow."""
     blocks = [b for f in (1.0, 1.1, 1.2) for b in (block("single", 1, 100 * f), block("ddp", 2, 50 * f, quiet=40 * f))]
     found = result_of(blocks)
     single, ddp = found.rows

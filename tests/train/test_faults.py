@@ -1,4 +1,4 @@
-"""`--inject`: what is understood, what is refused, and on which rank and step it acts."""
+"""`--inject`: what is accepted, what is refused, and on which rank and step it acts."""
 
 from __future__ import annotations
 

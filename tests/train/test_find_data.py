@@ -30,7 +30,7 @@ def small_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Archive:
-    """A server on loopback that holds an archive like the published one."""
+    """A server on loopback with an archive like the published one."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -77,7 +77,7 @@ def archive(tmp_path: Path) -> Iterator[_Archive]:
 
 @pytest.fixture
 def no_network() -> str:
-    """An address that refuses at once."""
+    """An address that refuses connections at once."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{s.getsockname()[1]}/archive.tar.gz"
@@ -140,7 +140,7 @@ def test_without_a_network_the_generated_set_is_made_once_and_announced(no_netwo
     again = find_data.find_data("", show_progress=False, url=no_network)
     assert (folder / "test_batch.bin").stat().st_mtime_ns == made
     assert again.data.fingerprint == first.data.fingerprint
-    # it is in the binary format, and is known by its name when it is named
+    # it is in the binary format, and recognised when it is named
     named = find_data.find_data(str(folder), show_progress=False)
     assert named.data.name == synthetic.NAME
     assert len(named.data.train) == 50
@@ -150,7 +150,7 @@ def test_a_damaged_generated_set_is_generated_again(no_network: str) -> None:
     find_data.find_data("generated", show_progress=False)
     (cache_directory() / synthetic.FOLDER / "data_batch_2.bin").write_bytes(b"x")
     found = find_data.find_data("generated", show_progress=False, url=no_network)
-    assert found.notice is None  # it was asked for
+    assert found.notice is None  # it was requested
     assert np.array_equal(found.data.train.images, synthetic.generate(50, seed=1).images)
 
 

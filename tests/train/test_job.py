@@ -1,4 +1,4 @@
-"""The job itself: real processes, a tiny data set, and everything that a person may do wrong to it."""
+"""The job itself: real processes, a tiny data set, and likely user errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places at which two checkpoints differ in any bit."""
+    """Return the places at which two checkpoints differ in any bit."""
     if isinstance(a, torch.Tensor):
         return [] if torch.equal(a, b) else [where]
     if isinstance(a, dict):
@@ -43,13 +43,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def said(stderr: str) -> list[str]:
-    """Our own lines; torchrun adds its warnings and its report of failed ranks."""
+    """Return our own lines; torchrun adds its warnings and its report of failed ranks."""
     return [line for line in stderr.splitlines() if line.startswith(("distdiag:", "hint:"))]
 
 
 @pytest.mark.timeout(420)  # three launches, one after the other
 def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) -> None:
-    """5 steps an epoch: the first 3 and then 4 more, from the middle of one epoch into the next."""
+    """5 steps per epoch: the first 3 and then 4 more, from the middle of one epoch into the next."""
     options = [*SMALL, "--max-steps", "7", "--accumulate", "2", "--clip", "1", "--sync-bn", "--checkpoint-every", "3"]
     options += ["--loader", "workers", "--workers", "1", "--keep-checkpoints", "3", "--data", str(data)]
     with launch(
@@ -58,7 +58,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) 
         assert job.wait() == 0, job.tail()
         out = job.stdout().splitlines()
         assert said(job.stderr()) == []
-    # rank 0 alone speaks: a start line, 7 steps, 2 validations, an end
+    # only rank 0 prints: a start line, 7 steps, 2 validations, an end
     assert re.fullmatch(
         r"SimpleCNN \(2,474,058 parameters\) on small \(not CIFAR-10\) \(160 \+ 50 images\): 2 ranks x 8 samples "
         r"x 2 accumulated, ddp, cpu \(gloo\), amp (off|bf16) \(auto: .*\), channels_last, 7 steps",
@@ -112,7 +112,7 @@ def test_resnet18_trains_to_the_same_bits_with_the_monitor(data: Path, tmp_path:
         ends.append(load(tmp_path / name / "step-00000003.pt"))
     assert [step for step, _ in losses[0]] == list("123") and losses[0] == losses[1]
     assert differences(*ends) == []
-    # a short job on a busy host may end before its monitor has made run.db; the ranks make the directory themselves
+    # a short job on a busy host may end before its monitor has made run.db; the ranks create the directory themselves
     assert any((tmp_path / "run").iterdir()), "the first job was recorded"
 
 
@@ -137,7 +137,7 @@ def test_a_job_stuck_in_a_collective_can_be_interrupted(data: Path) -> None:
         pids = job.rank_pids()
         assert set(pids) == {0, 1}
         job.process.send_signal(signal.SIGINT)
-        job.wait(28)  # torchrun itself would lose patience, and kill, after 30 s
+        job.wait(28)  # torchrun itself would kill it after 30 s
         assert "[rank" not in job.stderr(), job.tail()
         assert "step 3/" not in job.stdout()
 

@@ -1,4 +1,4 @@
-"""Memory on paper: the formulas, the decision tree, the link, and options that do not go together."""
+"""Memory on paper: the formulas, the decision tree, the link, and incompatible options."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_numbers_of_parameters(text: str, count: float) -> None:
         ("--params 7e9 --memory 80G", [1, 8, 64], ("fsdp", 8), ["no", "yes", "not known", "not known"]),
         ("--params 7e9 --memory 80G", [1], (None, None), ["no"]),
         ("--params 70e9 --memory 24G", [8], (None, None), ["no", "no", "no"]),
-        # one block gathered is larger than the device; a stage is not
+        # one gathered block is larger than the device; a stage is not
         ("--params 20e9 --layers 4 --memory 24G", [16, 4], (None, None), ["no", "no", "no"]),
         ("--params 8e9 --layers 8 --bytes-per-param 4,4,1 --memory 12G", [8], ("pipeline", 8), ["no", "no", "yes", "not computed", "not known"]),
         # activations alone do not rule out a strategy: there is accumulation

@@ -1,4 +1,4 @@
-"""What `--amp` means on a device."""
+"""The meaning of `--amp` on each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training prints of its speed."""
+"""The speed that the training job prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdiag.train import progress as progress_module
 
 
 def test_a_rate_counts_training_time_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """18 steps, a validation of 30 s, 2 more steps: the rate of the 20 is theirs."""
+    """18 steps, a validation of 30 s, 2 more steps: the rate covers only the 20 steps."""
     now = 100.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
     alone: Any = SimpleNamespace(rank=0, sum=lambda t: t)

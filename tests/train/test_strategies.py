@@ -122,7 +122,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 4), (4, 8)])
 def test_the_drawn_schedule_has_the_bubble_of_the_formula(kind: str, ranks: int, micro_batches: int) -> None:
-    """With one slot per action, both schedules take 2 (m + p - 1) slots, of which each rank works in 2 m."""
+    """With one slot per action, both schedules take 2 (m + p - 1) slots, and each rank works in 2 m of them."""
     lanes = schedule.slots(schedule.order(kind, ranks, micro_batches), ranks)
     length = 1 + max(slot for lane in lanes for slot in lane)
     assert [len(lane) for lane in lanes] == [2 * micro_batches] * ranks

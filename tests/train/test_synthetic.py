@@ -1,4 +1,4 @@
-"""The generated set: the same everywhere, balanced, and neither trivial nor unlearnable."""
+"""The generated set: deterministic, balanced, and neither trivial nor unlearnable."""
 
 from __future__ import annotations
 

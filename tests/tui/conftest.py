@@ -16,7 +16,7 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
-    """`runs(scenario, monitor="live")`: the run's directory; equal ones are written once. Not to be changed."""
+    """`runs(scenario, monitor="live")` returns a run directory; equal ones are written once, and must not be changed."""
     base = tmp_path_factory.mktemp("runs")
     made: dict[tuple[Scenario, str], Path] = {}
 
@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock stands at `NOW`; nothing else of the environment shows on the screens."""
+    """Freeze the wall clock at `NOW`, and hide the rest of the environment from the screens."""
     for module in (reader, liveness):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
     for name in ("NO_COLOR", "FORCE_COLOR", "TEXTUAL_THEME", "COLORFGBG", "COLUMNS", "LINES", "DISTDIAG_RUN_DIR"):
@@ -39,7 +39,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
-    """Go to the folder that holds `reports/`, so that screens show the same short path everywhere."""
+    """Change to the folder with `reports/`, so that screens show the same short path everywhere."""
 
     def go(run: Path) -> Path:
         monkeypatch.chdir(run.parents[1])

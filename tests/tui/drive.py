@@ -17,7 +17,7 @@ DEADLINE_S = 30.0
 
 
 def screen_text(app: DistdiagApp) -> str:
-    """The whole screen; the compositor is private to the library, so this is the one place that knows it."""
+    """Return the whole screen; the compositor is private to the library, so this is the only place that uses it."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(s.text for s in strip).rstrip() for strip in strips) + "\n"
 
@@ -30,7 +30,7 @@ class Driver:
         self.pilot = pilot
 
     async def until(self, what: Callable[[], Any], why: str = "") -> None:
-        """Wait for a condition, at most to a deadline."""
+        """Wait for a condition until a deadline."""
         end = asyncio.get_running_loop().time() + DEADLINE_S
         while not what():
             if asyncio.get_running_loop().time() > end:
@@ -38,7 +38,7 @@ class Driver:
             await self.pilot.pause(0.01)
 
     async def settled(self) -> str:
-        """The screen once the data of the page, rank, metric and moment asked for have come."""
+        """Return the screen once the data of the requested page, rank, metric and time have arrived."""
 
         def there() -> bool:
             app = self.app
@@ -53,7 +53,7 @@ class Driver:
         return self.text()
 
     async def resize(self, width: int, height: int) -> str:
-        """Give the terminal another size; said again where the library lost it."""
+        """Resize the terminal; repeated if the library lost the event."""
         end = asyncio.get_running_loop().time() + DEADLINE_S
         while self.app.canvas.size != (width, height):
             if asyncio.get_running_loop().time() > end:
@@ -63,7 +63,7 @@ class Driver:
         return await self.settled()
 
     async def press(self, *keys: str) -> str:
-        """Press keys and return the screen they lead to."""
+        """Press keys and return the resulting screen."""
         for key in keys:
             await self.pilot.press(key)
         return await self.settled()
@@ -77,7 +77,7 @@ class Driver:
 async def showing(
     run: Path, size: tuple[int, int] = (80, 24), ui: Ui | None = None, **options: Any
 ) -> AsyncIterator[Driver]:
-    """The app on a run, settled."""
+    """Run the app on a run; yields a driver after the first complete screen."""
     app = DistdiagApp(run, ui, hz=options.pop("hz", 10.0), **options)
     async with app.run_test(size=size) as pilot:
         driver = Driver(app, pilot)

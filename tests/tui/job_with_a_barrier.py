@@ -13,7 +13,7 @@ GO = Path(os.environ["GO"])
 
 
 def evaluate() -> None:
-    dist.barrier()  # the line to be named
+    dist.barrier()  # the line that the finding must name
 
 
 def main() -> None:

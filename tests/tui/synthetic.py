@@ -1,4 +1,4 @@
-"""Runs made up through the store's writer: any number of ranks, every state; for tests, benchmarks and pictures.
+"""Synthetic runs made through the store's writer: any number of ranks, every state; for tests, benchmarks and pictures.
 
 Deterministic: the same scenario gives the same numbers.
 """
@@ -37,12 +37,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Scenario:
-    """What to make up.
+    """What to simulate.
 
     Attributes:
         state: waiting running stalled deadlocked lost ended failed.
-        ranks: World size; eight ranks to a node.
-        frames: Frames kept, half a second apart; the last one shows the state, the earlier ones a running job.
+        ranks: World size; eight ranks per node.
+        frames: Frames, half a second apart; the last one shows the state, the earlier ones a running job.
         steps: Steps with raw rows.
         gpus: Whether the nodes have GPUs.
         hostile: Host names, paths and messages full of markup and control characters.
@@ -71,8 +71,8 @@ def host_of(sc: Scenario, rank: int) -> str:
 
 
 def times(sc: Scenario, rank: int, step: int) -> dict[str, Any]:
-    """Phase times of one rank in one step, ms: the culprit is slow in loading data in 46 of 50 steps."""
-    x = (rank * 7919 + step * 104_729 + rank * step * 31) % 9973  # noise, but cheap: this is called a million times
+    """Return phase times of one rank in one step, ms: the culprit loads data slowly in 46 of 50 steps."""
+    x = (rank * 7919 + step * 104_729 + rank * step * 31) % 9973  # cheap noise: this is called a million times
     data, forward = 2.2 + x % 89 / 100, 48 + x % 97 / 100
     backward, optimizer = 97 + x % 193 / 100, 11 + x % 83 / 100
     slow = sc.ranks > 1 and step % 50 not in (7, 19, 31, 40)
@@ -89,7 +89,7 @@ def times(sc: Scenario, rank: int, step: int) -> dict[str, Any]:
 
 
 def rows(sc: Scenario, state: str, step: int, t_s: float) -> list[RankRow]:
-    """The frame's rows of one moment."""
+    """Return the frame's rows at one time."""
     out = []
     stuck = state in ("stalled", "deadlocked")
     for r in range(sc.ranks):
@@ -154,7 +154,7 @@ def rows(sc: Scenario, state: str, step: int, t_s: float) -> list[RankRow]:
 
 
 def findings(sc: Scenario) -> list[Finding]:
-    """What the diagnosis says of the last moment."""
+    """Return the findings at the last time."""
     c, host = sc.culprit, host_of(sc, sc.culprit)
     others = tuple(r for r in range(sc.ranks) if r != c)
     place = Where(c, TRAIN, 118, "next_batch", "data")
@@ -286,7 +286,7 @@ def fill(w: Writer, sc: Scenario) -> None:
 
 
 def _hardware(w: Writer, sc: Scenario) -> None:
-    """Twenty seconds of samples of hosts, processes and GPUs; of many ranks only the newest of hosts and processes."""
+    """Write twenty seconds of samples of hosts, processes and GPUs; for many ranks only the newest of hosts and processes."""
     for k in range(20) if sc.ranks <= 64 else (19,):
         t_s = sc.t_s - 20 + k
         for n in range((sc.ranks + 7) // 8):
@@ -304,7 +304,7 @@ def _hardware(w: Writer, sc: Scenario) -> None:
 
 
 def _gpu(sc: Scenario, r: int, k: int) -> GpuRow:
-    """One sample of a GPU; the third one of each node gets hot and lowers its clock in the second half."""
+    """Return one sample of a GPU; the third GPU of each node gets hot and lowers its clock in the second half."""
     hot = r % 8 == 2 and k >= 10
     return GpuRow(
         t_s=sc.t_s - 19 + k, node=r // 8, gpu=r % 8, uuid=f"GPU-{r}", name="H100", rank=r,
@@ -317,7 +317,7 @@ def _gpu(sc: Scenario, r: int, k: int) -> GpuRow:
 
 
 def tree(sc: Scenario) -> stacks.Stacks:
-    """Whole stacks as a dump has them: the culprit in its DataLoader, all others in backward."""
+    """Return full stacks as in a dump: the culprit in its DataLoader, all others in backward."""
     common = (f"<module> {TRAIN}:140", f"main {TRAIN}:88")
     out = {}
     for r in range(sc.ranks):
@@ -360,13 +360,13 @@ def set_monitor(path: Path, monitor: str, now: float = NOW) -> None:
             "monitor_ended": "1" if monitor == "ended" else "0",
             "heartbeat_unix_s": str(now + {"gone": -14.2, "always": 1e10}.get(monitor, -0.1)),
         }
-        values["monitor_host"] = "elsewhere"  # its process number says nothing here
+        values["monitor_host"] = "elsewhere"  # its process number means nothing here
         con.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
     con.close()
 
 
 def live(path: Path, sc: Scenario, hz: float = 2.0, seconds: float = 60.0) -> None:
-    """Go on writing frames in real time, as a monitor does; for benchmarks and tests of the live view."""
+    """Keep writing frames in real time, as a monitor does; for benchmarks and tests of the live view."""
     w = Writer(path)
     fill(w, sc)
     w.meta(started_unix_s=time.time() - sc.t_s)

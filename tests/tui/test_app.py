@@ -1,4 +1,4 @@
-"""The app under keys and clicks."""
+"""The app, driven by keys and clicks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNNING = Scenario(ranks=8)
 
 
 def _cursor_row(d: Driver) -> str:
-    """Text of the line that carries the cursor."""
+    """Return the text of the line with the cursor."""
     found = [y for y, text in enumerate(d.app.canvas._lines) if text and "cursor" in text[0][1]]
     return "".join(p[0] for p in d.app.canvas._lines[found[0]]) if found else ""
 
@@ -100,7 +100,7 @@ def test_the_filter_line_filters_ranks(runs: MakeRun) -> None:
             await d.pilot.press("slash", *" nonsense>4")
             await d.pilot.press("enter")
             await d.until(lambda: "no column 'nonsense'" in d.text())
-            assert d.app.ui.typing and d.app.ui.filter.text == "nonsense"  # as far as it made sense
+            assert d.app.ui.typing and d.app.ui.filter.text == "nonsense"  # the valid part applies
             await d.press("escape")
             assert d.app.ui.filter.text == "" and "rows 1–" in d.text()
             await d.pilot.press("slash", *"node999")
@@ -258,7 +258,7 @@ def test_only_changed_lines_are_drawn(runs: MakeRun) -> None:
             d.app.redraw()
             assert d.app.drawn == before
             await d.press("j")
-            assert d.app.drawn - before == 2  # the row left and the row entered
+            assert d.app.drawn - before == 2  # the old and the new row of the cursor
 
     asyncio.run(work())
 
@@ -289,13 +289,13 @@ def test_every_key_does_something_and_is_in_the_help(runs: MakeRun) -> None:
                 text += await d.press("pagedown")
             for k in keys.KEYS:
                 assert k.help in text, k
-            assert "RUNNING" in await d.press("question_mark")  # the same key leaves
+            assert "RUNNING" in await d.press("question_mark")  # the same key closes the help
 
     asyncio.run(work())
 
 
 def test_a_slow_page_is_drawn_late_and_correctly(runs: MakeRun) -> None:
-    """Until the data of a page have come, the page before stays: no panel says "nothing" of what is not read yet."""
+    """Until the data of a page have arrived, the previous page stays: no panel shows "nothing" for data that are not read yet."""
 
     async def work() -> None:
         async with showing(runs(RUNNING)) as d:
@@ -341,7 +341,7 @@ def test_first_screen_imports_neither_torch_nor_pandas() -> None:
 
 
 def _contrast(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
-    """Contrast ratio of two colours, 1 to 21 (WCAG 2.1, relative luminance)."""
+    """Return the contrast ratio of two colours, 1 to 21 (WCAG 2.1, relative luminance)."""
 
     def luminance(c: tuple[int, int, int]) -> float:
         parts = [v / 255 for v in c]
@@ -354,7 +354,7 @@ def _contrast(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
 
 @pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "nord", "gruvbox", "catppuccin-latte"])
 def test_every_style_can_be_read_on_dark_and_light_grounds(runs: MakeRun, theme: str) -> None:
-    """Plain and flagged text at 4.5, dimmed text at 3; under the cursor, too."""
+    """Plain and highlighted text at 4.5, dimmed text at 3; under the cursor, too."""
 
     async def work() -> None:
         async with showing(runs(RUNNING), theme=theme) as d:
@@ -366,7 +366,7 @@ def test_every_style_can_be_read_on_dark_and_light_grounds(runs: MakeRun, theme:
                     ratio = _contrast(style.color.get_truecolor(), style.bgcolor.get_truecolor())
                     needed = 3.0 if name in ("muted", "head", "other") or "cursor" in names else 4.5
                     if theme not in ("textual-dark", "textual-light"):
-                        needed = 2.0  # other people's palettes: told apart, at least
+                        needed = 2.0  # third-party palettes: at least distinguishable
                     assert ratio >= needed, (names, ratio)
 
     asyncio.run(work())

@@ -21,7 +21,7 @@ from tests.tui.test_golden import At, compare
 
 pytestmark = pytest.mark.usefixtures("frozen")
 SIZE = (100, 30)
-# name: the run, and the keys that lead to the screen
+# name: the run, and the keys that open the screen
 SCREENS: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     name: (Scenario(ranks=8, steps=60, frames=2), keys)
     for name, keys in {
@@ -38,7 +38,7 @@ SCREENS |= {"many ranks": (Scenario(ranks=1024, steps=60, frames=2), ("1",))}
 
 
 def tagged(text: Line) -> str:
-    """The line with a tag wherever its style changes; spaces without a ground or a line have no style."""
+    """Return the line with a tag wherever its style changes; spaces without background or underline have no style."""
     out, before = "", ""
     for part, style, _ in text:
         names = set(style.split())
@@ -51,13 +51,13 @@ def tagged(text: Line) -> str:
 
 
 def drawn(app: DistdiagApp) -> list[list[tuple[str, Style]]]:
-    """What the terminal gets: characters with their styles, line by line."""
+    """Return what the terminal gets: characters with their styles, line by line."""
     strips = app.screen._compositor.render_strips()
     return [[(c, s.style or Style()) for s in strip for c in s.text] for strip in strips]
 
 
 def look(style: Style) -> str:
-    """`#e69f00 on #121212 bold`."""
+    """Return a style as text: `#e69f00 on #121212 bold`."""
 
     def colour(c: object) -> str:
         get = getattr(c, "get_truecolor", None)
@@ -71,7 +71,7 @@ Colours = dict[str, str]
 
 
 async def _screens(runs: MakeRun, at: At) -> tuple[dict[str, list[Line]], Colours, Colours]:
-    """All screens, and the colours of each style: as the terminal gets them, and those of a light theme."""
+    """Return all screens, and the colours of each style, in the terminal's theme and in a light one."""
     screens: dict[str, list[Line]] = {}
     dark: Colours = {}
     light: Colours = {}
@@ -89,7 +89,7 @@ async def _screens(runs: MakeRun, at: At) -> tuple[dict[str, list[Line]], Colour
 
 
 def _add(colours: Colours, lines: Sequence[Line], cells: Sequence[Iterable[tuple[str, Style]]], screen: str) -> None:
-    """Add the colours of each style; one style has the same colours wherever it is drawn."""
+    """Add the colours of each style; a style must have the same colours wherever it is drawn."""
     for line, row in zip(lines, cells, strict=False):
         drawn_line = list(row)
         at = 0

@@ -118,7 +118,7 @@ def test_the_clock_moves_out_of_the_way_of_a_mark() -> None:
 
 
 def test_a_slow_first_step_does_not_flatten_the_chart() -> None:
-    """64 ranks: two and a half minutes until the first step, then 24 of two seconds, on 24 dots."""
+    """64 ranks: two and a half minutes until the first step, then 24 steps of two seconds, on 24 dots."""
     values = [150_000.0, *[2000.0] * 24]
     chart = Chart("step time", "ms", (Curve("p50", [150 + 2 * i for i in range(25)], values, ""),), milliseconds)
     top = plain(draw(chart, 0.0, 200.0, 60, 6)[1]).split()[0]

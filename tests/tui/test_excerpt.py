@@ -1,4 +1,4 @@
-"""The source around a finding's line: shown as text only, never from a pipe, a device or a file that is no source."""
+"""The source around a finding's line: shown as text only, never from a pipe, a device or a file that is not source code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_file_changed_since_the_run_began_is_marked(tmp_path: Path) -> None:
 
 
 def test_nothing_but_a_small_regular_python_file_is_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.py")  # opening it the plain way would block until somebody writes
+    os.mkfifo(tmp_path / "pipe.py")  # a plain open would block until a writer opens it
     (tmp_path / "large.py").write_text("x\n" * (excerpt.MAX_BYTES // 2 + 1))
     (tmp_path / "notes.txt").write_text("a\nb\n")
     (tmp_path / "folder.py").mkdir()

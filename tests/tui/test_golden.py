@@ -1,6 +1,6 @@
-"""The screens themselves, as text, drawn by the app: `UPDATE_GOLDEN=1 pytest tests/tui/test_golden.py` writes them anew.
+"""The screens as text, drawn by the app: `UPDATE_GOLDEN=1 pytest tests/tui/test_golden.py` writes them again.
 
-A difference is to be read, not to be waved through: these files are what people see.
+Read each difference before you accept it: users see exactly this text.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_frames_at_earlier_times_are_read(runs: MakeRun, at: At) -> None:
 
 
 def test_read_errors_are_shown(runs: MakeRun, at: At, tmp_path: Path) -> None:
-    """Monitor gone, locked, older and newer versions, damaged, empty, elsewhere, deleted while it is shown."""
+    """Monitor gone, locked, older and newer versions, damaged, empty, elsewhere, deleted while shown."""
     good = runs(Scenario(ranks=8))
     screens: dict[str, str] = {}
     copies = {n: _copy(good, tmp_path / n) for n in ("gone", "locked", "older", "newer", "damaged", "deleted")}
@@ -147,7 +147,7 @@ def test_read_errors_are_shown(runs: MakeRun, at: At, tmp_path: Path) -> None:
                 if name == "deleted":
                     shutil.rmtree(path)
 
-                    # the first reading finds the open file deleted, every later one no directory: the last word
+                    # the first read finds the open file deleted, every later one finds no directory: the final state
                     def gone(d: Driver = d) -> bool:
                         problem = d.app.snap.problem
                         return problem is not None and problem.message.startswith("no run directory")
@@ -185,7 +185,7 @@ def test_ascii_and_small_terminals(runs: MakeRun, at: At) -> None:
 
 
 def test_screens_of_many_nodes(runs: MakeRun, at: At) -> None:
-    """4,096 ranks: a map by node, rows by need, grouped and filtered."""
+    """4,096 ranks: a map by node, rows on demand, grouped and filtered."""
     screens: dict[str, str] = {}
 
     async def work() -> None:
@@ -201,7 +201,7 @@ def test_screens_of_many_nodes(runs: MakeRun, at: At) -> None:
 
 
 def test_screens_without_colour_have_the_same_text(runs: MakeRun, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NO_COLOR changes no text, and the picture then holds greys only."""
+    """NO_COLOR changes no text, and the picture then has greys only."""
     import re
 
     run = at(runs(Scenario(state="deadlocked", ranks=8)))

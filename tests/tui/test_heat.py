@@ -1,4 +1,4 @@
-"""The heat map: cursor, pan and zoom by keys and mouse; colours, halves of lines, and digits without colour."""
+"""The heat map: cursor, pan and zoom by keys and mouse; colours, half lines, and digits without colour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_cursor_pan_and_zoom(runs: MakeRun) -> None:
             assert "step 1203" in await d.press("right", "right", "right") and d.app.ui.step is None
             await d.press(*["shift+left"] * 10)
             text = await d.settled()
-            assert "steps 1103–" in text and "step 1103" in text  # the picture follows the cursor
+            assert "steps 1103–" in text and "step 1103" in text  # the view follows the cursor
             assert "the highest of 2 steps" in await d.press("minus")
             assert "the highest of" not in await d.press("plus", "plus")
             await _click_and_wheel(d)
@@ -92,6 +92,6 @@ def test_two_ranks_share_a_line_only_if_space_is_short(runs: MakeRun) -> None:
             d.app.ui.ascii = True
             d.app.redraw()
             text = await d.settled()
-            assert "5,0" not in text and "....." in text  # digits, one rank a line
+            assert "5,0" not in text and "....." in text  # digits, one rank per line
 
     asyncio.run(work())

@@ -1,4 +1,4 @@
-"""Mem/GPU: the history of one GPU, process and host, read piece by piece; what throttled a GPU, and when."""
+"""Mem/GPU: the history of one GPU, process and host, read in pieces; what throttled a GPU, and when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def _run_with_gpus(path: Path, seconds: int, gpus: int = 3) -> Path:
-    """A run in which GPU g uses g percent more in each second."""
+    """Return a run in which GPU g uses g percent more in each second."""
     w = Writer(path)
     for t in range(seconds):
         w.gpus([GpuRow(t_s=t + 0.5, node=0, gpu=g, utilization_pct=float(t % 50 * g)) for g in range(gpus)])
@@ -69,7 +69,7 @@ def test_the_cache_forgets_rows_that_the_cursor_left_long_ago(tmp_path: Path) ->
 
 
 def test_rare_samples_are_one_curve_and_a_pause_is_a_gap() -> None:
-    """A busy machine samples every eight seconds, then every second as somebody is watching."""
+    """A busy machine samples every eight seconds, then every second while a reader is open."""
     times = [*range(0, 64, 8), *range(64, 100), *range(160, 180)]
     found = buckets(Curve("", times, [1.0] * len(times), "", bridge_s=12.0), 180.0, 1.0, 180)
     assert None not in found[8:98] and set(found[101:158]) == {None}

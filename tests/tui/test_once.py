@@ -1,4 +1,4 @@
-"""`distdiag tui` as a person types it: `--once` at a terminal and in a pipe, `--json`, errors of one line and a hint."""
+"""`distdiag tui`: `--once` on a terminal and in a pipe, `--json`, errors of one line and a hint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tui.synthetic import Scenario
 
 
 def always(runs: MakeRun, sc: Scenario) -> Path:
-    """The run with a monitor that counts as alive whatever the clock says."""
+    """A run whose monitor counts as alive whatever the time is."""
     return runs(sc, "always")
 
 
@@ -33,7 +33,7 @@ ENV = {**PLAIN, "TERM": "xterm-256color", "PYTHONUTF8": "1", "LANG": "C.UTF-8"}
 def tui(
     *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command with its output in a pipe."""
+    """Run the command with its output in a pipe."""
     return subprocess.run(
         [sys.executable, "-m", "distdiag", "tui", *map(str, arguments)], capture_output=True, env={**ENV, **(env or {})},
         cwd=cwd, encoding="utf-8", timeout=60,
@@ -41,7 +41,7 @@ def tui(
 
 
 def tui_on_terminal(*arguments: object, size: tuple[int, int] = (80, 24), env: dict[str, str] | None = None) -> str:
-    """The command's output on a terminal of this size."""
+    """Return the command's output on a terminal of this size."""
     import fcntl
     import struct
     import termios
@@ -59,7 +59,7 @@ def tui_on_terminal(*arguments: object, size: tuple[int, int] = (80, 24), env: d
             ready, _, _ = select.select([master], [], [], 0.2)
             try:
                 chunk = os.read(master, 65536) if ready else b""
-            except OSError:  # the terminal is closed when the last writer has left
+            except OSError:  # the terminal closes with its last writer
                 break
             out += chunk
             if not chunk and process.poll() is not None:

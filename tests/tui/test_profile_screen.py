@@ -1,4 +1,4 @@
-"""The profile screen: any size, hostile names, damaged files, and the key that records one."""
+"""The profile screen: any size, hostile names, damaged files, and the key that records a profile."""
 
 from __future__ import annotations
 

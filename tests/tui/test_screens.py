@@ -1,4 +1,4 @@
-"""Screens as pure functions: nothing wider or taller than the terminal, nothing of the job interpreted, any size."""
+"""Screens as pure functions: they fit the terminal at any size, and never interpret text from the job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def _check(run: Path, page: str, ui: Ui, width: int, height: int) -> list[str]:
-    """Render one page from data read for exactly this size; returns its plain lines."""
+    """Render one page from data read for exactly this size; return its plain lines."""
     snap = take(run, pages()[page], ui, width, height)
     full = pages()[page].render(snap, ui, width, height)
     if page != "help" or ui.interactive:
@@ -153,7 +153,7 @@ def test_everything_that_is_cut_off_is_marked(runs: MakeRun) -> None:
 
 
 def test_everything_is_shown_if_there_is_room(runs: MakeRun) -> None:
-    """A pipe has no height: all ranks, all findings."""
+    """A pipe has no height: all ranks and all findings are shown."""
     lines, _ = screen(runs(Scenario(ranks=67)), Ui(), 110, None)
     text = "\n".join(map(plain, lines))
     assert all(any(f" {r} node" in x for x in text.splitlines()) for r in range(67))

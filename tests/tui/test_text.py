@@ -1,4 +1,4 @@
-"""Text, numbers and small parts, table-driven."""
+"""Text, numbers and small widgets, table-driven."""
 
 from __future__ import annotations
 

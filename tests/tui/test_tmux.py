@@ -1,4 +1,4 @@
-"""The app in a real terminal, with real keys, beside a live job."""
+"""The app in a real terminal, with real keys, next to a live job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_keys_work_in_a_real_terminal(runs: MakeRun) -> None:
         t.type("Enter")
         t.until("> rank 5")
         t.type("Escape")
-        t.until("1 Ranks")  # a key right after Escape would be read as Alt and that key
+        t.until("1 Ranks")  # a key right after Escape would be read as Alt plus that key
         t.type("7")
         t.until("rank 5 (1 of 8)")
         t.type("1", "/")
@@ -49,7 +49,7 @@ def test_keys_work_in_a_real_terminal(runs: MakeRun) -> None:
 
 
 def test_a_small_terminal_works_and_ctrl_c_restores_it(runs: MakeRun) -> None:
-    stale = {"COLUMNS": "80", "LINES": "24"}  # as some shells export them: the terminal itself is believed
+    stale = {"COLUMNS": "80", "LINES": "24"}  # as some shells export them: the terminal's real size counts
     with terminal(_tui(runs(Scenario(ranks=8), "always")), size=(40, 12), env=stale) as t:
         t.until("distdiag needs 60x16")
         t.type("C-c")
@@ -59,7 +59,7 @@ def test_a_small_terminal_works_and_ctrl_c_restores_it(runs: MakeRun) -> None:
 @pytest.mark.job
 @pytest.mark.timeout(400)
 def test_a_live_job_from_waiting_to_replay(tmp_path: Path) -> None:
-    """WAITING, RUNNING, DEADLOCK with the finding naming the line, FAILED, then replay: all read from the screen."""
+    """WAITING, RUNNING, DEADLOCK with a finding that names the line, FAILED, then replay: all read from the screen."""
     run, go = tmp_path / "run", tmp_path / "go"
     port = str(free_port())
     ranks: list[subprocess.Popen[bytes]] = []
@@ -101,7 +101,7 @@ def test_a_live_job_from_waiting_to_replay(tmp_path: Path) -> None:
             ranks[1].send_signal(signal.SIGKILL)
             t.until(lambda s: "FAILED" in s.splitlines()[0], DEADLINE_S)
             end = time.monotonic() + DEADLINE_S
-            # back to before the fault: PAUSED while the monitor still writes its last rows, REPLAY afterwards
+            # rewind to before the fault: PAUSED while the monitor still writes its last rows, REPLAY afterwards
             while not re.search(r"(REPLAY|PAUSED) +running at step [1-9]", t.screen().splitlines()[0]):
                 assert time.monotonic() < end, t.screen()
                 t.type("[")

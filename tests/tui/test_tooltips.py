@@ -1,4 +1,4 @@
-"""Column heads, charts and legends explain themselves: on hovering, on a click, and in `?`, in the same words."""
+"""Column headers, charts and legends have explanations: on hovering, on a click, and in `?`, with the same text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_explanation_leaves_the_click_as_it_is() -> None:
 
 
 def _at(d: Driver, text: str) -> tuple[int, int]:
-    """Return the cell at which this text begins for the first time."""
+    """Return the cell at which this text first begins."""
     for y, row in enumerate(d.text().splitlines()):
         if text in row:
             return row.index(text), y
@@ -44,7 +44,7 @@ def test_a_click_explains_and_still_sorts(runs: MakeRun) -> None:
             assert d.app.ui.sort == "self_ms" and "self ms: step - wait" in await d.settled()
             await d.pilot.click(offset=_at(d, "step time ms"))
             assert "step time, ms: median (p50) and 95th percentile" in await d.settled()
-            assert "1 Ranks" in await d.press("up")  # the next key brings the key bar back
+            assert "1 Ranks" in await d.press("up")  # the next key restores the key bar
 
     asyncio.run(work())
 
@@ -77,13 +77,13 @@ def test_hovering_shows_the_tooltip_and_leaving_hides_it(runs: MakeRun, monkeypa
                 ("SM clock MHz", "SM clock, MHz: clock of the multiprocessors"),
             ):
                 x, y = _at(d, what)
-                for i in range(200):  # a movement hides what is shown, a rest shows what is there
+                for i in range(200):  # a movement hides the tooltip, a rest shows it
                     await pilot.hover(offset=(x + i % 2, y))
                     await pilot.pause(0.1)
                     if tip.display:
                         break
                 assert tip.display and str(tip.content).startswith(words)
-            await pilot.hover(offset=(1, 3))  # the row of a rank explains nothing
+            await pilot.hover(offset=(1, 3))  # the row of a rank has no tooltip
             await d.until(lambda: not tip.display, "no tooltip")
 
     asyncio.run(work())
@@ -106,7 +106,7 @@ def test_the_help_has_what_is_on_the_screen(runs: MakeRun) -> None:
                 text = await d.press("question_mark")
                 assert f"on the screen {page} " in text
                 words = " ".join(text.split())
-                for term in terms[:12]:  # what fits on one screen of the help
+                for term in terms[:12]:  # the terms that fit on one screen of the help
                     assert " ".join(term.replace(": ", " ", 1).split()) in words or len(term) > 90, term
 
     asyncio.run(work())

@@ -30,7 +30,7 @@ pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
 
 @pytest.fixture
 def server(runs: MakeRun) -> Iterator[str]:
-    """Address of a running `distdiag tui --web`, token included."""
+    """Return the address of a running `distdiag tui --web`, token included."""
     run = runs(Scenario(state="deadlocked", ranks=8), "always")
     process = subprocess.Popen(
         [sys.executable, "-m", "distdiag", "tui", str(run), "--web"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -102,7 +102,7 @@ def test_requests_without_the_token_are_refused(server: str) -> None:
     with_cookie = {"Cookie": f"{name}={token}"}
     assert _get(server, "/", **with_cookie).status == 200
     assert _get(server, "/", Cookie=f"{name}=wrong").status == 403
-    # a foreign name that resolves to this machine, and a foreign page that tries our websocket
+    # a foreign name that resolves to this machine, and a foreign page that uses our websocket
     assert _get(server, f"/?{parts.query}", Host=f"evil.example:{parts.port}").status == 403
     assert _get(server, "/ws", Origin="http://evil.example", **with_cookie).status == 403
 
@@ -117,7 +117,7 @@ def test_only_this_machine_can_connect(server: str) -> None:
 
 
 def test_the_websocket_carries_the_app(server: str) -> None:
-    """Bytes of the terminal, through the same socket a browser uses: the deadlock's screen, then another one on a key."""
+    """Bytes of the terminal through a browser's socket: the deadlock's screen, then another one after a key."""
     parts = urlsplit(server)
     token = parts.query.removeprefix("token=")
 
@@ -146,7 +146,7 @@ def test_the_websocket_carries_the_app(server: str) -> None:
 
 
 def _colours(png: bytes) -> tuple[int, int, int]:
-    """Different colours of a picture, and how many of its points are reddish and bluish."""
+    """Return the number of different colours of a picture, and of its reddish and bluish pixels."""
     import io
 
     image = pytest.importorskip("PIL.Image", reason="no Pillow to look at the screenshot")
@@ -158,7 +158,7 @@ def _colours(png: bytes) -> tuple[int, int, int]:
 
 
 def test_the_app_works_in_a_browser(server: str, tmp_path: Path) -> None:
-    """A headless Chromium shows it and passes keys on: by its own protocol, in real time."""
+    """A headless Chromium shows it and passes on keys: through its own protocol, in real time."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium on this machine")
@@ -199,25 +199,25 @@ def test_the_app_works_in_a_browser(server: str, tmp_path: Path) -> None:
                 async def picture(good: Callable[[tuple[int, int, int]], bool]) -> bytes:
                     while True:
                         png = base64.b64decode((await call("Page.captureScreenshot", format="png"))["data"])
-                        (tmp_path / "screen.png").write_bytes(png)  # of a failed test: the last one
+                        (tmp_path / "screen.png").write_bytes(png)  # kept for a failed test
                         if good(_colours(png)):
                             return png
                         assert time.monotonic() < end, _colours(png)
                         await asyncio.sleep(0.2)
 
-                # ERROR in its colour, the keys of the key bar in theirs
+                # ERROR in its colour, and the keys of the key bar in their own
                 home = await picture(lambda c: c[0] > 30 and c[1] > 200 and c[2] > 200)
                 await call("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
                 await call("Input.insertText", text="?")
                 before = _colours(home)[1]
-                await picture(lambda c: c[2] > 200 and c[1] < before / 2)  # the help has hardly any red
+                await picture(lambda c: c[2] > 200 and c[1] < before / 2)  # the help has almost no red
                 outside = await call(
                     "Runtime.evaluate", expression="performance.getEntriesByType('resource').map(e => e.name).join(' ')"
                 )
                 foreign = [u for u in outside["result"]["value"].split() if not u.startswith("http://127.0.0.1")]
                 assert all("fonts.googleapis.com" in u for u in foreign), (
                     foreign
-                )  # asked for by the page, blocked by the policy
+                )  # requested by the page, blocked by the policy
 
     try:
         asyncio.run(work())

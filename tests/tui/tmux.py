@@ -1,4 +1,4 @@
-"""A real terminal for the app: a tmux server of its own, keys typed into it, its screen read back."""
+"""A real terminal for the app: its own tmux server, keys typed into it, its screen read back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Terminal:
         self._env = dict(process_env)
 
     def tmux(self, *arguments: str) -> str:
-        """One tmux command on this server."""
+        """Run one tmux command on this server."""
         done = subprocess.run(
             ["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, env=self._env, timeout=30
         )
         return done.stdout
 
     def screen(self) -> str:
-        """What a person sees now, as text."""
+        """Return the screen as text."""
         return self.tmux("capture-pane", "-p", "-t", "main")
 
     def type(self, *keys: str) -> None:
@@ -38,10 +38,10 @@ class Terminal:
             self.tmux("send-keys", "-t", "main", key)
 
     def until(self, what: str | Callable[[str], object], deadline_s: float = 60.0) -> str:
-        """The first screen that contains a text, or fulfils a condition.
+        """Return the first screen that contains a text, or fulfils a condition.
 
         Raises:
-            AssertionError: it never did; the message holds the last screen.
+            AssertionError: it never did; the message has the last screen.
         """
         end = time.monotonic() + deadline_s
         while True:
@@ -53,10 +53,10 @@ class Terminal:
             time.sleep(0.05)
 
     def ended(self, deadline_s: float = 60.0) -> int:
-        """Exit status of the command, once it has left; minus the signal that ended it.
+        """Return the exit status of the command once it has ended; negative: the signal that ended it.
 
         Raises:
-            AssertionError: it did not leave in time.
+            AssertionError: it did not end in time.
         """
         end = time.monotonic() + deadline_s
         while True:
@@ -68,14 +68,14 @@ class Terminal:
             if dead == "1" and (status or signal):
                 return int(status) if status else -int(signal)
             if dead == "1":
-                # tmux 3.3 may miss the end of a child; the end of another makes it look after both
+                # tmux 3.3 may miss the end of a child; the end of another makes it check both
                 self.tmux("run-shell", "true")
             if time.monotonic() > end:
                 raise AssertionError(f"still running; the screen:\n{self.screen()}")
             time.sleep(0.05)
 
     def pid(self) -> int:
-        """Process id of the command in the terminal."""
+        """Return the process id of the command in the terminal."""
         return int(self.tmux("display-message", "-p", "-t", "main", "#{pane_pid}").strip())
 
 
@@ -83,7 +83,7 @@ class Terminal:
 def terminal(
     command: Sequence[str], size: tuple[int, int] = (80, 24), env: Mapping[str, str] | None = None
 ) -> Iterator[Terminal]:
-    """Run a command in a terminal of this size; skips the test where there is no tmux."""
+    """Run a command in a terminal of this size; skips the test without tmux."""
     if shutil.which("tmux") is None:
         pytest.skip("no tmux on this machine")
     socket = f"distdiag-{uuid.uuid4().hex[:12]}"
@@ -91,7 +91,7 @@ def terminal(
     variables.pop("TMUX", None)
     t = Terminal(socket, variables)
     width, height = size
-    # `exec`: the pane's process is the command itself; remain-on-exit keeps its last words
+    # `exec`: the pane's process is the command itself; remain-on-exit keeps its last output
     t.tmux(
         "-f",
         "/dev/null",

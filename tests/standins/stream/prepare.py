@@ -1,4 +1,4 @@
-"""Build what the stand-in needs, once, before its jobs start; one line on stderr says why where that is impossible."""
+"""Builds the stand-in's libraries once, before its jobs start; one line on stderr gives the reason if that fails."""
 
 import sys
 

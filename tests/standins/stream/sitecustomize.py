@@ -1,4 +1,4 @@
-"""Found by Python at its start where this folder is on PYTHONPATH: the process's groups become stand-ins."""
+"""Imported by Python at its start if this folder is on PYTHONPATH: the process's groups become stand-ins."""
 
 import sys
 from importlib.machinery import PathFinder

@@ -1,1 +1,1 @@
-"""A process group over gloo with NCCL's semantics towards its caller; ../../README.md says what it imitates."""
+"""A process group over gloo with NCCL's semantics for its caller; see ../../README.md."""

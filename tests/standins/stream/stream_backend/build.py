@@ -19,11 +19,11 @@ DRIVER = {"libcuda.so.1": "LIBCUDA", "libcudart.so.12": "LIBCUDART", "libnccl.so
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler here, or it cannot build the stand-in."""
+    """There is no C++ compiler, or it cannot build the stand-in."""
 
 
 def _torch() -> tuple[Path, str]:
-    """Folder and version of torch, without importing it."""
+    """Return folder and version of torch, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise NoCompiler("torch is not installed")
@@ -32,7 +32,7 @@ def _torch() -> tuple[Path, str]:
 
 
 def folder() -> Path:
-    """Where the libraries of these sources lie, built or not."""
+    """Return the folder of these sources' libraries, built or not."""
     digest = hashlib.sha256(sys.version.encode() + _torch()[1].encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
@@ -41,7 +41,7 @@ def folder() -> Path:
 
 
 def build() -> Path:
-    """Return the folder of the built libraries; builds them where they are missing.
+    """Return the folder of the built libraries; builds them if missing.
 
     Raises:
         NoCompiler: no compiler, or it failed; the message says which.

@@ -1,4 +1,4 @@
-"""What a job on the stand-in can do to its device: keep it busy, and stop the watchdogs."""
+"""Lets a job control its stand-in device: keep it busy, and stop the watchdogs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from stream_backend import install
 
 
 def busy(tensor: Any, seconds: float) -> None:
-    """Launch a kernel on the current stream that writes `tensor` after so long; the host goes on."""
+    """Launch a kernel on the current stream that writes `tensor` after this time; the host continues."""
     install.loaded[0].busy(tensor, int(seconds * 1000))
 
 
 def freeze_watchdogs(frozen: bool) -> None:
-    """Stop all watchdogs of this process from noticing anything, or let them go on."""
+    """Stop all watchdogs of this process from noticing completions, or let them continue."""
     install.loaded[0].freeze_watchdogs(frozen)

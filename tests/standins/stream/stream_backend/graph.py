@@ -1,6 +1,6 @@
-"""CUDA graphs of the stand-in: `with capture() as graph: …`, then `graph.replay()` as often as wanted.
+"""CUDA graphs of the stand-in: `with capture() as graph: …`, then `graph.replay()`.
 
-Only collectives are captured; compute operations run at once, as everywhere on the stand-in.
+Only collectives are captured; compute operations run at once, as always on the stand-in.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Makes every process group of this process a stand-in, whatever backend the script names.
 
 `sitecustomize` arranges that `install` runs when torch.distributed is imported. Environment:
-    STANDIN_RUN_AHEAD    operations that the host may launch behind a collective (default 1024)
-    STANDIN_EAGER        1: communicators are made with their group, as with init_process_group(device_id=…)
+    STANDIN_RUN_AHEAD    operations that the host may launch after a collective (default 1024)
+    STANDIN_EAGER        1: communicators are created with their group, as with init_process_group(device_id=…)
     STANDIN_EAGER_BYTES  messages up to this size complete without their receiver (default 4 MiB)
-    STANDIN_PAIRS        blocking: the host waits while the communicator of two ranks is made for their first message
+    STANDIN_PAIRS        blocking: the host waits while the communicator of two ranks is created for their first message
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from stream_backend import build
 
 NAME = "stream"
-DRAIN_MS = 2000  # at exit: what is under way gets so long to complete
-loaded: list[Any] = []  # the extension, once a process group was made
+DRAIN_MS = 2000  # time at exit for operations in flight to complete
+loaded: list[Any] = []  # the extension, once a process group was created
 _REPLACED = {"gloo", "nccl", "undefined", ""}
 
 
@@ -41,7 +41,7 @@ def _extension() -> ModuleType:
 
 
 def _switch_off_gloos_recorder(c10d: Any) -> None:
-    """gloo carries the stand-in's data; its flight recorder reads its environment when it is first asked."""
+    """Disable the flight recorder of gloo, which carries the stand-in's data; it reads its environment when first used."""
     name = "TORCH_FR_BUFFER_SIZE"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -55,7 +55,7 @@ def _switch_off_gloos_recorder(c10d: Any) -> None:
 
 
 def install(dist: Any) -> None:
-    """Register the backend in `torch.distributed.distributed_c10d` and put it in the place of gloo and NCCL."""
+    """Register the backend in `torch.distributed.distributed_c10d` in place of gloo and NCCL."""
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 
     _switch_off_gloos_recorder(c10d)
@@ -64,7 +64,7 @@ def install(dist: Any) -> None:
     eager = os.environ.get("STANDIN_EAGER") == "1"
 
     def create(options: Any, _: Any) -> Any:
-        if not loaded:  # a launcher has no need of it
+        if not loaded:  # a launcher does not need it
             import torch
 
             extension = _extension()
@@ -86,10 +86,10 @@ def install(dist: Any) -> None:
     ) -> Any:
         nonlocal eager
         named = str(backend or "").lower()
-        # the job's groups; a group that asks for gloo beside them gets it, as it would beside NCCL
+        # the job's groups; a further group that requests gloo gets it, as it would next to NCCL
         if named in _REPLACED - {"gloo"} or "nccl" in named or (named == "gloo" and not global_ranks_in_group):
             backend = dist.Backend(NAME)
-            eager = eager or kwargs.get("device_id") is not None  # of a GPU that is not here
+            eager = eager or kwargs.get("device_id") is not None  # the id of a GPU that does not exist here
         if backend == NAME:
             kwargs["device_id"] = None
         out = original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
@@ -104,7 +104,7 @@ def install(dist: Any) -> None:
 
 
 def _split(dist: Any) -> None:
-    """Wait for all ranks of the default group: ncclCommSplit, which also those call that get no communicator."""
+    """Wait for all ranks of the default group: ranks without a communicator also call ncclCommSplit."""
     world = dist._get_default_group()
     store, name = dist._world.pg_map[world][1], f"ncclCommSplit/{dist._world.group_count}"
     if store.add(name, 1) == world.size():
@@ -113,7 +113,7 @@ def _split(dist: Any) -> None:
 
 
 def _as_nccl(pg: Any, eager: bool) -> None:
-    """torch asks the type of a backend, not the backend, whether it has sequence numbers."""
+    """Add sequence numbers: torch checks the type of a backend, not the backend, for them."""
     import torch
 
     cpu, kind = torch.device("cpu"), type(pg).BackendType.NCCL
@@ -126,7 +126,7 @@ def _as_nccl(pg: Any, eager: bool) -> None:
 
 
 def _allow_monitored_barrier(dist: Any) -> None:
-    """torch refuses it to all but gloo; a job that calls it goes on to run here."""
+    """Allow monitored_barrier, which torch refuses for all backends but gloo, so that jobs that call it run here."""
     original = dist.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
