@@ -5,6 +5,7 @@
 #   make test ARGS='tests/store -k thinned'
 
 SHELL := /bin/sh
+REALCODE := .venv-realcode
 VENV := .venv
 PY := $(VENV)/bin/python
 RUFF := $(VENV)/bin/ruff
@@ -18,7 +19,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format wheel-check fuzz survival gpu-check pictures bench clean
+.PHONY: help venv demo test check format wheel-check fuzz survival gpu-check realcode pictures bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -77,6 +78,13 @@ bench: venv ## every figure of the README, one benchmark after the other; on an 
 	  echo "== $$b"; $(PY) $$b || exit 1; \
 	done
 	@echo "== distdiag bench faults"; $(DISTDIAG) bench faults
+
+realcode: venv ## scripts on transformers, accelerate and lightning, and their bugs (20 minutes; writes docs/realcode.md)
+	@[ -f $(REALCODE)/.installed ] || { $(PY) -m venv $(REALCODE) && \
+	  $(PY) -c "import sys, sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	    > $$(echo $(REALCODE)/lib/python3.*/site-packages)/base.pth && \
+	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics && touch $(REALCODE)/.installed; }
+	@$(REALCODE)/bin/python tests/realcode/run.py --write
 
 pictures: venv ## the pictures of the README, drawn by the app itself
 	@$(PY) tools/pictures.py docs/pictures
