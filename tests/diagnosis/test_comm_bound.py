@@ -46,12 +46,32 @@ def test_the_advice_fits_the_buckets() -> None:
     def advice(**of_bucket: Any) -> str:
         return str(only(found((40.0, 40.0), **of_bucket)).advice)
 
-    assert "about 20 % less" in advice() and "bf16" in advice() and "bucket_cap_mb" not in advice()
-    assert "bf16" not in advice(comm_hook="powerSGD_hook") and "bf16" not in advice(dtypes="bfloat16")
+    assert "about 20 % less" in advice() and "fp16_compress_hook" in advice() and "bucket_cap_mb" not in advice()
+    assert "compress" not in advice(comm_hook="powerSGD_hook") and "compress" not in advice(dtypes="bfloat16")
     assert "gradient_as_bucket_view" in advice() and "gradient_as_bucket_view" not in advice(
         gradient_as_bucket_view=True
     )
     assert "below 100" in advice(buckets=1) and "raise `bucket_cap_mb`" in advice(buckets=200)
+
+
+def test_the_bf16_hook_is_advised_only_where_torch_accepts_it() -> None:
+    """On gloo, `bf16_compress_hook` raises in the first backward."""
+    gloo = job(rank(0), rank(1))
+    nccl = msgspec.structs.replace(
+        gloo, groups={n: msgspec.structs.replace(g, backend="nccl") for n, g in gloo.groups.items()}
+    )
+    for snapshot, hook in ((gloo, "fp16_compress_hook"), (nccl, "bf16_compress_hook")):
+        ranks = {
+            q: rank(
+                q,
+                steps=steps(seed=q),
+                models=(Model(buckets=BUCKETS),),
+                wait_measured=False,
+                ddp_times=tuple(DdpTime(8 * k, 100.0, 50.0, 40.0) for k in range(1, 5)),
+            )
+            for q in snapshot.ranks
+        }
+        assert hook in str(only(findings(msgspec.structs.replace(snapshot, ranks=ranks), comm_bound)).advice)
 
 
 @pytest.mark.parametrize(("exposed_ms", "named"), [(40.0, True), (1.0, False)])

@@ -21,6 +21,7 @@ from distdiag.diagnosis.text.phrases import count
 from distdiag.terms.units import percent, size_text
 
 kind = kinds.COMM_BOUND
+BF16_BACKENDS = ("nccl", "xccl")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class _Gradients:
 
     share: float  # exposed communication as a share of step time, on the rank with the least
     buckets: Buckets
+    sums_bf16: bool  # torch refuses the bf16 hook on other backends
 
 
 def _gradients(s: Snapshot) -> _Gradients | None:
@@ -81,7 +83,10 @@ def _gradients(s: Snapshot) -> _Gradients | None:
             return None
         shares.append(sum(x.exposed_ms for x in times) / total_ms)
     known = [m.buckets for r in s.ranks.values() for m in r.models if m.buckets is not None]
-    return _Gradients(min(shares), max(known, key=lambda b: b.bytes)) if shares and known else None
+    if not shares or not known:
+        return None
+    sums_bf16 = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
+    return _Gradients(min(shares), max(known, key=lambda b: b.bytes), sums_bf16)
 
 
 def _shared_waits(s: Snapshot) -> float:
@@ -124,7 +129,8 @@ def _advice(gradients: _Gradients) -> Iterator[str]:
         f"about {percent(gradients.share / 2)} less time per batch"
     )
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
-        yield "`register_comm_hook(None, bf16_compress_hook)` halves the bytes"
+        hook = "bf16_compress_hook" if gradients.sums_bf16 else "fp16_compress_hook"
+        yield f"`register_comm_hook(None, {hook})` halves the bytes"
     if b.buckets == 1 and b.bytes > limits.small_bucket_bytes:
         yield f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}"
     elif b.buckets > 1 and b.bytes / b.buckets < limits.small_bucket_bytes:

@@ -24,24 +24,30 @@ def tiny():
     return CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=24))
 
 
-def features(out):
-    return out.text_embeds, out.image_embeds
+class Features(torch.nn.Module):
+    def __init__(self, clip):
+        super().__init__()
+        self.clip = clip
+
+    def forward(self, ids, pixels):
+        out = self.clip(input_ids=ids, pixel_values=pixels)
+        return out.text_embeds, out.image_embeds, self.clip.logit_scale.exp()
 
 
 def main():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DDP(tiny())
+    model = DDP(Features(tiny()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     g = torch.Generator().manual_seed(rank)
     for step in range(45):
         ids = torch.randint(0, 97, (6, 16), generator=g)
         ids[:, -1] = 99
         pixels = torch.randn(6, 3, 16, 16, generator=g)
-        text, image = features(model(input_ids=ids, pixel_values=pixels))
+        text, image, scale = model(ids, pixels)
         every_text, every_image = torch.cat(all_gather(text)), torch.cat(all_gather(image))
-        logits = every_text @ every_image.t() / 0.07
+        logits = every_text @ every_image.t() * scale
         loss = torch.nn.functional.cross_entropy(logits, torch.arange(6 * world))
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer with a bf16 communication hook and gradient accumulation under no_sync."""
+"""ZeroRedundancyOptimizer with an fp16 communication hook and gradient accumulation under no_sync."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ def main():
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(40, 128), nn.ReLU(), nn.Linear(128, 40)), gradient_as_bucket_view=True)
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=1e-3)
     g = torch.Generator().manual_seed(rank)
     for step in range(50):
