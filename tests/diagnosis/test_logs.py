@@ -345,6 +345,8 @@ FORMS = {
     "kubectl": lambda t: "".join(f"[pod/job-worker-1/pytorch] 2031-01-01T00:00:00.1Z {line}\n" for line in t.splitlines()).encode(),
     "srun --label": lambda t: "".join(f"12: {line}\n" for line in t.splitlines()).encode(),
     "far behind": lambda t: b"step 1 loss 0.5\n" * 50_000 + t.encode() + b"step\n" * 50_000,
+    "a metric first": lambda t: b"{'loss': 1.5}\n" + t.encode(),
+    "JSON metrics between": lambda t: b'{"loss": 1.5}\n' + t.encode() + b'{"loss": 1.4}\n',
     "one long line": lambda t: b"x" * 3_000_000 + b"\n" + t.encode(),
 }  # fmt: skip
 

@@ -35,7 +35,8 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"),
     "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker, killed by {signal}", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: the port is in use", "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"),
-    "duplicate_gpu": Meaning("rank_lost", "crashed", "uses the same GPU as another rank (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
+    "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
+    "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made another call than the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
@@ -71,9 +72,12 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
 )  # fmt: skip
 
 
-def advice_for(text: str, alone: bool) -> str:
-    """Return what to do about an exception: by its text, else in general."""
+def advice_for(text: str, ranks: int) -> str:
+    """Return what to do about an exception that so many known ranks raised: by its text, else in general."""
     found = next((advice for regex, advice in _BY_TEXT if regex.search(text)), None)
-    return found or (
-        "read its traceback: that rank's data and code path differ from the others'" if alone else SAME_EVERYWHERE
+    general = (
+        "read its traceback",
+        "read its traceback: that rank's data and code path differ from the others'",
+        SAME_EVERYWHERE,
     )
+    return found or general[min(ranks, 2)]

@@ -24,6 +24,13 @@ _CALL = re.compile(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d
 _EXCEPTION = re.compile(
     r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
 )
+# the end of a traceback whose frames were printed: any class
+_ANY = re.compile(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
+_INSIDE = re.compile(r"/torch/(?:distributed|csrc|nn/parallel)/")
+_LOST = re.compile(
+    r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE
+)
+WATCHED_LINES = 40  # after a frame
 _SPAWNED = re.compile(r"-- Process (\d{1,6}) terminated with the following error")
 # exceptions of a launcher, or with which a rank follows others
 _FOLLOWERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
@@ -50,7 +57,7 @@ class Event:
     text: str = ""
     rank: int | None = None
     site: Site | None = None
-    count: int = 1
+    lines_after: int = 0  # how many lines the file has after it
 
 
 @dataclass(slots=True)
@@ -80,7 +87,6 @@ class Collected:
     dropped: int = 0
     files: list[Path] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
-    lines: int = 0
 
 
 class Collector:
@@ -97,18 +103,23 @@ class Collector:
         self._table = tables.Tables()
         self._spawned: int | None = None
         self._order = 0
+        self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
+        self._last_error: tuple[object, ...] | None = None
         self._by_path: dict[Path, set[int]] = {}  # ranks that lines of a file name themselves
 
     def read(self) -> Collected:
         out = self.result
         for path in self.paths:
+            first, last = len(out.events), 0
             try:
                 for number, text in files.lines(path):
                     for message, rank in messages(plain(text)):
                         self._line(path, number, message, rank)
-                    out.lines = max(out.lines, number)
+                    last = number
             except OSError as e:
                 out.bad.append((str(path), e.strerror or str(e)))
+            for e in out.events[first:]:
+                e.lines_after = last - e.line
             out.files.append(path)
             self._traces.clear()
             self._spawned = None
@@ -118,16 +129,21 @@ class Collector:
 
     def _line(self, path: Path, number: int, text: str, rank: int | None) -> None:
         self._order += 1
-        if not may_matter(text):
+        if self._order > self._watch_until and not may_matter(text):
             return
         who = writer(text)
         if rank is not None:
             who.rank = rank
         if who.rank is not None and len(self._by_path) < MAX_WRITERS:
             self._by_path.setdefault(path, set()).add(who.rank)
-        if self._table.line(text, str(path), number):
-            return
         source = (path, who.rank, who.process or who.task)
+        if self._table.line(text, str(path), number):
+            if "Traceback (most recent call last)" in text:
+                self._traces[source] = _Trace(rank=self._table.rank)
+            return
+        if text.rstrip().endswith("Last error:"):  # of NCCL: the next line is the reason
+            self._last_error, self._watch_until = source, self._order + 1
+            return
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
         if self._trace(source, text, who, path, number):
@@ -138,6 +154,10 @@ class Collector:
                 self._add(row.name, row.role, fields, who, path, number, text)
                 if row.role is not Role.FACT:
                     break
+        else:
+            if self._last_error == source and self._order <= self._watch_until:
+                what = re.sub(r"^(?:\[[^\]]*\]:? ?)+", "", text)[:200]
+                self._add("nccl_warning", Role.HINT, {"what": what}, who, path, number, text)
 
     def _trace(self, source: tuple[object, ...], text: str, who: Writer, path: Path, number: int) -> bool:
         """Follow tracebacks; True if the line is a frame of one."""
@@ -154,24 +174,33 @@ class Collector:
             return True
         if 'File "' in text and (m := _FRAME.search(text)) is not None:
             trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
+            self._watch_until = self._order + WATCHED_LINES
             self._keep_frame(trace.frames, m)
             return True
         trace = self._traces.get(source)
-        m = _EXCEPTION.search(text) if "Err" in text or "Exc" in text or trace is not None else None
+        known = trace is not None and bool(trace.frames)
+        m = (_ANY if known else _EXCEPTION).search(text) if known or "Err" in text or "Exc" in text else None
         if m is None:
             return False
-        known = trace is not None and bool(trace.frames)
         site = user_site(trace.frames[::-1]) if trace is not None else None
         if trace is not None:
             if trace.rank is not None and who.rank is None:
                 who.rank = trace.rank
-            if m["type"] is not None:
-                del self._traces[source]
-        self._exception(m, known, site, who, path, number, text)
+            del self._traces[source]
+        in_torch = known and trace is not None and _INSIDE.search(str(trace.frames[-1]["filename"])) is not None
+        self._exception(m, known, in_torch, site, who, path, number, text)
         return True
 
     def _exception(
-        self, m: re.Match[str], known: bool, site: Site | None, who: Writer, path: Path, number: int, text: str
+        self,
+        m: re.Match[str],
+        known: bool,
+        in_torch: bool,
+        site: Site | None,
+        who: Writer,
+        path: Path,
+        number: int,
+        text: str,
     ) -> None:
         """Add an exception by the table's row for its message; as such if no row knows it and it ended a traceback."""
         for row in TABLE:
@@ -186,12 +215,8 @@ class Collector:
         short = m["type"].rpartition(".")[2]
         if known and short not in _FOLLOWERS and not m["type"].endswith("Warning"):
             fields = {"type": short, "what": (m["what"] or "")[:300]}
-            role = (
-                Role.VICTIM
-                if short in ("DistBackendError", "DistNetworkError", "BrokenPipeError", "ConnectionResetError")
-                else Role.CAUSE
-            )
-            self._add("exception", role, fields, who, path, number, text, site)
+            lost = short in ("DistBackendError", "DistNetworkError") or (in_torch and _LOST.search(text) is not None)
+            self._add("exception", Role.VICTIM if lost else Role.CAUSE, fields, who, path, number, text, site)
 
     def _keep_frame(self, frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:
         frame: dict[str, object] = {"filename": m["filename"], "line": int(m["line"]), "name": m["name"] or ""}

@@ -6,12 +6,14 @@ from collections import Counter
 
 from distdiag.diagnosis.logs import advice
 from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.patterns import Role
 from distdiag.diagnosis.logs.timeouts import evidence
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
 
+REFUSED = "Connection refused"
 LOCAL_ADDRESSES = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 
 
@@ -84,6 +86,10 @@ def starts(found: Collected) -> list[Finding]:
         message = f"{left:,} of {expected:,} ranks had not joined after {rough_time(float(e.fields['after'][:9]))}{at(_site(events))}: the log does not say which"
         todo = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
         return [_finding(events, message, todo)]
+    if events := by_name.get("name"):
+        message = f"{who(events)[1]} could not resolve a host name{at(_site(events))}: the job's first node, or its name, does not exist (yet)"
+        todo = "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"
+        return [_finding(events, message, todo)]
     if events := by_name.get("store_connect"):
         e = events[0]
         peer, port = e.fields["peer"], e.fields["port"]
@@ -114,8 +120,19 @@ def starts(found: Collected) -> list[Finding]:
 
 def lost(found: Collected) -> list[Finding]:
     """Return the finding on connections that broke, without a message of the process at the other end."""
+    if gone := [e for e in found.events if e.name == "keep_alive"]:
+        nodes = list(dict.fromkeys(e.fields["node"] for e in gone))
+        message = f"torchrun on {', '.join(nodes[:3])}{' …' if len(nodes) > 3 else ''} lost the rendezvous: the node that serves it, the first one, has ended"
+        return [
+            _finding(gone, message, "read the log of the first node (--rdzv-endpoint): its failure came before these")
+        ]
     links = [e for e in found.events if e.name == "ib"]
-    closed = [e for e in found.events if e.name in ("closed", "store_lost", "refused")]
+    closed = [
+        e
+        for e in found.events
+        if e.name in ("closed", "store_lost", "refused")
+        or (e.role is Role.VICTIM and e.fields.get("type", "Dist")[:4] != "Dist")
+    ]
     errors = [
         e
         for e in found.events
@@ -138,17 +155,11 @@ def lost(found: Collected) -> list[Finding]:
         _, text = who(errors)
         first = next((w.fields["what"] for w in warnings), "")
         reason = f": {shortened(first, 160)}" if first else ""
-        name = (
-            errors[0].fields.get("what", "")[:160]
-            if errors[0].name == "nccl_error"
-            else shortened(errors[0].fields.get("what", ""), 160)
-        )
-        message = f"NCCL failed on {text} with {name}{at(_site(errors))}{reason}"
-        todo = (
-            "run again with NCCL_DEBUG=WARN, which prints the reason"
-            if not first
-            else "see the first NCCL WARN of each rank: it is the reason, the exceptions follow"
-        )
+        name = shortened(errors[0].fields.get("what", ""), 160)
+        message = f"NCCL failed on {text}{at(_site(errors))}: {name}{reason}"
+        todo = "run again with NCCL_DEBUG=WARN, which prints the reason"
+        if first:
+            todo = "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow"
         return [_finding([*errors, *warnings[:4]], message, todo, kind="rank_lost", cause="crashed")]
     if warnings:
         _, text = who(warnings)
@@ -181,12 +192,14 @@ def _closed(found: Collected, events: list[Event], warnings: list[Event]) -> Fin
     to = f" to {', '.join(shown)}" if shown else ""
     store = all(e.name == "store_lost" for e in events)
     what = "the job's store" if store else "a connection"
-    message = f"{text} lost {what}{to}{at(_site(events))}: "
-    message += (
-        "the process at the other end had ended, or the network broke"
-        if not store
-        else "the process that serves it, rank 0 or torchrun's, had ended"
-    )
+    refused = all(REFUSED in e.fields.get("reason", e.text) for e in events)
+    message = f"{text} {'could not make' if refused else 'lost'} {what}{to}{at(_site(events))}: "
+    if refused:
+        message += "nothing listens there (any more), or a firewall is between them"
+    elif store:
+        message += "the process that serves it, rank 0 or torchrun's, had ended"
+    else:
+        message += "the process at the other end had ended, or the network broke"
     if culprits:
         message += f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing"
     first = f"look at {', '.join(shown)} first: " if shown else ""

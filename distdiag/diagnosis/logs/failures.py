@@ -18,6 +18,9 @@ from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.terms.untrusted import is_rank
 
 _HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
+# of the device, or of how the job was started: no consequence of another failure
+_ALWAYS = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice")
+HANDLED_LINES = 500  # a log that goes on for so long shows that an exception was caught
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -47,9 +50,10 @@ def of_events(found: Collected) -> list[Reason]:
     """Return the reasons of ranks whose first event is a failure of their own, in the order of the log."""
     reasons: dict[tuple[str, str], Reason] = {}
     before = _first_waits(found.events)
+    caught = {id(e) for e in handled(found)}
     for e in found.events:
         meaning = advice.MEANINGS.get(e.name)
-        if e.role is not Role.CAUSE or meaning is None or _followed(e, before):
+        if e.role is not Role.CAUSE or meaning is None or _followed(e, before) or id(e) in caught:
             continue
         text = meaning.text.format_map(_Fields(e))
         key = (e.name, _NUMBER.sub("#", text) if e.name not in ("xid",) else text)
@@ -58,6 +62,8 @@ def of_events(found: Collected) -> list[Reason]:
         ranks = (
             {int(e.fields[k]) for k in ("a", "b") if k in e.fields} if e.name == "duplicate_gpu" else {e.rank} - {None}
         )
+        if e.name == "rank_twice":
+            ranks = {int(e.fields["a"][:6])}
         if e.name == "nccl_mismatch":
             ranks = {int(e.fields["near"][:6])}
         r.ranks |= {q for q in ranks if is_rank(q)}  # type: ignore[misc]
@@ -68,8 +74,15 @@ def of_events(found: Collected) -> list[Reason]:
             if e.rank is not None:
                 r.sites.setdefault(e.rank, e.site)
         if e.name == "exception":
-            r.advice = advice.advice_for(e.text, len(r.ranks) < 2)
+            r.advice = advice.advice_for(e.text, len(r.ranks))
     return sorted(reasons.values(), key=lambda r: r.order)
+
+
+def handled(found: Collected) -> list[Event]:
+    """Return the exceptions that a rank caught: its log goes on for long, and nothing in it says that the job failed."""
+    if found.exits or any(e.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for e in found.events):
+        return []
+    return [e for e in found.events if e.name == "exception" and e.lines_after >= HANDLED_LINES]
 
 
 class _Fields(dict[str, str]):
@@ -109,8 +122,8 @@ def _writers(e: Event) -> list[tuple[object, ...]]:
 
 def _followed(e: Event, before: dict[tuple[object, ...], int]) -> bool:
     """True if this writer had already waited in vain, or lost a connection."""
-    if e.name in ("xid", "ecc", "device_lost", "shm_full"):
-        return False  # reported by the device, whenever
+    if e.name in _ALWAYS:
+        return False
     return any(before.get(w, e.order) < e.order for w in _writers(e))
 
 
@@ -135,6 +148,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Re
     root = {x.rank for x in exits if x.rank is not None}
     for i, x in enumerate(exits):
         how = _signal(x)
+        if x.launcher == "ray":
+            how = ""
         if x.rank in explained or (x.rank is None and explained and root):
             continue
         if how in _HANDLED and (waited or how != "SIGABRT"):
@@ -150,22 +165,24 @@ def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Re
             )
             text += ": out of memory" if how == "SIGKILL" and memory else ""
         else:
-            cause, todo = "crashed", advice.SEE_LOG
+            cause, todo = "crashed", advice.SEE_LOG if x.launcher != "ray" else advice.KILLED
             text = (
                 f"raised {shortened(x.what, 160)}"
                 if x.what
-                else f"ended with exit code {x.code}; its exception is not in the log"
+                else f"ended with exit code {x.code}, without an exception in the log"
             )
             if x.what:
-                todo = advice.advice_for(x.what, True)
+                todo = advice.advice_for(x.what, 1)
+        if x.launcher == "ray":
+            text = "was lost by Ray: killed, or crashed in native code"
         r = by_how.setdefault((cause, text), Reason(advice.Meaning("rank_lost", cause, text, todo), text, todo, i))
         r.paths.append(f"{x.path}:{x.line}")
         r.hosts |= {x.host} if x.rank is not None and x.host else set()
         if x.rank is not None:
             r.ranks.add(x.rank)
         else:
-            where = f"local rank {x.local}" if x.local is not None else "a process"
-            r.unnamed.append(where + (f" of {x.host}" if x.host else ""))
+            where = f"local rank {x.local}" if x.local is not None else f"process {x.pid}" if x.pid else "a process"
+            r.unnamed.append(where + (f" on {x.host}" if x.host else ""))
     if memory and not by_how and not explained:
         m = advice.MEANINGS["host_oom"]
         r = by_how["killed", m.text] = Reason(m, m.text, m.advice, 0.0)
@@ -202,6 +219,10 @@ def _single(found: Collected, known_pids: set[int | None]) -> list[Exit]:
             base.code = code if code is not None else int(how.rpartition(" ")[2][:6])
             tasks = [None] if found.torchrun else _tasks(e.fields["tasks"])  # a node, if torchrun started the ranks
             out += [Exit("srun", t, None, base.host, base.code, path=base.path, line=base.line) for t in tasks]
+            continue
+        if e.name == "ray_worker":
+            base.launcher, base.code, base.pid = "ray", 1, int(pid[:9]) if pid else None
+            out.append(base)
             continue
         if "r" in e.fields:
             base.rank = int(e.fields["r"][:6])

@@ -22,7 +22,7 @@ from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.files import find
 from distdiag.diagnosis.dumps.naming import name_ranks
 from distdiag.diagnosis.logs.patterns import NEEDLES
-from distdiag.diagnosis.logs.prefixes import is_record
+from distdiag.diagnosis.logs.prefixes import is_object, is_record
 from distdiag.terms.untrusted import is_rank
 
 BLOCK_BYTES = 1 << 16
@@ -34,7 +34,7 @@ _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
 _WORKER = re.compile(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchrun: the number is the local rank
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-_JSON = re.compile(rb"\s*(?:\{|\[\s*[{\]\"])")
+_JSON = re.compile(rb"\s*[{\[]\s*[\"{\[}\]]")
 _TEXT = bytes(range(32, 127)) + b"\n\r\t\x1b\b\f"
 
 
@@ -65,7 +65,7 @@ def is_log(path: Path) -> bool:
     """True if the file begins with text, in whatever encoding, that is no JSON document (but may be JSON records, one a line)."""
     try:
         with opened(path) as f:
-            head = f.read(4096)
+            head = f.read(BLOCK_BYTES)
     except (OSError, EOFError, zlib.error, lzma.LZMAError):
         return False
     if not head:
@@ -74,15 +74,19 @@ def is_log(path: Path) -> bool:
         return True
     if b"\0" in head or head[:1] == b"\x80":
         return False
-    if _JSON.match(head) and not _is_record(head.lstrip().partition(b"\n")[0]):
+    if _is_document(head):
         return False
     controls = len(head.translate(None, _TEXT + bytes(range(128, 256))))
     return controls <= len(head) // 20
 
 
-def _is_record(line: bytes) -> bool:
-    """True for a JSON record of a log: an object on one line with a message."""
-    return is_record(line.decode("utf-8", "replace"))
+def _is_document(head: bytes) -> bool:
+    """True for one JSON document; False for text, and for JSON records of which each has its line."""
+    if not _JSON.match(head):
+        return False
+    line, _, rest = head.lstrip().partition(b"\n")
+    text = line.decode("utf-8", "replace")
+    return not (is_record(text) or (rest.strip() and is_object(text)))
 
 
 @contextmanager
@@ -136,6 +140,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                             yield at, part[:MAX_LINE_BYTES].decode("utf-8", "replace")
                     at += 1
             number += count
+    yield number, ""  # how many there were
 
 
 def _blocks(f: IO[bytes]) -> Iterator[bytes]:

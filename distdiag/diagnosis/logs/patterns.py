@@ -67,7 +67,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("clients", S, " joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
+    _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
     _row("rendezvous", S, "Rendezvous", r"\b(?P<what>RendezvousTimeoutError|RendezvousConnectionError)\b"),
+    _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
+    _row("name", S, "name resolution", r"Temporary failure in name resolution"),
+    _row("rank_twice", C, "has already checked in", r"rank (?P<a>\d+) of (?P<world>\d+) ranks has already checked in"),
     _row("port_in_use", C, "server socket has failed to listen", r"server socket has failed to listen on any local network address"),
     _row("port_in_use", C, "EADDRINUSE", r"EADDRINUSE"),
     _row("full_mesh", S, "connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?P<reason>.*)"),
@@ -85,9 +89,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("device_lost", C, "has fallen off the bus", r"GPU has fallen off the bus"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,200})"),
-    _row("cuda_oom", C, "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'out of memory'"),
+    _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
     _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable)[^\n]{1,120})"),
-    _row("cuda_error", C, "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
+    _row("cuda_error", C, "Cuda failure", r"Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
     # -- memory and signals of the host
     _row("shm_full", C, "creating shared memory segment", r"NCCL WARN Error while creating shared memory segment"),
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
@@ -102,18 +106,25 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
     _row("exit", E, " terminated with ", r"ProcessExitedException: process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
+    _row("ray_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
+         r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
     _row("terminated", X, "death signal", r"Received (?P<signal>\d+) death signal"),
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
     _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
     # -- connections
-    _row("ib", H, "Got completion", r"NCCL WARN NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
+    _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
     _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
-    _row("closed", V, "Call to ", r"NCCL WARN .{0,20}(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+    _row("closed", V, "Call to ", r"(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+    _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("refused", V, "returned Connection refused", r"NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
-    _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal|UnhandledCuda|InvalidUsage|InProgress)\w*Error)\b"),
+    _row("nccl_error", V, "communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
+    _row("nccl_error", V, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, )?(?P<what>(?!unhandled cuda|invalid|$)[^,]{1,120})"),
+    _row("own_error", H, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, )?(?P<what>(?:unhandled cuda|invalid)[^,]{1,120})"),
+    _row("own_error", H, "Error: ", r"\b(?P<what>nccl(?:UnhandledCuda|InvalidUsage|InvalidArgument)\w*)\b"),
+    _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal)Error)\b"),
     _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
     _row("echo", O, "NCCL WARN", r"NCCL WARN (?:\[(?:Proxy )?Service|\[Rem Allocator|Socket recv failed while polling|Failed to CUDA calloc|\[Proxy)"),
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?P<what>.{1,200})"),
@@ -122,14 +133,15 @@ TABLE: tuple[Pattern, ...] = (
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
     _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),
     _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),
-    _row("restart", F, "estarting worker group", r"[Rr]estarting worker group|will restart worker group"),
+    _row("restart", F, "estarting worker group", r"[Rr]estarting worker group"),
+    _row("restart", F, "will restart worker group", r"will restart worker group"),
 )  # fmt: skip
 
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _MORE = (
     "Traceback (most recent call last)", 'File "', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
     "Stack trace of the failed", " from /", "Process name: [[", "Exit code:", "terminated with the following error",
-    "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit",
+    "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:",
 )  # fmt: skip
 _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_MORE)))
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)

@@ -74,6 +74,11 @@ def is_record(text: str) -> bool:
     return any(isinstance(value, str) for key, value in _record(text).items() if key in _MESSAGE_KEYS)
 
 
+def is_object(text: str) -> bool:
+    """True for a line that is a whole JSON object."""
+    return bool(_record(text))
+
+
 def _record(text: str) -> dict[str, Any]:
     """Return the JSON object that a line consists of; empty if it is none."""
     stripped = text.strip()

@@ -39,6 +39,7 @@ class Tables:
         self._found: list[Exit] = []
         self._now: Exit | None = None
         self._seen: set[tuple[object, ...]] = set()
+        self.rank: int | None = None  # that the table was about last
 
     def take(self) -> list[Exit]:
         self._close()
@@ -69,10 +70,12 @@ class Tables:
             now.host = value.strip()[:200]
         elif key == "rank" and (m := _LOCAL.search(value)) is not None:
             now.rank, now.local = (int(m[1]) if is_rank(int(m[1])) else None), int(m[2])
+            self.rank = now.rank
         elif key == "exitcode" and (m := _CODE.search(value)) is not None:
             now.code, now.pid = int(m[1]), int(m[2])
         elif key == "traceback":
-            now.what = "" if value.startswith(("Signal ", "To enable traceback")) else value.strip()[:300]
+            unknown = ("Signal ", "To enable traceback", "Traceback (most recent")  # the last is followed by its lines
+            now.what = "" if value.startswith(unknown) else value.strip()[:300]
             self._close()
         return True
 

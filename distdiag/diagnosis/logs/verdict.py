@@ -98,6 +98,8 @@ def _stopped(found: Collected) -> str | None:
             name = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}.get(
                 e.fields["signal"], f"signal {e.fields['signal']}"
             )
+            if name == "SIGINT":
+                return f"{STOPPED_BY} Ctrl-C (SIGINT)"
             return f"{STOPPED_BY} {name} from outside: the scheduler, a person, or a launcher whose other node failed"
     if any(e.name == "interrupted" for e in found.events):
         return f"{STOPPED_BY} Ctrl-C (KeyboardInterrupt)"
@@ -118,6 +120,12 @@ def _count(found: Collected) -> str:
 
 def _notes(found: Collected) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if caught := failures.handled(found):
+        e = caught[0]
+        who = f"rank {e.rank}" if e.rank is not None else "a rank"
+        notes.append(
+            f"{who} printed {e.fields.get('type')} on line {e.line:,} and went on: taken as caught ({len(caught):,} such exceptions)"
+        )
     if found.restarts:
         notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
     if found.events or found.exits:

@@ -1,0 +1,112 @@
+"""More logs: what only looks like a failure, and failures that are printed in several lines or by other launchers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.diagnosis.test_logs import about, diagnose, only, raised, table, timeout
+
+TORCH = "/usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
+
+
+def test_an_exception_that_was_caught_is_no_failure(tmp_path: Path) -> None:
+    caught = raised(1, "requests.exceptions.ConnectionError: Max retries exceeded")
+    goes_on = "".join(f"[rank0]: step {i}\n" for i in range(600))
+    report = diagnose(tmp_path, caught + goes_on)
+    assert report.findings == () and "taken as caught" in report.notes[0]
+    assert only(diagnose(tmp_path, caught)).culprits == (1,)
+    assert only(diagnose(tmp_path, caught + goes_on + timeout(0))).culprits == (1,)
+
+
+def test_a_lost_connection_inside_torch_is_no_failure_of_that_rank(tmp_path: Path) -> None:
+    lost = (
+        raised(2, "", line=9).rstrip()
+        + f'\n[rank2]:   File "{TORCH}", line 3, in init\n[rank2]: RuntimeError: Connection reset by peer\n'
+    )
+    f = only(diagnose(tmp_path, lost))
+    assert about(f) == ("rank_lost", "silent", (), (2,)) and "run.py:9" in f.message
+    f = only(diagnose(tmp_path, raised(2, "RuntimeError: Connection reset by peer")))
+    assert about(f) == ("rank_lost", "crashed", (2,), ())
+
+
+def test_the_rank_that_raised_and_those_that_lost_it(tmp_path: Path) -> None:
+    text = raised(6, "AssertionError: empty mask") + raised(
+        0, "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0."
+    )
+    text += "[rank3]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+    assert about(only(diagnose(tmp_path, text))) == ("rank_lost", "crashed", (6,), (0, 3))
+
+
+def test_a_traceback_in_the_table_of_torchrun(tmp_path: Path) -> None:
+    rows = table(16, 1, "Traceback (most recent call last):", host="w2")
+    text = rows + '    File "/w/run.py", line 41, in main\n      x = next(it)\n  StopIteration\n===\n'
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (16,) and "StopIteration at run.py:41" in f.message
+
+
+def test_a_class_of_the_program_ends_a_traceback(tmp_path: Path) -> None:
+    assert "raised BadShard: 17" in only(diagnose(tmp_path, raised(1, "data.errors.BadShard: 17"))).message
+
+
+def test_a_rank_that_followed_is_no_cause(tmp_path: Path) -> None:
+    text = table(9, -15, "Signal 15 (SIGTERM) received by PID 1") + table(
+        11, -11, "Signal 11 (SIGSEGV) received by PID 2"
+    )
+    assert about(only(diagnose(tmp_path, text)))[:3] == ("rank_lost", "killed", (11,))
+
+
+def test_a_failure_that_every_attempt_repeats(tmp_path: Path) -> None:
+    once = raised(2, "ValueError: bad shard")
+    report = diagnose(
+        tmp_path, f"{once}[default] Worker group FAILED. 2/3 attempts left; will restart worker group\n{once}"
+    )
+    assert only(report).culprits == (2,) and any("restarted" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "culprits", "word"),
+    [
+        ("[rank1]: Last error:\n[rank1]: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000\n", (0, 1), "share one GPU"),
+        ("h1:9:9 [0] bootstrap.cc:131 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in\n", (1,), "exists twice"),
+        ("RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.\n", (), "/dev/shm full"),
+        ("A worker died or was killed while executing a task by an unexpected system error. Worker IP address: 10.1.1.9 Worker port: 1 Worker PID: 71 Worker exit type: SYSTEM_ERROR\n", (), "process 71 on 10.1.1.9"),
+        ("[rank2]: RuntimeError: CUDA error: device-side assert triggered\n", (2,), "device-side assert"),
+    ],
+)  # fmt: skip
+def test_failures_of_one_line(tmp_path: Path, text: str, culprits: tuple[int, ...], word: str) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "crashed", culprits) and word in f.message
+
+
+OFI = (
+    "[rank3]: torch.distributed.DistBackendError: NCCL error in: P.cpp:3, remote process exited or there was a network error, NCCL version 2.28.8\n"
+    "[rank3]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n[rank3]: Last error:\n"
+    "[rank3]: NET/OFI Request 0x7 completed with error. RC: 113.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (raised(1, "ValueError: host not found: Name or service not known"), "could not resolve a host name at run.py:7"),
+        ("WARNING:torch.distributed.elastic.rendezvous:The node 'w3_71_0' has failed to send a keep-alive heartbeat to the rendezvous 'none'\n", "w3_71_0"),
+        ("h1:1:2 [0] socket.h:403 NCCL WARN Connect to 10.2.2.13<41> failed : Connection refused\n", "could not make a connection to 10.2.2.13"),
+        (OFI, "completed with error. RC: 113"),
+        ("ncclRemoteError: A call failed.\nLast error:\nNET/IB : Got completion from peer 10.4.7.1<3> with error 12, opcode 0, len 0, vendor err 129\n", "status 12"),
+        ("ncclRemoteError: A call failed.\nLast error:\nsocketProgressOpt: Call to recv from 10.3.9.9<33> failed : Connection reset by peer\n", "10.3.9.9"),
+    ],
+)  # fmt: skip
+def test_the_network_or_the_start_is_to_blame(tmp_path: Path, text: str, word: str) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert f.kind == "rank_lost" and f.culprits == () and word in f.message, f
+
+
+def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    text = (
+        "W1 torch/distributed/elastic/agent/server/api.py:7] Received 2 death signal, shutting down workers\n"
+        + raised(0, "KeyboardInterrupt")
+    )
+    report = diagnose(tmp_path, text)
+    assert report.findings == () and report.state_text == "stopped by Ctrl-C (SIGINT)"
