@@ -1,4 +1,4 @@
-"""What the checks of `gpu_check.py` share: an outcome, what a machine may lack, and processes that always end."""
+"""Shared by the checks of `gpu_check.py`: outcomes, missing requirements, and processes that always end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASS, FAIL, NOT_POSSIBLE = "pass", "fail", "not possible here"
 
 @dataclass
 class Outcome:
-    """What one check says."""
+    """The result of one check."""
 
     word: str
     text: str
@@ -27,7 +27,7 @@ class Outcome:
 
 
 class NotPossible(Exception):
-    """This machine has not what the check needs; the text says what."""
+    """This machine lacks something that the check needs; the text names it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Check:
 
 
 def need_gpu() -> Any:
-    """torch, where it sees a GPU."""
+    """Return torch if it sees a GPU; else raise NotPossible."""
     try:
         import torch
     except ImportError:
@@ -61,7 +61,7 @@ def need(*modules: str) -> None:
 def finished(
     command: list[str], limit_s: float, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command in a session of its own, which is killed at the limit with all its children."""
+    """Return (exit code, stdout, stderr) of a command in its own session, which is killed at the limit with all its children."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "DISTDIAG_", "SLURM_", "OMPI_")
     environment = (
         {k: v for k, v in os.environ.items() if not k.startswith(launchers)}

@@ -172,7 +172,7 @@ def nccl_two_ranks() -> Outcome:
 
 
 def nccl_tests() -> Outcome:
-    """Our all_reduce beside that of nccl-tests, on the GPUs of this machine, same sizes."""
+    """Compare our all_reduce with that of nccl-tests on the GPUs of this machine, at the same sizes."""
     torch = need_gpu()
     binary = shutil.which("all_reduce_perf")
     if binary is None:
@@ -224,7 +224,7 @@ def gloo_on_cuda() -> Outcome:
 
 
 def probe(name: str, *arguments: str, env: dict[str, str] | None = None) -> Outcome:
-    """A probe of the command line; inconclusive (a busy host) passes here: what counts is that it runs and is correct."""
+    """Run a probe command; inconclusive (a busy host) passes here: it must run and be correct."""
     command = [sys.executable, str(ROOT / "probes" / f"{name}.py"), *arguments, "--no-record", "--json"]
     code, out, err = finished(command, 100, env)
     try:
@@ -263,7 +263,7 @@ def step_probe() -> Outcome:
 
 
 def training_job() -> Outcome:
-    """The reference job on the GPU, mixed precision as it chooses."""
+    """Run the reference job on the GPU, with the mixed precision that it chooses."""
     need_gpu()
     if not (ROOT / "distdiag" / "train" / "__main__.py").exists():
         raise NotPossible("the training job is not in this checkout")

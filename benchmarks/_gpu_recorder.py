@@ -1,4 +1,4 @@
-"""Checks of the recorder on a GPU: its times, what it costs, that it changes nothing, and verdicts on NCCL."""
+"""Checks of the recorder on a GPU: its times, its overhead, that it changes nothing, and verdicts on NCCL."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ time.sleep(0.3)
 
 
 def job(record: bool, steps: int, scratch: Path, batch: int = 256) -> tuple[dict[str, float], Path]:
-    """One run of JOB on one rank; (its own CUDA event times, run directory)."""
+    """Run JOB once on one rank; return (its own CUDA event times, run directory)."""
     script, out, run_dir = scratch / "job.py", scratch / "times.json", scratch / f"run-{time.monotonic_ns()}"
     script.write_text(JOB)
     out.unlink(missing_ok=True)
@@ -68,7 +68,7 @@ def job(record: bool, steps: int, scratch: Path, batch: int = 256) -> tuple[dict
 
 
 def recorder_events() -> Outcome:
-    """The recorder's step, forward and backward times against CUDA events of the job's own."""
+    """Compare the recorder's step, forward and backward times with the job's own CUDA events."""
     need_recorder()
     with tempfile.TemporaryDirectory() as folder:
         own, run_dir = job(True, 400, Path(folder))
@@ -101,7 +101,7 @@ def recorder_events() -> Outcome:
 
 
 def read_run(run_dir: Path) -> tuple[list[tuple[Any, ...]], int]:
-    """Step rows and the number of gpu rows, once the monitor has closed the run."""
+    """Return step rows and the number of gpu rows, once the monitor has closed the run."""
     deadline = time.monotonic() + 30
     rows: list[tuple[Any, ...]] = []
     gpus = 0
@@ -120,13 +120,13 @@ def read_run(run_dir: Path) -> tuple[list[tuple[Any, ...]], int]:
             finally:
                 con.close()
         except sqlite3.Error:
-            pass  # not there yet
+            pass  # not written yet
         time.sleep(0.2)
     return rows, gpus
 
 
 def overhead_at(step_ms: float) -> Outcome:
-    """Recorded steps against plain ones, in turns, by the job's own CUDA events, at about this length of a step."""
+    """Compare recorded and plain steps of about this length, in turns, by the job's own CUDA events."""
     need_recorder()
     plain: list[float] = []
     recorded: list[float] = []
@@ -214,7 +214,7 @@ dist.destroy_process_group()
 
 
 def unchanged(script: str) -> Outcome:
-    """What a script prints with distdiag and without; they must be the same."""
+    """Run a script with and without distdiag; its output must be the same."""
     need_recorder()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.py"
@@ -275,7 +275,7 @@ EXPECTED = {
 
 
 def verdicts() -> Outcome:
-    """Two NCCL ranks with a known fault; the finding must be in the run while the job still runs."""
+    """Run two NCCL ranks with a known fault; the finding must be in the run while the job still runs."""
     torch = need_recorder()
     env = two_ranks(torch)
     wrong, data = [], {}
@@ -285,7 +285,7 @@ def verdicts() -> Outcome:
         for what, kinds in EXPECTED.items():
             run_dir = Path(folder) / what
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distdiag.run"]
-            # a hang ends at the limit: the verdict must not need the watchdog, which comes after ten minutes
+            # a hang is killed at the limit: the verdict must not need the watchdog, which acts after ten minutes
             finished([sys.executable, *launch, "--run-dir", str(run_dir), str(file), what], 35, env)
             found = loud(diagnose(run_dir))
             data[what] = found
@@ -308,7 +308,7 @@ def two_ranks(torch: Any) -> dict[str, str]:
 
 
 def need_recorder() -> Any:
-    """Return torch, if a recorded NCCL job can run here."""
+    """Return torch if a recorded NCCL job can run here; else raise NotPossible."""
     torch = need_gpu()
     need("msgspec", "psutil", "click")
     if not torch.distributed.is_nccl_available():
@@ -317,7 +317,7 @@ def need_recorder() -> Any:
 
 
 def one_rank() -> dict[str, str]:
-    """Return what a launcher sets for the only rank of a job."""
+    """Return the variables that a launcher sets for the only rank of a job."""
     names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     return (
         dict.fromkeys(names[0], "0")

@@ -1,4 +1,4 @@
-"""The job that `overhead.py` starts on its ranks: its steps, with the hooks on and off, and clocks around the hooks."""
+"""The job that `overhead.py` starts on its ranks: its steps with the hooks on and off, and timers around the hooks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# of those that `_methods` lists, what runs in the steps of this job
+# the methods in `_methods` that run in the steps of this job
 STEP_METHODS = {"forward", "_sync_buffers", "__iter__", "__next__", "backward", "prepare_for_backward"}
-LOOKS_CHANGE_S = (32.0, 130.0)  # the age of a monitor from which on it looks less often, and a little
+POLLS_CHANGE_S = (32.0, 130.0)  # ages of a monitor (s) after which it polls less often, plus a margin
 
 
 class Switch:
-    """The hooked methods and their originals, to take the recorder's hooks off and on within one process."""
+    """Switches the recorder's hooks off and on within one process: hooked methods and their originals."""
 
     def __init__(self, before: dict[tuple[Any, str], Any], after: dict[tuple[Any, str], Any]) -> None:
         self.pairs = [(owner, name, before[owner, name], after[owner, name]) for owner, name in before
@@ -48,14 +48,14 @@ def _methods() -> dict[tuple[Any, str], Any]:
         (dataloader._BaseDataLoaderIter, ["__next__"]),
         (torch.autograd, ["backward"]),
     ]
-    # as they lie in the class: a bound look-up of a C++ method would not bind again
+    # from the class dictionary: a bound C++ method would not bind again
     return {(o, n): vars(o)[n] for o, names in owners for n in names if n in vars(o)}
 
 
 class Clocks:
-    """Time that our code takes: clocks around hooked methods, less those around the originals inside.
+    """Measures the time of our code: timers around hooked methods, minus timers around the originals inside.
 
-    Clocks take time themselves, part of it between two of theirs: so they can be put around nothing, too (`hooks(False)`).
+    Timers take time themselves, part of it between two of theirs: so they can also be put around nothing (`hooks(False)`).
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Clocks:
         return _as_torch(timed)
 
     def inside(self) -> None:
-        """Before attach(): around what the hooks call."""
+        """Put timers around what the hooks call; before attach()."""
         import torch
 
         for (owner, name), original in _methods().items():
@@ -94,7 +94,7 @@ class Clocks:
         torch.Tensor.register_post_accumulate_grad_hook = registers
 
     def outside(self) -> None:
-        """After attach(): around the hooks and the pulse."""
+        """Put timers around the hooks and the pulse; after attach()."""
         from torch.optim import optimizer
 
         from distdiag.recorder import session
@@ -106,12 +106,12 @@ class Clocks:
             timed = {k: self.around(hook) for k, hook in hooks.items()}
             self._optimizer.append((hooks, timed, dict.fromkeys(hooks, self.around(lambda *_: None))))
         assert session.current is not None
-        # a thread of its own: its wait for the interpreter takes nothing from the main thread
+        # its own thread: its wait for the GIL takes nothing from the main thread
         beat = self.around(session.current.pulse.beat, clock=time.thread_time_ns)
         session.current.pulse.beat = lambda: beat() if self.on else None  # type: ignore[method-assign]
 
     def hooks(self, on: bool) -> None:
-        """Clocks around hooks, or around nothing."""
+        """Put timers around hooks, or around nothing."""
         self.on = on
         for owner, name, hooked, plain in self._methods:
             setattr(owner, name, hooked if on else plain)
@@ -120,7 +120,7 @@ class Clocks:
 
 
 def _as_torch(f: Any) -> Any:
-    """With a frame of torch's, for all that a hook can see: it looks for the user's above it."""
+    """Compile with a file name of torch's: a hook skips that frame and looks for the user's above it."""
     import torch
 
     f.__code__ = f.__code__.replace(co_filename=torch.__file__)
@@ -180,7 +180,7 @@ def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) 
     batches = endless()
 
     def step() -> tuple[float, float]:
-        """(wall, CPU) seconds of a step of this process, all its threads."""
+        """Return (wall, CPU) seconds of a step of this process, over all its threads."""
         cpu, t = time.process_time(), time.perf_counter()
         (x,) = next(batches)
         loss = model(x).float().pow(2).mean()
@@ -190,7 +190,7 @@ def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) 
         return time.perf_counter() - t, time.process_time() - cpu
 
     if by_clocks:
-        order = random.Random(1)  # alike on both ranks
+        order = random.Random(1)  # equal on both ranks
         _print_of_all([_taken(step, clocks, steps, order) for _ in range(rounds + 2)][2:])
         return
     monitor = _monitor() if dist.get_rank() == 0 else None
@@ -204,8 +204,8 @@ def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) 
     order = random.Random(1)
 
     def round_of_pairs() -> list[tuple[bool, float, float, float]]:
-        """Plain and recorded steps, pair by pair, as they were done: whether recorded, then seconds: on the clock, of CPU,
-        and of the monitor's CPU meanwhile (the first rank sees them)."""
+        """Run plain and recorded steps in pairs; return per step: whether recorded, wall seconds, CPU seconds,
+        and the monitor's CPU seconds meanwhile (only on the first rank)."""
         step()
         done = []
         before = _cpu_s(monitor)
@@ -220,7 +220,7 @@ def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) 
         return done
 
     def recorded_until(monitor_age_s: float) -> float:
-        """The monitor's CPU seconds when it is so old; steps until then."""
+        """Train until the monitor has this age; return its CPU seconds."""
         going = torch.ones(1)
         while going:
             for _ in range(20):
@@ -230,7 +230,7 @@ def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) 
         return _cpu_s(monitor)
 
     began_s = time.monotonic()
-    ages = [] if hooks_only else [(age_s, recorded_until(age_s)) for age_s in (5.0, *LOOKS_CHANGE_S)]
+    ages = [] if hooks_only else [(age_s, recorded_until(age_s)) for age_s in (5.0, *POLLS_CHANGE_S)]
     found = [round_of_pairs() for _ in range(rounds + 2)][2:]
     hooks_us = in_step_us = None
     if hooks_only:
@@ -241,7 +241,7 @@ def job(rounds: int, steps: int, batch: int, hooks_only: bool, by_clocks: bool) 
 
 
 def _print_of_all(mine: Any) -> None:
-    """Hand the results of all ranks to `_launch`, and end."""
+    """Send the results of all ranks to `_launch`, and end."""
     import torch.distributed as dist
 
     all_ranks: list[Any] = [None] * dist.get_world_size()
@@ -255,7 +255,7 @@ def _print_of_all(mine: Any) -> None:
 def _taken(
     step: Callable[[], tuple[float, float]], clocks: Clocks, n: int, order: random.Random
 ) -> tuple[float, float]:
-    """(time that our code took, length) of a step, in nanoseconds, by a block with hooks and one without."""
+    """Return (time of our code, length) of a step in ns, from a block with hooks and one without."""
     ns: dict[bool, float] = {}
     total_s: dict[bool, float] = {}
     for on in order.sample((True, False), 2):
@@ -268,7 +268,7 @@ def _taken(
 
 
 def _monitor() -> int:
-    """The process that watches this job."""
+    """Return the process that monitors this job."""
     from distdiag.errors import DistdiagError
     from distdiag.store.reader import open_run
 
@@ -276,21 +276,21 @@ def _monitor() -> int:
     while True:
         try:
             return int(open_run(os.environ["DISTDIAG_RUN_DIR"]).meta["monitor_pid"] or 0)
-        except (DistdiagError, KeyError):  # it is just starting
+        except (DistdiagError, KeyError):  # the monitor is just starting
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
 
 
 def _cpu_s(pid: int | None) -> float:
-    """CPU seconds of all threads of a process so far; 0 for None."""
+    """Return the CPU seconds of all threads of a process so far; 0 for None."""
     if pid is None:
         return 0.0
     return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def _hook_cost(step: Callable[[], Any], record: Callable[[bool], None]) -> list[float]:
-    """CPU microseconds that hooks add to a step without a model: process CPU time, blocks interleaved."""
+    """Return the CPU microseconds that hooks add to a step without a model: process CPU time, blocks interleaved."""
     n, out = 60, []
 
     def cpu(recorded: bool) -> float:
@@ -308,7 +308,7 @@ def _hook_cost(step: Callable[[], Any], record: Callable[[bool], None]) -> list[
 
 
 def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """CPU microseconds of all hooks of a step with nothing between them, by blocks of 256 steps."""
+    """Return the CPU microseconds of all hooks of a step with nothing between them, in blocks of 256 steps."""
     import torch
 
     from distdiag.recorder import session

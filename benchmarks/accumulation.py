@@ -1,11 +1,11 @@
-"""What `no_sync` gains: gradients of accumulated batches exchanged once a step, or after every batch, on a limited link.
+"""Measures the gain of `no_sync`: gradients of accumulated batches exchanged once per step, or after every batch, on a limited link.
 
     python benchmarks/accumulation.py                    # two gloo ranks; link unlimited, 1 Gbit/s and 200 Mbit/s
     python benchmarks/accumulation.py --rates 100mbit --accumulate 8
 
-The ranks run in a network namespace of their own, whose loopback device is limited by tc's token bucket. That needs no
-root where the kernel allows user namespaces (`unshare -Urn`). Both directions share the rate. The two ways alternate
-step by step in one job. Writes benchmarks/results/accumulation.md.
+The ranks run in their own network namespace, whose loopback device is limited by tc's token bucket. That needs no root if the
+kernel allows user namespaces (`unshare -Urn`). Both directions share the rate. The two variants alternate step by step in one
+job. Columns: link rate, milliseconds per step of each variant, and their ratio. Writes benchmarks/results/accumulation.md.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LIMIT_S = 900.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default=RATES, help="of the link, as tc writes them; none: not limited")
+    parser.add_argument("--rates", default=RATES, help="rates of the link in tc's notation; none: not limited")
     parser.add_argument("--accumulate", type=int, default=4, help="batches per optimizer step")
-    parser.add_argument("--rounds", type=int, default=12, help="steps of each way")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each variant")
     parser.add_argument("--rank", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -44,7 +44,7 @@ def main() -> int:
     lines = [
         about,
         "",
-        "| link | exchanged once, ms | after every batch, ms | ratio (95 % interval) | n |",
+        "| link | exchanged once, ms per step | after every batch, ms per step | ratio (95 % interval) | n |",
         "|---|---|---|---|---|",
     ]
     for rate in options.rates.split(","):
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def row(rate: str, options: argparse.Namespace) -> str:
-    """Run the job on a link of `rate`; return its line of the table."""
+    """Run the job on a link of `rate`; return its row of the table."""
     sys.path.insert(0, str(ROOT))
     import numpy as np
 
@@ -87,7 +87,7 @@ def row(rate: str, options: argparse.Namespace) -> str:
 
 
 def measure(out: Path, accumulate: int, rounds: int) -> int:
-    """Train on this rank, both ways in turn; rank 0 writes the milliseconds of their steps."""
+    """Train on this rank, alternating both variants; rank 0 writes the milliseconds of their steps."""
     import torch
 
     from distdiag.train.__main__ import leave

@@ -1,13 +1,13 @@
-"""What each hook of a step takes with cold caches: a convolution runs before and inside every one, as a step's own would.
+"""Measures each hook of a step with cold caches: a convolution runs before and inside every hook, as a real step's computation would.
 
     python benchmarks/cold_hooks.py [--rounds 250]
 
-A hook costs ten times more in a training step than in a loop, for the step's computation has emptied the caches. Here a
-convolution of several MiB empties them before each hook, and, where a hook lies around a method of torch's, in that method's
-place; the same is measured around the method without its hook, and taken off. One process, one rank. Means of the lower 95 %
-of the rounds (the rest was interrupted), with a 95 % bootstrap interval: it repeats within a few per cent, where the time of
-whole steps needs thousands of them. What runs before a hook in a real step may have brought back some of what it needs, so
-that this is rather too much.
+A hook costs ten times more in a training step than in a loop, because the step's computation has emptied the caches. Here a
+convolution of several MiB empties them before each hook and, if a hook wraps a method of torch's, replaces that method; the same is
+measured around the method without its hook, and subtracted. One process, one rank. Output: CPU microseconds per hook, as means
+of the lower 95 % of the rounds (the rest was interrupted), with a 95 % bootstrap interval. They repeat within a few per cent; the
+time of whole steps needs thousands of them for that. The code before a hook in a real step may already have loaded some of
+its cache lines, so these values are upper bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ now_ns = time.perf_counter_ns
 
 
 class Caches:
-    """Empties them, and stands in the place of torch's methods while a hook is measured."""
+    """Empties the caches, and replaces torch's methods while a hook is measured."""
 
     def __init__(self) -> None:
         import torch
@@ -38,11 +38,11 @@ class Caches:
 
     def empty(self) -> None:
         with self._torch.no_grad():
-            for layer, x in (self._large, self._small):  # at last a little of Python and of torch, as before any hook
+            for layer, x in (self._large, self._small):  # finally a little Python and torch, as before any hook
                 layer(x)
 
     def instead_of(self, method: Callable[..., Any], value: Any) -> Callable[..., Any]:
-        """`method`, but while a hook is measured: then the caches are emptied, and `value` is what comes back."""
+        """Return `method`, replaced while a hook is measured: then the caches are emptied, and `value` is returned."""
 
         def either(*args: Any, **kwargs: Any) -> Any:
             if not self.measuring:
@@ -52,7 +52,7 @@ class Caches:
             self.inside_ns += now_ns() - t
             return value
 
-        # with a frame of torch's, for all that a hook can see: it looks for the user's above it
+        # with a file name of torch's: a hook skips that frame and looks for the user's above it
         either.__code__ = either.__code__.replace(co_filename=self._torch.__file__)
         return either
 
@@ -67,7 +67,7 @@ class Caches:
 
 
 def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
-    """Nanoseconds of each hook by round, and of the same without it."""
+    """Return the nanoseconds of each hook by round, and of the same without it."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -98,7 +98,7 @@ def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
     current = session.current
     assert current is not None and current.phases is not None
     current.pulse.stop()
-    for _ in range(300):  # until what is looked at in new jobs is looked at no more
+    for _ in range(300):  # until the checks of a job's first steps are over
         (x,) = next(batches)
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
@@ -133,7 +133,7 @@ def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def microseconds(hooked: Any, without: Any, draws: int = 2000) -> tuple[float, Any]:
-    """(mean, bootstrap draws of it) of what a hook adds."""
+    """Return (mean, its bootstrap draws) of what a hook adds."""
     import numpy as np
 
     def mean(x: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Exposed communication as run.db has it, against the same job with and without communication; and what reading it costs.
+"""Compares exposed communication in run.db with the same job with and without communication, and measures the cost of reading it.
 
-Every second step runs under `no_sync`. What a step that DDP timed takes longer in backward than the six steps without
-communication around it is the truth; its `exposed_ms` is the claim. One bucket, so that nothing overlaps, and small buckets,
-where communication also takes CPU time from computing: there the truth is more than what is exposed. Gradients are views of their
-buckets: copies into buckets take time, too, and are no communication.
+Every second step runs under `no_sync`. Truth: how much longer the backward of a step that DDP timed takes than that of the six
+steps without communication around it. Claim: its `exposed_ms`. Two cases: one bucket, so that nothing overlaps; and small buckets,
+where communication also takes CPU time from computation, so the truth is more than the exposed time. Gradients are views of
+their buckets: copies into buckets take time, too, and are not communication. Columns: truth and claim in ms, and their ratio (claim / truth).
 
 Usage: python benchmarks/ddp_times.py [--rounds N] [--steps N]
 """
@@ -75,7 +75,7 @@ def measure(steps: int, cap_mb: int) -> list[tuple[float, float]]:
 
 
 def read_cost_us(cold: bool, n: int = 200) -> float:
-    """Return the median time of one read of the reducer's results, µs; cold: after 60 MiB of other memory were touched."""
+    """Return the median time of one read of the reducer's results, µs; cold: after touching 60 MiB of other memory."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,9 @@ def read_cost_us(cold: bool, n: int = 200) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200, help="synchronised steps, and as many without")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="synchronised steps, and the same number without synchronisation"
+    )
     given = parser.parse_args()
     print(
         f"one read: {read_cost_us(False):.0f} µs, with cold caches {read_cost_us(True):.0f} µs (medians, n = 200)",

@@ -1,10 +1,10 @@
-"""What one look at a job of 1,024 ranks costs the monitor: every rule over one snapshot, healthy and deadlocked.
+"""Measures the monitor's CPU for one poll of a job of 1,024 ranks: every rule on one snapshot, healthy and deadlocked.
 
-    python benchmarks/diagnosis.py [--ranks 1024] [--looks 80]
+    python benchmarks/diagnosis.py [--ranks 1024] [--polls 80]
 
-Each rank has 64 steps, 32 calls, a loader and a DDP model; every look differs from the one before, as it does in a job.
-CPU milliseconds of `Diagnosis.update`, median over looks with a 95 % bootstrap interval. Looks are a quarter of a second of
-the job apart; the rules about speed and data run at every fourth, and those looks are counted by themselves.
+Each rank has 64 steps, 32 calls, a loader and a DDP model; every poll differs from the one before, as in a real job. Output: CPU
+milliseconds of `Diagnosis.update`, median over polls with a 95 % bootstrap interval. Polls are a quarter of a second of the job apart;
+the rules on speed and data run at every fourth poll, and those polls are listed separately.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def call(op: str, seq: int, site: Site, done: bool) -> Call:
     )  # fmt: skip
 
 
-def rank(q: int, look: int, what: str) -> RankState:
-    """All of them compute; or rank 0 is late in every step; or it alone is in a barrier where the others are in all_reduce."""
+def rank(q: int, poll: int, what: str) -> RankState:
+    """Return a rank that computes; or of which rank 0 is late in every step; or rank 0 is alone in a barrier, the others in all_reduce."""
     deadlocked = what == "deadlocked"
     r = random.Random(q)
-    last = 96 if deadlocked else 96 + look
+    last = 96 if deadlocked else 96 + poll
     blocked = None
     if deadlocked:
         blocked = call("barrier" if q == 0 else "all_reduce", last + 1, SAVE if q == 0 else LOOP, done=False)
@@ -64,14 +64,14 @@ def rank(q: int, look: int, what: str) -> RankState:
     )  # fmt: skip
 
 
-def measure(ranks: int, looks: int, what: str) -> list[float]:
-    """CPU milliseconds of each look; the first one, which fills caches, is not counted."""
+def measure(ranks: int, polls: int, what: str) -> list[float]:
+    """Return the CPU milliseconds of each poll; the first one, which fills caches, is not counted."""
     diagnosis = Diagnosis(source=lambda _: None)
     group = {"default_pg": Group(name="default_pg", ranks=tuple(range(ranks)), backend="gloo")}
     out = []
-    for look in range(looks + 1):
-        states = {q: rank(q, look, what) for q in range(ranks)}
-        s = Snapshot(t_s=10.0 + look / 4, world_size=ranks, ranks=states, groups=group, usual_step_s=0.1)
+    for poll in range(polls + 1):
+        states = {q: rank(q, poll, what) for q in range(ranks)}
+        s = Snapshot(t_s=10.0 + poll / 4, world_size=ranks, ranks=states, groups=group, usual_step_s=0.1)
         began = time.process_time()
         diagnosis.update(s)
         out.append((time.process_time() - began) * 1e3)
@@ -84,29 +84,29 @@ def measure(ranks: int, looks: int, what: str) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--looks", type=int, default=80)
+    parser.add_argument("--polls", type=int, default=80)
     o = parser.parse_args()
     where = f"{os.cpu_count()} cores ({platform.machine()}, {platform.system()}), Python {platform.python_version()}"
     lines = [
-        "# What one look at a job costs the monitor",
+        "# What one poll of a job costs the monitor",
         "",
-        f"`python benchmarks/diagnosis.py --ranks {o.ranks} --looks {o.looks}` on {where}.",
+        f"`python benchmarks/diagnosis.py --ranks {o.ranks} --polls {o.polls}` on {where}.",
         "",
         "| job | median CPU ms | 95 % interval | slowest | n | allowed |",
         "|---|---|---|---|---|---|",
     ]
     worst = 0.0
     for what in ("healthy", "straggler", "deadlocked"):
-        values = measure(o.ranks, o.looks, what)
+        values = measure(o.ranks, o.polls, what)
         for name, some in (
-            ("most looks", [v for i, v in enumerate(values) if i % 4 != 3]),
+            ("most polls", [v for i, v in enumerate(values) if i % 4 != 3]),
             ("every fourth", values[3::4]),
         ):
             of_median = interval_of_median(np.asarray(some))
             worst = max(worst, of_median.low)
             lines.append(
                 f"| {o.ranks:,} ranks, {what}, {name} | {statistics.median(some):.1f} | {of_median.low:.1f} – {of_median.high:.1f} | {max(some):.1f} "
-                f"| {len(some)} looks | {ALLOWED_MS:.0f} |"
+                f"| {len(some)} polls | {ALLOWED_MS:.0f} |"
             )
     text = "\n".join(lines) + "\n"
     RESULTS.mkdir(exist_ok=True)

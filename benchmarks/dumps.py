@@ -1,10 +1,10 @@
-"""`distdiag diagnose` against torchfrtrace on the same flight-recorder dumps: 1,024 ranks x 200 entries.
+"""Compares `distdiag diagnose` with torchfrtrace on the same flight-recorder dumps: 1,024 ranks x 200 entries.
 
     python benchmarks/dumps.py [--ranks 1024] [--entries 200] [--rounds 5]
 
-Both read the same pickles, in turns, each time in a fresh process; the time is that of the call itself, imports left out
-(torchfrtrace imports torch, distdiag does not: counting imports would flatter us). The ratio is taken in each
-round, so that a busy machine slows both; its interval is the bootstrap's 95 % of the median.
+Both read the same pickles, in turns, each time in a fresh process. Output: wall and CPU seconds of the call itself, without imports
+(torchfrtrace imports torch, distdiag does not: counting imports would favour us). The ratio is computed per round, so that a busy
+machine slows both; its interval is the bootstrap's 95 % of the median.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STACK = [
 
 
 def one_dump(rank: int, world: int, entries: int, missing: int) -> dict[str, Any]:
-    """A rank of a job with a world group and groups of eight; rank `missing` has not entered the last collective."""
+    """Return a dump of a job with a world group and groups of eight; rank `missing` has not entered the last collective."""
     size = 8
     mine = rank // size
     groups = {
@@ -86,7 +86,7 @@ def one_dump(rank: int, world: int, entries: int, missing: int) -> dict[str, Any
 
 
 def write(folder: Path, world: int, entries: int, missing: int) -> int:
-    """All dumps, named as torch names them; returns their size in bytes."""
+    """Write all dumps, named as torch names them; return their size in bytes."""
     for rank in range(world):
         with (folder / f"nccl_trace_rank_{rank}").open("wb") as f:
             pickle.dump(one_dump(rank, world, entries, missing), f, protocol=2)
@@ -114,7 +114,7 @@ print(time.perf_counter() - w, time.process_time() - c, "", sep="\\t")
 
 
 def measure(name: str, folder: Path) -> tuple[float, float, str]:
-    """Wall and CPU seconds of one call in a fresh process, and what it said."""
+    """Return wall and CPU seconds of one call in a fresh process, and its output."""
     done = subprocess.run(
         [sys.executable, "-c", "import sys, time\n" + CALLS[name], str(folder)],
         capture_output=True,
@@ -128,14 +128,14 @@ def measure(name: str, folder: Path) -> tuple[float, float, str]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the median, by bootstrap."""
+    """Return the 95 % interval of the median, by bootstrap."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
     return medians[49], medians[1949]
 
 
 def main() -> int:
-    """Print the table; exit 1 where the ratio is above a fifth."""
+    """Print the table; exit 1 if the ratio is above a fifth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--entries", type=int, default=200)

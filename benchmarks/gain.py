@@ -1,9 +1,10 @@
-"""Whether the gain that a straggler finding promises is what comes true: a known delay, put in and taken out again.
+"""Compares the gain that a straggler finding predicts with the real gain: a known delay is added and removed again.
 
     python benchmarks/gain.py [--trials 20]
 
-Each trial is one job of two to four ranks. In every other block of 50 steps rank 1 is delayed, by 3 to 30 ms of steps of about 25 ms. The
-promise is computed from the delayed blocks alone; the truth is what the blocks between them take less.
+Each trial is one job of two to four ranks. In every other block of 50 steps rank 1 is delayed by 3 to 30 ms; steps take about 25 ms.
+The prediction is computed from the delayed blocks alone; the truth is how much less the other blocks take. Columns: prediction with
+its interval, and truth, as shares of the delayed step time.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def steps_of(path: Path, ranks: int) -> dict[int, dict[int, Step]]:
 
 
 def trial(delay_ms: float, ranks: int) -> tuple[float, float, float, float]:
-    """Return (promise, its low end, its high end, truth), shares of the delayed step time."""
+    """Return (prediction, its low end, its high end, truth), shares of the delayed step time."""
     with tempfile.TemporaryDirectory() as made:
         script, path = Path(made, "job.py"), Path(made, "run")
         script.write_text(JOB)
@@ -109,13 +110,11 @@ def main() -> None:
         held += low <= truth <= high
         errors.append(share - truth)
         print(
-            f"{ranks} ranks, +{delay_ms:.1f} ms: promised {share:.1%} ({low:.1%} to {high:.1%}), true {truth:.1%}"
+            f"{ranks} ranks, +{delay_ms:.1f} ms: predicted {share:.1%} ({low:.1%} to {high:.1%}), true {truth:.1%}"
             f"{'' if low <= truth <= high else '  outside'}",
             flush=True,
         )
-    print(
-        f"the truth lies in the interval in {held} of {given.trials}; error {statistics.mean(errors):+.2%} in the mean"
-    )
+    print(f"the interval contains the truth in {held} of {given.trials}; mean error {statistics.mean(errors):+.2%}")
 
 
 if __name__ == "__main__":

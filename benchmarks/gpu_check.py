@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, unattended, from a bare checkout, in under ten minutes: `make gpu-check`.
+"""Runs everything that needs a GPU, unattended, from a bare checkout, in under ten minutes: `make gpu-check`.
 
-Needs Python with torch >= 2.10 and numpy; checks that lack a package name it. Each check runs in a process of its own, so
-that one that hangs or crashes costs only its time, and ends with one word: pass, fail, not possible here.
+Needs Python with torch >= 2.10 and numpy; a check that lacks a package names it. Each check runs in its own process, so that one
+that hangs or crashes costs only its time, and ends with one word: pass, fail, not possible here.
 The results go to benchmarks/results/gpu_check-<device>.json. Exit code 0: nothing failed; 1: something did; 4: no GPU.
 """
 
@@ -51,7 +51,7 @@ CHECKS = (
 
 
 def one_check(name: str) -> int:
-    """In a process of its own: run one check, print its outcome as JSON."""
+    """Run one check in this process; print its outcome as JSON."""
     check = next(c for c in CHECKS if c.name == name)
     try:
         outcome = check.run()
@@ -61,7 +61,7 @@ def one_check(name: str) -> int:
         outcome = Outcome(FAIL, f"{type(e).__name__}: {e}".splitlines()[0][:300])
     print("\n" + json.dumps(asdict(outcome)))
     sys.stdout.flush()
-    os._exit(0)  # CUDA and NCCL may hang at the interpreter's end; what was asked is answered
+    os._exit(0)  # CUDA and NCCL may hang at the interpreter's end; the outcome is already printed
 
 
 def run_check(check: Check, left_s: float) -> Outcome:
@@ -97,7 +97,7 @@ def main() -> int:
         if check.name not in wanted:
             continue
         start = time.monotonic()
-        # Without a GPU every check would say so after importing torch; the first says it for all.
+        # Without a GPU every check would report that after importing torch; the first reports it for all.
         if name is None and outcomes.get("device", {}).get("word") == NOT_POSSIBLE:
             outcome = Outcome(NOT_POSSIBLE, outcomes["device"]["text"])
         else:

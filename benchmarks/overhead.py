@@ -1,28 +1,27 @@
-"""What recording costs a training step: plain and recorded steps interleaved in one run on two ranks, as a ratio.
+"""Measures the cost of recording a training step: plain and recorded steps interleaved in one run on two ranks, as a ratio.
 
     python benchmarks/overhead.py [--rounds 100] [--steps-per-round 40] [--batch 24] [--backend stream]
 
-Steps are plain (hooks off, pulse silent) and recorded (hooks and pulse) in turns, in pairs of random order that is alike on
-both ranks, so that what neighbours on the host do meets both alike. Hooks are switched by swapping the hooked methods of
-torch's classes for the originals and back: everything else (process, memory, caches) is the same. The monitor runs all the
-time, on the cores that the ranks keep busy. Pairs begin when it is two minutes old, for until then it looks more often:
-what it takes of a core before is a line of its own.
+Steps are plain (hooks off, pulse silent) or recorded (hooks and pulse), in pairs of random order that is equal on both ranks, so
+that load of neighbours on the host affects both equally. Hooks are switched by swapping the hooked methods of torch's classes
+for the originals and back: everything else (process, memory, caches) is the same. The monitor runs all the time, on the cores that
+the ranks keep busy. Pairs begin when it is two minutes old, since until then it polls more often: its cost before that is a separate
+line.
 
-Hooks and pulse: the median over all pairs of the ratio of their steps, for what they take from any one step is far less than
-steps differ by, so that the median moves with the mean of it and not with the few steps that a neighbour stretched. In wall
-time, and in CPU time of the whole process, where waits for the other rank are not counted. A second run puts clocks around
-every hook, less what torch does inside, and around the pulse, less what the same clocks show around no hooks: the sharpest,
-and too high, since what a hook has to bring back into the caches is there for torch's own code after it.
+Hooks and pulse: the median over all pairs of the ratio of their steps. Their cost in any single step is far less than the variation
+between steps, so the median follows its mean and not the few steps that a neighbour stretched. In wall time, and in CPU time of
+the whole process, which excludes waits for the other rank. A second run puts timers around every hook, minus torch's time inside, and
+around the pulse, minus what the same timers show around no hooks. This is the most precise value, and an upper bound, because
+cache lines that a hook loads also serve torch's own code after it.
 
-The monitor takes milliseconds from few steps, plain or recorded. How much longer a step was than those around it, where the
-monitor looked in it, less the same of steps at random times (long steps are hit more often, by a look as by a random time),
-says how much of each millisecond of the monitor's CPU a step waits for; that times its CPU is what it costs. The total is both
-together.
+The monitor takes milliseconds from few steps, plain or recorded. A step in which the monitor polled is compared with the steps around
+it, and the same for steps at random times (long steps are hit more often by either). The difference shows how much a step waits for
+each millisecond of the monitor's CPU; multiplied by its CPU, this is its cost. The total is the sum of both.
 
-All have a 95 % bootstrap interval over rounds (a round is one sample: its ranks wait for each other).
+All values have a 95 % bootstrap interval over rounds (a round is one sample: its ranks wait for each other).
 
-The hooks alone are measured twice, in CPU microseconds a step: called one after the other with no model between them, and as
-what they add to the step of a model of one weight, where the caches are full of torch's own code when a hook's turn comes.
+The hooks alone are measured twice, in CPU microseconds per step: called one after another with no model between them, and as their
+addition to the step of a model of one weight, where the caches are full of torch's own code before each hook.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from typing import Any
 RESULTS, JOB = Path(__file__).parent / "results", Path(__file__).with_name("_overhead_job.py")
 JOBS = Path(__file__).resolve().parents[1] / "tests/faults/manifest.json"  # next to the backends
 ALLOWED_RATIO, ALLOWED_HOOKS_US, ALLOWED_BYTES = 1.005, 30.0, 8 << 20
-LOOK_CPU_S = 1.5e-3  # of the monitor in one step: a full look, not a glance
+POLL_CPU_S = 1.5e-3  # monitor's CPU in one step from which on it was a full poll
 
 
 def interval(
     rounds: list[list[float]], center: Callable[..., Any] | None = None, draws: int = 4000
 ) -> tuple[float, float, float]:
-    """(median, or another center, low, high) of all values: bootstrap over rounds, 95 %."""
+    """Return (median or another centre, low, high) of all values: bootstrap over rounds, 95 %."""
     import numpy as np
 
     center = center or np.median
@@ -79,26 +78,26 @@ def _launch(kind: str, rounds: int, steps: int, batch: int, backend: str = "gloo
     return json.loads(line[7:])
 
 
-def _look_delays(steps: Any, rng: Any) -> tuple[list[float], list[float], list[float]]:
-    """Of a round of steps, (wall, monitor's CPU) in seconds: how much longer than those around them were steps in which the
-    monitor looked, the CPU it had used more than in others, and how much longer steps at random times were."""
+def _poll_delays(steps: Any, rng: Any) -> tuple[list[float], list[float], list[float]]:
+    """Return the delays of one round of (wall, monitor's CPU) steps, in seconds: how much longer than their neighbours steps with a poll
+    were, the CPU that the monitor used more than in others, and how much longer steps at random times were."""
     import numpy as np
 
     wall, cpu = steps[:, 0], steps[:, 1]
-    looks = np.flatnonzero(cpu > LOOK_CPU_S)
+    polls = np.flatnonzero(cpu > POLL_CPU_S)
 
     def longer(i: int) -> float:
-        around = [j for j in range(max(0, i - 4), min(len(wall), i + 5)) if j != i and cpu[j] <= LOOK_CPU_S]
+        around = [j for j in range(max(0, i - 4), min(len(wall), i + 5)) if j != i and cpu[j] <= POLL_CPU_S]
         return float(wall[i] - np.median(wall[around]))
 
     at = np.searchsorted(np.cumsum(wall), rng.uniform(0, wall.sum(), 40))
-    other = [int(i) for i in at if i < len(wall) and cpu[i] <= LOOK_CPU_S]
+    other = [int(i) for i in at if i < len(wall) and cpu[i] <= POLL_CPU_S]
     usual = float(np.median(cpu))
-    return [longer(int(i)) for i in looks], [float(cpu[i]) - usual for i in looks], [longer(i) for i in other]
+    return [longer(int(i)) for i in polls], [float(cpu[i]) - usual for i in polls], [longer(i) for i in other]
 
 
-def _of_looks(rounds: list[tuple[list[float], list[float], list[float]]]) -> float:
-    """Seconds that a step waits for each second of the monitor's CPU; means without the outer tenths."""
+def _delay_per_cpu_s(rounds: list[tuple[list[float], list[float], list[float]]]) -> float:
+    """Return the seconds that a step waits for each second of the monitor's CPU; means without the outer tenths."""
     import numpy as np
 
     def trimmed(parts: list[list[float]]) -> float:
@@ -117,10 +116,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100, help="rounds of pairs (default 100)")
     parser.add_argument("--steps-per-round", type=int, default=40, help="pairs of steps in a round (default 40)")
     parser.add_argument(
-        "--batch", type=int, default=24, help="images of a rank in a step, which make its length (default 24)"
+        "--batch", type=int, default=24, help="images per rank and step, which set the length of a step (default 24)"
     )
     parser.add_argument(
-        "--backend", default="gloo", help="of the ranks: gloo (default), or stream, which acts like NCCL"
+        "--backend", default="gloo", help="backend of the ranks: gloo (default), or stream, which behaves like NCCL"
     )
     o = parser.parse_args()
     ranks = _launch("steps", o.rounds, o.steps_per_round, o.batch, o.backend)
@@ -138,11 +137,11 @@ def main() -> int:
     share, share_low, share_high = (100 * v for v in interval([[v] for v in shares], center=np.mean))
     young = [100 * (b - a) / (t - s) for (s, a), (t, b) in pairwise(ranks[0][4])]
     rng = np.random.default_rng(0)
-    looks = [_look_delays(block, rng) for block in monitored]
-    n_looks = sum(len(d) for d, *_ in looks)
+    polls = [_poll_delays(block, rng) for block in monitored]
+    n_polls = sum(len(d) for d, *_ in polls)
 
     def monitor_and_total(chosen: Any) -> tuple[float, float]:
-        taken = _of_looks([looks[i] for i in chosen]) * float(shares[chosen].mean())
+        taken = _delay_per_cpu_s([polls[i] for i in chosen]) * float(shares[chosen].mean())
         return taken, float(np.median(ratios[chosen, :, 0])) * (1 + taken)
 
     drawn = np.asarray([monitor_and_total(rng.integers(0, rounds, rounds)) for _ in range(4000)])
@@ -175,9 +174,9 @@ def main() -> int:
 |---|---|---|---|---|
 | hooks, pulse and monitor: monitored / plain step ({step_ms:.0f} ms), no core to spare | {total:.4f} | {lows[1]:.4f} – {highs[1]:.4f} | {rounds} rounds | {ALLOWED_RATIO} |
 | of that, hooks and pulse: recorded / plain step | {recorded:.4f} | {recorded_low:.4f} – {recorded_high:.4f} | {ratios[..., 0].size:,} pairs | {ALLOWED_RATIO} |
-| of that, the monitor: its looks, share of a step | {by_monitor:.2%} | {lows[0]:.2%} – {highs[0]:.2%} | {n_looks} looks | – |
+| of that, the monitor: its polls, share of a step | {by_monitor:.2%} | {lows[0]:.2%} – {highs[0]:.2%} | {n_polls} polls | – |
 | hooks and pulse in CPU time: recorded / plain step | {by_cpu:.4f} | {by_cpu_low:.4f} – {by_cpu_high:.4f} | {ratios[..., 0].size:,} pairs | {ALLOWED_RATIO} |
-| hooks and pulse by clocks around them (an upper bound), share of a step | {taken:.2%} ({taken_us:.0f} µs) | {taken_low:.2%} – {taken_high:.2%} | {by_clocks[..., 0].size} blocks | {ALLOWED_RATIO - 1:.1%} |
+| hooks and pulse by timers around them (an upper bound), share of a step | {taken:.2%} ({taken_us:.0f} µs) | {taken_low:.2%} – {taken_high:.2%} | {by_clocks[..., 0].size} blocks | {ALLOWED_RATIO - 1:.1%} |
 | the monitor, of one core | {share:.2f} % | {share_low:.2f} – {share_high:.2f} % | {rounds} rounds | – |
 | the same in its first half minute, and from then to two minutes | {young[0]:.2f} %, {young[1]:.2f} % | – | 1 run | – |
 | hooks alone, no model between them, CPU per step | {hook:.1f} µs | {hook_low:.1f} – {hook_high:.1f} µs | {len(hooks)} blocks | {ALLOWED_HOOKS_US:.0f} µs |

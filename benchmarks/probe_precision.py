@@ -1,13 +1,13 @@
-"""Is the probe's p50 the right one? Beside a bare `dist.all_reduce` loop, and beside PARAM and gloo's benchmark.
+"""Checks that the probe's p50 is right: compares it with a bare `dist.all_reduce` loop, with PARAM and with gloo's benchmark.
 
     python benchmarks/probe_precision.py                        # two tables, about two minutes
     python benchmarks/probe_precision.py --param ~/param        # a checkout of github.com/facebookresearch/param
     python benchmarks/probe_precision.py --gloo ~/gloo/build/gloo/benchmark/benchmark
 
-Table 1: the harness and the bare loop in one process group, in turns (ABBA), size by size: same seconds, same
-neighbours, same statistics. They agree when each p50 lies within the union of both 95 % intervals.
-Table 2: whole commands, one after the other, with what each prints at each size and how long it took from the first
-byte of Python to its exit. None of the other tools' code is in this repository.
+Table 1: the harness and the bare loop in one process group, in turns (ABBA), size by size: same seconds, same neighbours, same
+statistics. They agree if each p50 is within the union of both 95 % intervals. Table 2: whole commands, one after another, with
+what each prints at each size (p50 in µs), and its time in seconds from the start of Python to its exit. The other tools' code is not
+in this repository.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="turns per size (default 20)")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--param", type=Path, metavar="DIR", help="a checkout of PARAM")
-    parser.add_argument("--gloo", type=Path, metavar="FILE", help="gloo's benchmark, built (USE_REDIS is not needed)")
+    parser.add_argument("--gloo", type=Path, metavar="FILE", help="the built gloo benchmark (USE_REDIS is not needed)")
     parser.add_argument(
         "--commands", type=int, default=1, help="times each whole command is run (default 1; 0: no table 2)"
     )
@@ -111,7 +111,7 @@ def torchrun(nproc: int) -> list[str]:
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> str:
-    """stdout of a command in a session of its own, which is killed with everything in it."""
+    """Return the stdout of a command in its own session, which is killed with everything in it."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | os.environ | (env or {})
     p = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -132,7 +132,7 @@ def run(command: list[str], env: dict[str, str] | None = None) -> str:
 
 
 def as_rank(args: argparse.Namespace) -> int:
-    """One rank of table 1, under torchrun."""
+    """Run one rank of table 1, under torchrun."""
     from distdiag.probekit.command import catalog
     from distdiag.probekit.command.options import parse
     from distdiag.probekit.measure.collective import Collective
@@ -175,7 +175,7 @@ def as_rank(args: argparse.Namespace) -> int:
 
 
 def bare_loop(job: Job, x: Any, seconds: float) -> Stamped | None:
-    """What anyone would write, for about `seconds`; only its times are kept, and the foreign CPU meanwhile."""
+    """Run the obvious loop for about `seconds`; return its times, and the foreign CPU meanwhile."""
     import numpy as np
     import torch.distributed as dist
 
@@ -205,9 +205,9 @@ def bare_loop(job: Job, x: Any, seconds: float) -> Stamped | None:
 
 
 def joined_up(parts: list[Stamped]) -> Stamped:
-    """The turns of one loop as one series, noisy ones included: neighbours disturb both loops alike.
+    """Return the turns of one loop as one series, noisy ones included: neighbours disturb both loops equally.
 
-    A block with no ranks of ours is never called noisy, which is what keeps `make_row` from leaving any out.
+    A block without our ranks is never called noisy, so `make_row` leaves none out.
     """
     import numpy as np
 
@@ -237,7 +237,7 @@ def agreement_row(size: int, probe: Any, bare: Any) -> dict[str, Any]:
 
 
 def overlap(probe: Any, bare: Any) -> bool:
-    """Union without a gap: the two intervals touch, or one p50 lies in the other's interval."""
+    """True if the union has no gap: the two intervals touch, or one p50 is in the other's interval."""
     return probe.time_us.ci95[0] <= bare.time_us.ci95[1] and bare.time_us.ci95[0] <= probe.time_us.ci95[1]
 
 
@@ -260,7 +260,7 @@ def print_agreement(rows: list[dict[str, Any]]) -> None:
 
 
 def whole_commands(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every command in turn, `--commands` times; the last run's figures and all durations."""
+    """Run every command in turn, `--commands` times; return the last run's figures and all durations."""
     probe = [
         sys.executable,
         "-m",
@@ -311,7 +311,7 @@ def bare_script(nproc: int, iterations: int) -> dict[int, float]:
 
 
 def param(checkout: Path, nproc: int) -> dict[int, float]:
-    """PARAM's all_reduce (it puts a barrier before the timer); started with torchrun's variables, as it expects."""
+    """Run PARAM's all_reduce (it puts a barrier before the timer), started with torchrun's variables, as it expects."""
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "param_bench").symlink_to(checkout.resolve())
         script = checkout / "train" / "comms" / "pt" / "comms.py"
@@ -340,7 +340,7 @@ def param(checkout: Path, nproc: int) -> dict[int, float]:
 
 
 def gloo(benchmark: Path, nproc: int) -> dict[int, float]:
-    """gloo's own benchmark, ring all_reduce in C++; it prints microseconds per size in elements."""
+    """Run gloo's own benchmark, ring all_reduce in C++; it prints microseconds per size in elements."""
     found: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in SIZES:
@@ -372,7 +372,7 @@ def gloo(benchmark: Path, nproc: int) -> dict[int, float]:
 
 
 def run_ranks(command: list[str], nproc: int, env: dict[str, str], rank_option: str | None = None) -> str:
-    """Start one process per rank with torchrun's variables; rank 0's stdout."""
+    """Start one process per rank with torchrun's variables; return rank 0's stdout."""
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(nproc):
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | env

@@ -1,9 +1,9 @@
-"""Faults that a recorded job survives: kills a rank, the monitor or a reader in each phase, and takes away disk, memory, files.
+"""Measures which faults a recorded job survives: killed ranks, monitors and readers in each phase; no disk, memory or files.
 
     make survival                    # each scenario ten times, in about half an hour; writes docs/survival.md
     python benchmarks/survival.py --times 10 --only monitor   # a part; the other rows are kept
 
-Each job is two recorded processes without torch. Reported for each fault: how the job ended, and what `diagnose` answered.
+Each job is two recorded processes without torch. Columns for each fault: how the job ended, and the answer of `diagnose`.
 Scenarios that change mounts run in a mount namespace (`unshare -m`, root only), else they are skipped. Exit status 1 if an
 outcome is not the expected one.
 """
@@ -31,9 +31,7 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 PHASES = ("start", "training", "checkpoint", "end")
 LIMIT_S = 90.0
-FULL_S = (
-    10.0  # with a full disk, so that there is something to write: the database may have room for the very last rows
-)
+FULL_S = 10.0  # with a full disk; shorter jobs may still find space in the database for their last rows
 JOB = """
 import os, sys, time
 from pathlib import Path
@@ -62,7 +60,7 @@ If no process was left that could see how the ranks ended, the run has failed (e
 
 
 class Job:
-    """Two recorded ranks in a directory; the run is in `R` below it."""
+    """Two recorded ranks in a directory; their run is in `R` below it."""
 
     def __init__(self, where: Path, run_dir: str = "R", files: int | None = None, port: int = 29611) -> None:
         self.where, self.run_dir = where, run_dir
@@ -82,7 +80,7 @@ class Job:
         return all((self.where / f"{phase}.{q}").exists() for q in (0, 1))
 
     def monitor(self) -> int | None:
-        """Process that holds the run's database open for writing."""
+        """Return the process that has the run's database open for writing."""
         for proc in Path("/proc").glob("[0-9]*"):
             try:
                 command = (proc / "cmdline").read_bytes().split(b"\0")
@@ -97,7 +95,7 @@ class Job:
             (self.where / f"go.{phase}").touch()
 
     def end(self) -> str:
-        """Exit codes of the ranks, or that they hang."""
+        """Return the exit codes of the ranks, or that they hang."""
         self.go(*PHASES)
         codes = []
         for p in self.ranks:
@@ -121,7 +119,7 @@ def closed(run: Path) -> bool:
 
 
 def diagnose(where: Path, run_dir: str = "R") -> str:
-    """Exit code and first line of the verdict."""
+    """Return exit code and first line of the verdict."""
     done = subprocess.run(
         [sys.executable, "-m", "distdiag", "diagnose", run_dir, "--json"], cwd=where, capture_output=True, text=True, timeout=LIMIT_S
     )  # fmt: skip
@@ -215,7 +213,7 @@ def many_readers(where: Path) -> tuple[str, str]:
 
 
 def disk_fills(where: Path) -> tuple[str, str]:
-    """Fill the run's file system to the last byte once both ranks are in the database; the job goes on for some polls."""
+    """Fill the run's file system to the last byte once both ranks are in the database; the job continues for some polls."""
     job = Job(where)
     job.go("start")
     wait_for(lambda: job.reached("training") and ranks_written(where / "R") == 2)
@@ -240,7 +238,7 @@ SOUND = "0, 0", "exit 0: ended, 2 of 2 ranks, no finding"
 LOST = "0, -9", "exit 1: failed, 2 of 2 ranks, rank_lost/killed"
 NO_DATA = "0, 0", "exit 4: "
 Scenario = tuple[Callable[[Path], tuple[str, str]], tuple[str, str], str]
-# by fault: what is done, the expected outcome (`diagnose`: its beginning), the mount that it needs
+# by fault: the action, the expected outcome (`diagnose`: its beginning), the mount that it needs
 SCENARIOS: dict[str, Scenario] = {
     "no fault": (plain, SOUND, ""),
     **{
@@ -248,7 +246,7 @@ SCENARIOS: dict[str, Scenario] = {
         for v in ("rank", "monitor", "screen")
         for p in PHASES
     },
-    # nobody is left who could know the signal: a failed run, and no finding about its cause
+    # no process is left that knows the signal: a failed run, and no finding about its cause
     "kill -9 of both ranks and the monitor": (all_killed, ("-9, -9", "exit 1: failed, 2 of 2 ranks"), ""),
     "ulimit -n 64": (lambda where: plain(where, files=64), SOUND, ""),
     "two jobs in one directory": (two_jobs, (f"{SOUND[0]}; {SOUND[0]}", f"{SOUND[1]}; {SOUND[1]}"), ""),
@@ -280,7 +278,7 @@ def once(name: str) -> tuple[str, str]:
 
 
 def outcomes(name: str, times: int, parallel: int) -> Counter[tuple[str, str]]:
-    """Run a scenario so many times; return how often it ended how."""
+    """Run a scenario this many times; return how often each outcome occurred."""
 
     def attempt(_: int) -> tuple[str, str]:
         try:
@@ -298,7 +296,7 @@ def as_expected(name: str, outcome: tuple[str, str]) -> bool:
 
 
 def document(results: dict[str, list[list[str | int]]], machine: str, before: str) -> str:
-    """Return the text of docs/survival.md; the sections behind the table are kept from the text `before`."""
+    """Return the text of docs/survival.md; the sections after the table are kept from the text `before`."""
     rows = []
     for name in SCENARIOS:
         found = results.get(name, [["not run", "", 0]])
@@ -315,7 +313,7 @@ def document(results: dict[str, list[list[str | int]]], machine: str, before: st
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the table of faults that a recorded job survives.")
     parser.add_argument("--times", type=int, default=10, help="runs of each scenario")
-    parser.add_argument("--parallel", type=int, default=4, help="jobs at a time; they mostly wait")
+    parser.add_argument("--parallel", type=int, default=4, help="concurrent jobs; they use little CPU")
     parser.add_argument(
         "--only", default="", help="scenarios whose name contains this; the rows of the others are kept"
     )

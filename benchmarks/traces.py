@@ -1,11 +1,11 @@
-"""`distdiag diagnose` and HTA (Holistic Trace Analysis) on the same Kineto traces of several ranks: numbers, time, memory.
+"""Compares `distdiag diagnose` with HTA (Holistic Trace Analysis) on the same Kineto traces of several ranks: numbers, time, memory.
 
     python benchmarks/traces.py --hta /path/to/python-with-hta [--ranks 8] [--mb 200] [--rounds 3] [--traces DIR] [--write]
 
 Without --traces it generates traces first: each rank has four steps, with compute kernels on one stream, an NCCL all_reduce
 per layer on another, and host operators around them; rank 1 is late. `--mb` is the size of each file. The two programs take
-turns, each run in a new process. HTA's time span is from the first kernel to the last, distdiag's is whole steps; so we
-compare the time of compute kernels, the time of communication kernels, and their overlap.
+turns, each run in a new process. HTA's time span is from the first kernel to the last, distdiag's is whole steps. So these are
+compared: time of compute kernels, time of communication kernels, and their overlap (ms); seconds and peak MiB of each program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, LAYERS, PID = 4, 24, 4037
-FILL = (  # a host operator; json.dumps would take ten times as long
+FILL = (  # a host operator as text; json.dumps would take ten times as long
     '{"ph": "X", "cat": "cpu_op", "name": "aten::op_%d", "pid": %d, "tid": %d, "ts": %.3f, "dur": %.3f, "args": {"External id": %d, '
     '"Sequence number": %d, "Input type": ["float", "float"], "Input Dims": [[256, 1024], [1024, 1024]]}},\n'
 )
@@ -43,7 +43,7 @@ print(json.dumps({
 
 
 def write_trace(path: Path, rank: int, ranks: int, mb: int) -> None:
-    """Write the trace of one rank of a made job; host operators fill it up to `mb` megabytes."""
+    """Write the trace of one rank of a simulated job; host operators fill it up to `mb` megabytes."""
     rng = random.Random(rank)
     size, step_us = 0, 400_000.0
     fill = max(1, mb * 1_000_000 // (STEPS * LAYERS * 235))  # host operators of a layer, each of about 235 bytes
@@ -110,7 +110,7 @@ def write_trace(path: Path, rank: int, ranks: int, mb: int) -> None:
 
 
 def timed(argv: list[str]) -> tuple[float, float, str]:
-    """Return seconds, peak MiB of the largest process, and what it printed."""
+    """Return seconds, peak MiB of the largest process, and the output."""
     before = time.perf_counter()
     code = (
         "import resource, subprocess, sys; r = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE); "
@@ -161,7 +161,7 @@ def main() -> None:
         f"| distdiag diagnose | {', '.join(f'{s:.1f}' for s, _ in ours)} | {max(m for _, m in ours):,.0f} MiB |",
         f"| HTA | {', '.join(f'{s:.1f}' for s, _ in theirs)} | {max(m for _, m in theirs):,.0f} MiB |", "",
         f"distdiag takes {statistics.median(ratios):.2f} of HTA's time ({min(ratios):.2f}–{max(ratios):.2f}).", "",
-        "| rank | compute ms, distdiag | HTA | overlap of communication, distdiag | HTA |", "|---|---|---|---|---|",
+        "| rank | compute ms, distdiag | HTA | share of communication that overlaps, distdiag | HTA |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for r in found["ranks"]:
         h = hta.get(r["rank"])

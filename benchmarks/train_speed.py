@@ -1,12 +1,12 @@
-"""The shipped defaults of the training job beside the naive loop, interleaved step by step in one job.
+"""Compares the defaults of the training job with a naive loop, interleaved step by step in one job.
 
 Usage: torchrun --standalone --nproc-per-node 2 benchmarks/train_speed.py [--rounds N] [--data DIR] [--write]
 
-Naive: per-sample Python transforms in a DataLoader without workers, float32, NCHW, `loss.item()` every step. Shipped:
-`TrainConfig()` as it is (batched input, channels_last, amp auto). The same model, optimizer, batch size and DDP in both. A
-third way forces the other choice of amp, to show what `auto` decides. Each round runs every way for a few steps, in an
-order that rotates; the ratio of a round is taken within it, so that what the machine's other users do cancels as far as
-it lasts longer than a round. Interval: Student's t over the logarithms of the rounds' ratios.
+Naive: per-sample Python transforms in a DataLoader without workers, float32, NCHW, `loss.item()` every step. Defaults:
+`TrainConfig()` unchanged (batched input, channels_last, amp auto). Model, optimizer, batch size and DDP are the same. A third variant
+forces the other choice of amp, to show the effect of `auto`. Each round runs every variant for a few steps, in an order that rotates;
+ratios are computed within a round, so that load of other users cancels if it lasts longer than a round. Output: seconds per step
+(wall, CPU) and ratios with Student's t interval over the logarithms of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Step = Callable[[], None]
 
 
 class PerSample(Dataset):
-    """Pad, crop, mirror, scale and normalise one image at a time, as a first version of a project does."""
+    """Pad, crop, mirror, scale and normalise one image at a time, as in a first version of a project."""
 
     def __init__(self, data: TensorImages) -> None:
         self.images = data.images.permute(0, 3, 1, 2)
@@ -115,7 +115,7 @@ def _forever(epoch: Callable[[], Iterator]) -> Iterator:
 
 
 def measure(ranks: Ranks, step: Step, steps: int) -> tuple[float, float]:
-    """Seconds per step of the job: wall time (the ranks start together) and CPU time of all ranks."""
+    """Return seconds per step of the job: wall time (the ranks start together) and CPU time of all ranks."""
     ranks.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -136,7 +136,7 @@ _T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18,
 
 
 def ratio_interval(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """Geometric mean of a/b over the rounds and its 95 % interval.
+    """Return the geometric mean of a/b over the rounds and its 95 % interval.
 
     Raises:
         ValueError: fewer than 3 rounds.
@@ -173,13 +173,13 @@ def report(
             f"- {ranks.world_size} ranks ({ranks.backend}), {config.model}, {config.batch_size} samples per rank and step, "
             f"{torch.get_num_threads()} thread(s) per rank; amp auto = {amp} here"
         ),
-        f"- {rounds} rounds of {steps} steps of each way, interleaved in one job; two warm-up steps of each before",
+        f"- {rounds} rounds of {steps} steps of each variant, interleaved in one job; two warm-up steps of each before",
         (
             "- command: `OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node "
             f"{ranks.world_size} benchmarks/train_speed.py --rounds {rounds} --steps {steps} --write`"
         ),
         "",
-        "| way | wall ms/step | CPU ms/sample | samples/s | speed-up by CPU time (95 % interval) | by wall time (95 % interval) |",
+        "| variant | wall ms/step | CPU ms/sample | samples/s | speed-up by CPU time (95 % interval) | by wall time (95 % interval) |",
         "|---|---|---|---|---|---|",
     ]
     for name, rows in times.items():
@@ -195,7 +195,7 @@ def report(
     lines += [
         "",
         "naive: per-sample transforms in the training process, float32, NCHW, `loss.item()` every step. Medians over the",
-        "rounds; speed-ups are geometric means of the rounds' ratios. CPU time is of all ranks and holds whatever else the",
+        "rounds; speed-ups are geometric means of the rounds' ratios. CPU time is of all ranks and is valid whatever else the",
         "machine does; wall time does not.",
     ]
     return "\n".join(lines) + "\n"
@@ -204,12 +204,12 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="rounds, at least 3 (default: 12)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each way in a round (default: 4)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each variant in a round (default: 4)")
     parser.add_argument("--data", default="generated", help="data set, as for the training job (default: generated)")
     parser.add_argument(
         "--model", default="simple", choices=("simple", "resnet18", "resnet34"), help="(default: simple)"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} beside this file's results")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} next to this file's results")
     options = parser.parse_args()
     if options.rounds < 3 or options.steps < 1:
         parser.error("--rounds must be at least 3 and --steps at least 1")
@@ -218,19 +218,19 @@ def main() -> None:
     pixels, _ = share_pixels(config, ranks)
     amp = resolve_amp("auto", ranks.device)
     other = "off" if amp == "bf16" else "bf16"
-    ways: dict[str, Step] = {
+    variants: dict[str, Step] = {
         "naive": naive(ranks, config, pixels.train),
         f"shipped (amp {amp})": shipped(ranks, config, pixels.train, amp),
         f"shipped, but amp {other}": shipped(ranks, config, pixels.train, other),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for step in ways.values():
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for step in variants.values():
         measure(ranks, step, 2)
     load = [os.getloadavg()[0]]
     for round_number in range(options.rounds):
-        order = list(ways)
+        order = list(variants)
         for name in order[round_number % 3 :] + order[: round_number % 3]:
-            times[name].append(measure(ranks, ways[name], options.steps))
+            times[name].append(measure(ranks, variants[name], options.steps))
         if ranks.rank == 0:
             shown = ", ".join(f"{name} {rows[-1][0] * 1e3:.0f} ms" for name, rows in times.items())
             print(f"round {round_number + 1}/{options.rounds}: {shown}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""What the terminal view costs: CPU, memory, first screen and keys, beside a job of 2 to 4,096 ranks.
+"""Measures the cost of the terminal view: CPU, memory, first screen and keys, with jobs of 2 to 4,096 ranks.
 
     python benchmarks/tui.py [--ranks 2 64 1024 4096] [--seconds 20] [--launches 5] [--keys 40] [--write]
 
-A process of its own writes frames as a monitor does, twice and four times a second, every rank's numbers new in each.
-The view runs under tmux at 160x48 for CPU and memory (from /proc, of its process alone), and on a pseudo-terminal for
-the times: from its start to the first screen with data, and from a key to the first byte that answers it. CPU seconds
-are hardly changed by a busy machine, wall-clock times are: the load stands beside them.
+A separate process writes frames as a monitor does, twice and four times a second, with new numbers of every rank in each. The view
+runs under tmux at 160x48 for CPU and memory (from /proc, of its process alone), and on a pseudo-terminal for the times: from
+its start to the first screen with data, and from a key to the first byte of the answer. A busy machine hardly changes CPU seconds but
+changes wall-clock times, so its load is printed next to them. Columns: per cent of one core, MiB, seconds, milliseconds, bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from tests.tui.tmux import terminal  # noqa: E402 - the repository root is put on the path first
 
 WIDTH, HEIGHT = 160, 48
-SIZES = ((80, 24), (250, 70))  # of which the bytes of a frame are counted
+SIZES = ((80, 24), (250, 70))  # terminal sizes for which the bytes of a frame are counted
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 WRITER = """
 import sys
@@ -62,20 +62,20 @@ class Result:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process, its threads included, seconds."""
+    """Return user and system time of a process, its threads included, seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 def peak_mib(pid: int) -> float:
-    """Peak resident memory, MiB."""
+    """Return the peak resident memory, MiB."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
 
 @contextlib.contextmanager
 def writer(run: Path, ranks: int, hz: float) -> Iterator[None]:
-    """A live run: frames are written until the block ends."""
+    """Write frames of a live run until the block ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER.format(root=str(ROOT)), str(run), str(ranks), str(hz)], start_new_session=True
     )
@@ -83,7 +83,7 @@ def writer(run: Path, ranks: int, hz: float) -> Iterator[None]:
         import sqlite3
 
         end = time.monotonic() + 180
-        while True:  # until frames come one after the other
+        while True:  # until frames arrive one after another
             with (
                 contextlib.suppress(sqlite3.Error),
                 contextlib.closing(sqlite3.connect(f"file:{run}/run.db?mode=ro", uri=True)) as con,
@@ -104,10 +104,10 @@ def view_command(run: Path, hz: float) -> list[str]:
 
 
 def measure_cpu(run: Path, hz: float, seconds: float) -> tuple[float, float]:
-    """Per cent of one core under tmux, and peak memory, MiB."""
+    """Return per cent of one core under tmux, and peak memory, MiB."""
     with terminal(view_command(run, hz), (WIDTH, HEIGHT)) as t:
         t.until("RUNNING", 120)
-        time.sleep(2.0)  # start-up is measured by itself
+        time.sleep(2.0)  # start-up is measured separately
         pid = t.pid()
         before, begin = cpu_s(pid), time.monotonic()
         time.sleep(seconds)
@@ -133,7 +133,7 @@ class View:
         return os.read(self.master, 1 << 16) if ready else b""
 
     def first_screen(self) -> tuple[float, float]:
-        """Seconds from the start to the first screen with data, and CPU seconds used for it."""
+        """Return the seconds from the start to the first screen with data, and the CPU seconds used for it."""
         seen = b""
         while b"RUNNING" not in seen:
             seen += self.read(60.0)
@@ -142,7 +142,7 @@ class View:
         return time.monotonic() - self.begun, cpu_s(self.process.pid)
 
     def key(self, key: bytes) -> float | None:
-        """Milliseconds from a key to the first byte that answers; None where a frame came in between."""
+        """Return the milliseconds from a key to the first byte of the answer; None if a frame arrived in between."""
         while self.read(0.12):  # just after a frame: nothing else is drawn for a while
             pass
         begin = time.perf_counter()
@@ -174,7 +174,7 @@ def measure_times(run: Path, launches: int, keys: int, result: Result) -> None:
 
 
 def measure_bytes(run: Path, size: tuple[int, int], frames: int = 20) -> float:
-    """Return the bytes that the view writes to a terminal of this size for one new frame, in the mean."""
+    """Return the mean bytes that the view writes to a terminal of this size for one new frame."""
     view = View(run, size)
     try:
         view.first_screen()
@@ -190,7 +190,7 @@ def measure_bytes(run: Path, size: tuple[int, int], frames: int = 20) -> float:
 
 
 def interval(values: Sequence[float], rounds: int = 2000) -> tuple[float, float, float]:
-    """Median and its 95 % bootstrap interval."""
+    """Return the median and its 95 % bootstrap interval."""
     rng = random.Random(1)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(rounds))
     return statistics.median(values), medians[int(0.025 * rounds)], medians[int(0.975 * rounds)]
@@ -212,15 +212,15 @@ def measure(ranks: int, seconds: float, launches: int, keys: int) -> Result:
 
 
 def report(results: list[Result], seconds: float) -> str:
-    """Markdown, as it is kept."""
+    """Return the results as Markdown."""
     load = os.getloadavg()
     out = [
         "# What the terminal view costs",
         "",
         f"`python benchmarks/tui.py` on {os.cpu_count()} cores ({platform.machine()}, {platform.system()}), load average {load[0]:.1f} / {load[1]:.1f} / {load[2]:.1f}",
-        f"while it ran (other work included); Python {platform.python_version()}, {WIDTH}x{HEIGHT}, every rank's numbers new in every frame.",
+        f"while it ran (other work included); Python {platform.python_version()}, {WIDTH}x{HEIGHT}, with new numbers of every rank in each frame.",
         "",
-        "| ranks | CPU at 2 Hz | CPU at 4 Hz | peak memory | first screen | its CPU | key to answer | bytes a frame, 80x24 | 250x70 |",
+        "| ranks | CPU at 2 Hz | CPU at 4 Hz | peak memory | first screen | its CPU time | key to answer | bytes per frame, 80x24 | 250x70 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:

@@ -1,7 +1,7 @@
-"""all_gather: every rank's part on every rank. It is what FSDP does before forward and backward.
+"""all_gather: every rank gets every rank's part. FSDP uses it before forward and backward.
 
-S is what one rank receives, n parts; busbw = S/t x (n-1)/n. Counting one rank's part as S instead, as some tools do,
-gives a number n times smaller.
+S is what one rank receives, n parts; busbw = S/t x (n-1)/n. Some tools count one rank's part as S instead; their numbers are n
+times smaller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AllGather(Collective):
         return Buffers(own if in_place else job.empty(part), received)
 
     def fill(self, job: Ranks, pattern: Pattern, b: Buffers, root: int = 0) -> None:
-        b.received.zero_()  # first: in place, what is sent lies within it
+        b.received.zero_()  # first: in place, the sent part is inside it
         pattern.write(b.sent, job.rank)
 
     def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""all_reduce: every rank ends with the sum of all ranks' buffers. It is what DDP does with its gradients.
+"""all_reduce: every rank gets the sum of all ranks' buffers. DDP uses it for gradients.
 
 S is one rank's buffer. A ring moves 2(n-1)/n of it over every link, so busbw = S/t x 2(n-1)/n.
 """

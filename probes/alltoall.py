@@ -1,4 +1,4 @@
-"""all_to_all: every rank sends a different part to every rank. It is what expert parallelism does.
+"""all_to_all: every rank sends a different part to every rank. Expert parallelism uses it.
 
 S is one rank's whole buffer; it keeps 1/n of it, so busbw = S/t x (n-1)/n.
 """

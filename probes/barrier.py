@@ -1,6 +1,6 @@
-"""barrier: the time until all ranks have arrived and left. It moves no bytes: what is left is latency.
+"""barrier: the time until all ranks have arrived and left. It moves no bytes, so it measures latency.
 
-The cheapest question to ask first: do all ranks answer, and is one of them always the last?
+It is the cheapest first test: do all ranks respond, and is one of them always last?
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Barrier(Collective):
         return [0]
 
     def cases(self, job: Job, elements: int) -> list[tuple[str, int, bool, int]]:
-        return []  # nothing is carried that could be wrong
+        return []  # it transfers no values to check
 
     def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
         return Buffers(job.empty(0), job.empty(0))

@@ -1,4 +1,4 @@
-"""broadcast: the root's buffer to all ranks. It is how DDP copies parameters and buffers from rank 0.
+"""broadcast: the root's buffer to all ranks. DDP uses it to copy parameters and buffers from rank 0.
 
 S is the buffer; busbw = S/t: every link carries all of it once.
 """

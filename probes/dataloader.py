@@ -1,8 +1,8 @@
 """dataloader: how fast this machine can feed a training step, and with which settings.
 
-Throughput over num_workers first; around the best of those, prefetch_factor, persistent_workers, and on a GPU pinned
-memory and the way of the transfer, one at a time: they hardly interact, and the full product takes minutes. All ranks
-load at the same time, as they do in training. With your own data: --dataset package.module:function.
+Throughput over num_workers first; around the best of those, prefetch_factor, persistent_workers, and on a GPU pinned memory and
+the kind of transfer, one at a time: they hardly interact, and the full product takes minutes. All ranks load at the same time, as
+in training. With your own data: --dataset package.module:function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_WORTH_IT = 1.05  # a step must get shorter by this factor to recommend anoth
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is passed to DataLoader, and how a batch goes to the device."""
+    """Arguments of DataLoader, and how a batch is moved to the device."""
 
     workers: int
     prefetch: int | None = None  # torch's own default is 2; None without workers
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """As one writes it in code."""
+        """Return the setting as Python keyword arguments."""
         parts = [f"num_workers={self.workers}"]
         if self.prefetch is not None:
             parts.append(f"prefetch_factor={self.prefetch}")
@@ -57,17 +57,19 @@ class Setting:
 
 @dataclass(slots=True)
 class LoaderRow:
-    """One setting; rates are of one rank, the slowest."""
+    """One setting; rates are those of the slowest rank."""
 
     setting: Setting
     samples_per_s: float
     mb_per_s: float  # 10^6 bytes
-    first_batch_ms: float  # from iter() to the first batch: the workers' start, at every epoch unless persistent
+    first_batch_ms: (
+        float  # from iter() to the first batch: includes the workers' start, at every epoch unless persistent
+    )
     next_epoch_ms: float | None  # the same for the second epoch
-    wait_ms: float  # mean of the consumer's wait per batch when it computes for step_ms between two
-    wait_share: float  # of the consumer's time
+    wait_ms: float  # mean wait of the consumer per batch if it computes for step_ms between two batches
+    wait_share: float  # wait as a share of the consumer's time
     batches: int
-    rates: list[float] = field(default_factory=list)  # of pieces, for the interval and the baseline
+    rates: list[float] = field(default_factory=list)  # rates of blocks, for the interval and the baseline
     recommended: bool = False
 
 
@@ -110,7 +112,7 @@ class DataLoaderProbe(Probe):
                 break
             setting = queue.pop(0)
             row = measure(job, dataset, setting, max(0.08, seconds), options)
-            # Every rank must go the same way: all see the slowest rank's figures.
+            # Every rank must make the same choice: all use the slowest rank's figures.
             everyone = job.gather_all(row, f"dataloader: {setting.text}")
             rows.append(min(everyone, key=lambda r: r.samples_per_s))
         host_noise = noise.stop("dataloader")
@@ -178,7 +180,7 @@ class DataLoaderProbe(Probe):
 
 
 def make_dataset(options: Options) -> tuple[Any, str]:
-    """(dataset, what it is): the user's, or generated images in CIFAR-10's shape with its usual augmentation."""
+    """Return (dataset, description): the user's, or generated images in CIFAR-10's shape with its common augmentation."""
     if options.dataset:
         dataset = find_function("--dataset", options.dataset)()
         if not isinstance(dataset, IterableDataset) and not (
@@ -198,7 +200,7 @@ def make_dataset(options: Options) -> tuple[Any, str]:
 
 
 class GeneratedImages(torch.utils.data.Dataset):
-    """50,000 uint8 images, padded, cropped and mirrored one at a time, as most projects have it."""
+    """50,000 uint8 images, padded, cropped and mirrored one at a time, as in most projects."""
 
     def __init__(self) -> None:
         self.images = torch.randint(0, 256, (1000, 3, 40, 40), dtype=torch.uint8)
@@ -213,7 +215,7 @@ class GeneratedImages(torch.utils.data.Dataset):
 
 
 def around(setting: Setting, cuda: bool) -> list[Setting]:
-    """Variations of the best number of workers, one thing at a time."""
+    """Return variations of the best number of workers, changing one setting at a time."""
     if setting.workers == 0:
         return [replace(setting, pin_memory=True, transfer="non_blocking")] if cuda else []
     more = [
@@ -223,7 +225,7 @@ def around(setting: Setting, cuda: bool) -> list[Setting]:
     ]
     if cuda:
         more += [
-            replace(setting, persistent=True, transfer="non_blocking"),  # from pageable memory: still waits
+            replace(setting, persistent=True, transfer="non_blocking"),  # from pageable memory it still blocks
             replace(setting, persistent=True, pin_memory=True),
             replace(setting, persistent=True, pin_memory=True, transfer="non_blocking"),
         ]
@@ -231,7 +233,7 @@ def around(setting: Setting, cuda: bool) -> list[Setting]:
 
 
 def best(rows: list[LoaderRow], step_ms: float) -> LoaderRow:
-    """The shortest step with its wait for data, and of those within 5 % of it the one with fewest workers."""
+    """Return the setting with the shortest step including its wait for data; of those within 5 %, the one with the fewest workers."""
     shortest = min(step_ms + r.wait_ms for r in rows)
     return min(
         (r for r in rows if step_ms + r.wait_ms <= shortest * NOT_WORTH_IT),
@@ -240,7 +242,7 @@ def best(rows: list[LoaderRow], step_ms: float) -> LoaderRow:
 
 
 def judge(result: Result, options: Options) -> None:
-    """Recommend; a verdict other than pass only for noise: there is no right speed for a data loader."""
+    """Recommend a setting; the verdict differs from pass only for noise: there is no right speed for a data loader."""
     rows: list[LoaderRow] = result.rows
     decide.host_noise(result)
     chosen = best(rows, options.step_ms)
@@ -258,7 +260,7 @@ def judge(result: Result, options: Options) -> None:
 
 
 def measure(job: Job, dataset: Any, setting: Setting, seconds: float, options: Options) -> LoaderRow:
-    """One setting: throughput in the first half of the time, the consumer's wait in the second."""
+    """Measure one setting: throughput in the first half of the time, the consumer's wait in the second."""
     job.barrier("dataloader: next setting")
     extra: dict[str, Any] = (
         {"prefetch_factor": setting.prefetch, "persistent_workers": setting.persistent} if setting.workers else {}
@@ -298,7 +300,7 @@ def measure(job: Job, dataset: Any, setting: Setting, seconds: float, options: O
         next(batches)
         next_epoch_ms = (time.perf_counter() - begin) * 1e3
     del batches, loader  # ends the workers before the next setting is measured
-    # What was prefetched while nothing was measured is no measure of the loader.
+    # Batches prefetched outside the measurement must not count.
     waits = waits[setting.workers * (setting.prefetch or 0) :] or waits
     wait_s = float(np.mean(waits)) if waits else options.batch_size / rate
     return LoaderRow(
@@ -332,9 +334,9 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 def consumer_waits(
     batches: Iterator[Any], setting: Setting, job: Job, step_s: float, seconds: float
 ) -> Iterator[float]:
-    """Seconds that a consumer waits for each batch when it is busy for `step_s` between two.
+    """Return the seconds that a consumer waits for each batch if it is busy for `step_s` between two.
 
-    It sleeps, as a training step on a GPU leaves the CPUs to the workers.
+    It sleeps, since a training step on a GPU leaves the CPUs to the workers.
     """
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""gather: every rank's part to the root.
+"""gather: the root gets every rank's part.
 
 S is what the root receives, n parts; (n-1)/n of it comes over the network, so busbw = S/t x (n-1)/n.
 """

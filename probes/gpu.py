@@ -1,7 +1,7 @@
-"""gpu: every GPU of this host: its health as NVML reports it, and whether it reaches its published peak.
+"""gpu: every GPU of this host: its health from NVML, and whether it reaches its published peak.
 
-Matrix products per element type, device memory bandwidth, copies from and to the host and between GPUs. A GPU that
-is healthy by its counters and slow by its figures is the one that a job waits for.
+Matrix products per element type, device memory bandwidth, copies from and to the host and between GPUs. A GPU with healthy
+counters and low rates slows down the whole job.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict.result import Measure, Result, Verdict, host_class
 from distdiag.terms.units import size_text
 
-LOW_MATMUL = 0.50  # of the published peak: healthy cards reach 70 to 90 %
-LOW_MEMORY = 0.70  # healthy cards reach 85 to 95 %
-LOW_PCIE = 0.55  # of the link's rate, pinned; healthy hosts reach 80 to 90 %
+LOW_MATMUL = 0.50  # share of the published peak; healthy cards reach 70 to 90 %
+LOW_MEMORY = 0.70  # the same for memory bandwidth; healthy cards reach 85 to 95 %
+LOW_PCIE = 0.55  # share of the link's rate, pinned; healthy hosts reach 80 to 90 %
 _ELEMENT_TYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -65,7 +65,7 @@ class Gpu(Probe):
     _absent: str | None = None
 
     def _anywhere(self, job: Job) -> bool:
-        """All ranks must agree on whether there is a driver before rank 0 goes off alone."""
+        """True if any rank has a driver: all ranks must agree before rank 0 measures alone."""
         try:
             with gpus.nvml():
                 pass
@@ -136,7 +136,7 @@ class Gpu(Probe):
                     row.device_to_device_gbps[other] = peer_gbps(device, torch.device("cuda", other), each / usable)
 
     def _judge_rates(self, result: Result, row: GpuRow, g: gpus.GpuFacts, contended: bool) -> None:
-        """Below what healthy cards reach is a failure, and inconclusive where others use the GPU."""
+        """A rate below what healthy cards reach is a failure, or inconclusive if other processes use the GPU."""
         verdict = Verdict.INCONCLUSIVE if contended else Verdict.FAIL
         contention = " while other processes use it" if contended else ""
         for dtype, share in row.tflops_of_peak.items():
@@ -219,7 +219,7 @@ def _or(value: Any, none: str) -> str:
 
 
 def _median_seconds(device: torch.device, work: Callable[[], object], seconds: float, warm_up: int = 3) -> float:
-    """Median time of `work` by CUDA events, on the device's own clock, over about `seconds`."""
+    """Return the median time of `work` by CUDA events, on the device's own clock, over about `seconds`."""
     for _ in range(warm_up):
         work()
     torch.cuda.synchronize(device)
@@ -236,7 +236,7 @@ def _median_seconds(device: torch.device, work: Callable[[], object], seconds: f
 
 
 def matmul_tflops(device: torch.device, dtype: str, seconds: float, n: int = 8192) -> float | None:
-    """TFLOP/s (10^12) of an n x n product: 2 n^3 / t. Random data: zeros draw less power and run faster.
+    """Return the TFLOP/s (10^12) of an n x n product: 2 n^3 / t. Random data: zeros draw less power and run faster.
 
     Args:
         dtype: A torch type's name, or `tf32`: float32 with TensorFloat-32 allowed.
@@ -257,14 +257,14 @@ def matmul_tflops(device: torch.device, dtype: str, seconds: float, n: int = 819
 
 
 def memory_gbps(device: torch.device, seconds: float, size_bytes: int = 2**30) -> float:
-    """Device memory bandwidth, GB/s, of a copy on the device: bytes read and written."""
+    """Return the device memory bandwidth, GB/s, of a copy on the device: bytes read and written."""
     source = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size_bytes / _median_seconds(device, lambda: target.copy_(source), seconds) / 1e9
 
 
 def copy_gbps(device: torch.device, pinned: bool, to_device: bool, seconds: float, size_bytes: int = 2**28) -> float:
-    """Host-to-device or device-to-host copy, GB/s, from page-locked or pageable memory."""
+    """Return the rate of a host-to-device or device-to-host copy, GB/s, from page-locked or pageable memory."""
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
     there = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     source, target = (host, there) if to_device else (there, host)
@@ -272,7 +272,7 @@ def copy_gbps(device: torch.device, pinned: bool, to_device: bool, seconds: floa
 
 
 def peer_gbps(source: torch.device, target: torch.device, seconds: float, size_bytes: int = 2**28) -> float:
-    """Copy from one GPU to another, GB/s."""
+    """Return the rate of a copy from one GPU to another, GB/s."""
     a = torch.empty(size_bytes, dtype=torch.uint8, device=source)
     b = torch.empty(size_bytes, dtype=torch.uint8, device=target)
     return size_bytes / _median_seconds(source, lambda: b.copy_(a, non_blocking=True), seconds) / 1e9

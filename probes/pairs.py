@@ -2,7 +2,7 @@
 
 A collective is as slow as its slowest link, but does not show which one. In a round-robin tournament (circle method) all
 ranks are busy in every round, and no two pairs share a rank; with an odd number of ranks a different one rests in each
-round. A rank that is slow in nearly all its pairs is slow itself; a slow pair of two good ranks is a slow link.
+round. A rank that is slow in nearly all its pairs is slow itself; a slow pair of two healthy ranks is a slow link.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tu
     slow_ranks: dict[int, tuple[int, int]] = {}
     if ranks >= 4:  # with three ranks, of which one is slow, the median pair is slow
         counts = {r: sum(r in pair for pair in slow) for r in range(ranks)}
-        # the worst first: a good rank is slow in its pairs with slow ranks
+        # the worst first: a healthy rank is also slow in its pairs with slow ranks
         for rank in sorted(counts, key=lambda r: -counts[r]):
             left = sum(rank in pair and not any(o in slow_ranks for o in pair) for pair in slow)
             of = ranks - 1 - len(slow_ranks)
@@ -196,7 +196,7 @@ def judge(result: Result, injected: list[Injection]) -> None:
 def _measure_pair(
     job: Job, peer: int, small: torch.Tensor, large: list[torch.Tensor], seconds: float
 ) -> tuple[float, float, bool, list[float]]:
-    """Return (median round trip us, GB/s of one direction, correct, some round trips) of this rank with `peer`.
+    """Return (median round trip in µs, GB/s of one direction, correct, some round trips) of this rank with `peer`.
 
     After each batch the lower rank decides whether another follows.
     """

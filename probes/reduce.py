@@ -1,4 +1,4 @@
-"""reduce: the sum of all ranks' buffers on the root alone.
+"""reduce: only the root gets the sum of all ranks' buffers.
 
 S is one rank's buffer; busbw = S/t.
 """
@@ -29,7 +29,7 @@ class Reduce(Collective):
 
     def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
         if job.rank != root:
-            return []  # what the other ranks' buffers hold afterwards is not defined
+            return []  # the other ranks' buffers are undefined afterwards
         return [Segment(pattern.total(), start=0, count=elements)]
 
 

@@ -1,4 +1,4 @@
-"""reduce_scatter: the sum of all ranks' buffers, every rank keeping its part. It is what FSDP does in backward.
+"""reduce_scatter: the sum of all ranks' buffers, of which every rank keeps its part. FSDP uses it in backward.
 
 S is one rank's whole input; busbw = S/t x (n-1)/n.
 """
@@ -27,7 +27,7 @@ class ReduceScatter(Collective):
         return Buffers(sent, own if in_place else job.empty(part))
 
     def fill(self, job: Ranks, pattern: Pattern, b: Buffers, root: int = 0) -> None:
-        b.received.zero_()  # first: in place, it lies within what is sent
+        b.received.zero_()  # first: in place, it is inside the sent buffer
         pattern.write(b.sent, job.rank)
 
     def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""scatter: the root's n parts, one to every rank.
+"""scatter: the root sends a different part to every rank.
 
 S is what the root sends, n parts; (n-1)/n of it goes over the network, so busbw = S/t x (n-1)/n.
 """

@@ -1,4 +1,4 @@
-"""send and recv: each rank sends to its right neighbour while it receives from its left. It is pipeline traffic.
+"""send and recv: each rank sends to its right neighbour while it receives from its left. Pipelines use it.
 
 S is one message; busbw = S/t.
 """

@@ -1,8 +1,8 @@
 """step: the time of one training step under each strategy, on one model and one global batch.
 
-Every strategy takes the same step. Reported are time, speed-up, efficiency, memory per rank, and the share of
-communication that is not hidden. On the CPU, where torch's DataParallel silently runs one process, replicas on threads
-replace it, and are labelled so. `--ranks 1,2,4` compares numbers of ranks in interleaved rounds.
+Every strategy takes the same step. Reported are time, speed-up, efficiency, memory per rank, and the share of exposed
+communication. On the CPU, where torch's DataParallel silently runs one process, replicas on threads replace it and are labelled as
+such. `--ranks 1,2,4` compares numbers of ranks in interleaved rounds.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _cases(job: Job, batch: int) -> tuple[list[Case], dict[Case, str]]:
 
 
 def _measure_all(job: Job, cases: list[Case], batch: Batch) -> tuple[list[Block], list[Case]]:
-    """Return the blocks (on rank 0), and the cases for which the budget was too short."""
+    """Return the blocks (on rank 0), and the cases for which the budget was too small."""
     blocks: list[Block] = []
     for i, case in enumerate(cases):
         seconds = job.agree([job.left_s() * 0.85 / (len(cases) - i)], "step: next strategy")[0]

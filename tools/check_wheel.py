@@ -33,7 +33,7 @@ NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", "reports", "*.egg-info", "*.so", "__pycache__", ".*_cache", ".hypothesis"
 )
 
-# Enough steps for the live readers to meet it; it ends when they are done.
+# Enough steps for the live readers; the job is ended after them.
 JOB = """\
 import os, pathlib, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -54,7 +54,7 @@ dist.destroy_process_group()
 
 
 class Failed(Exception):
-    """A check that did not pass; the text is shown."""
+    """A check failed; the text is printed."""
 
 
 def main() -> int:
@@ -108,7 +108,7 @@ def build(work: Path) -> tuple[Path, Path]:
 
 
 def check_contents(sdist: Path, wheel: Path) -> None:
-    """Every source file is in both archives, nothing else is in the wheel, and the hooks are compiled where they can be."""
+    """Check that every source file is in both archives, nothing else is in the wheel, and the hooks are compiled if possible."""
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "distdiag").rglob("*") if p.suffix in DATA}
     probes = {f"distdiag/{p.relative_to(ROOT)}" for p in (ROOT / "probes").rglob("*.py")}
     with zipfile.ZipFile(wheel) as z:
@@ -141,7 +141,7 @@ def has_compiler() -> bool:
 
 
 class Environment:
-    """A virtual environment with the wheel and nothing but what the wheel asks for."""
+    """A virtual environment with only the wheel and its requirements."""
 
     def __init__(self, path: Path, wheel: Path, from_index: bool) -> None:
         self.path = path
@@ -188,7 +188,7 @@ class Environment:
 
 
 def declared(wheel: Path, extras: bool) -> list[metadata.Distribution]:
-    """The distributions that the wheel requires, and those that they require in turn."""
+    """Return the distributions that the wheel requires, directly and indirectly."""
     with zipfile.ZipFile(wheel) as z:
         text = z.read(next(n for n in z.namelist() if n.endswith(".dist-info/METADATA"))).decode()
     requires = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("Requires-Dist:")]
@@ -215,7 +215,7 @@ def declared(wheel: Path, extras: bool) -> list[metadata.Distribution]:
 
 
 def link(distribution: metadata.Distribution, directory: Path) -> None:
-    """Make every top-level file and folder of an installed distribution visible in `directory`."""
+    """Link every top-level file and folder of an installed distribution into `directory`."""
     for name in {Path(f).parts[0] for f in distribution.files or ()} - {"..", "__pycache__"}:
         source = Path(str(distribution.locate_file(name)))
         if source.exists() and not (directory / name).exists():
@@ -226,7 +226,7 @@ def link(distribution: metadata.Distribution, directory: Path) -> None:
 
 
 def check_base(env: Environment) -> None:
-    """Without extras: a recorded job, the live readers, the verdict; the screen and the report name their extra."""
+    """Check without extras: a recorded job, the live readers, the verdict; the screen and the report name their extra."""
     (env.cwd / "job.py").write_text(JOB)
     env.run("distdiag", "--version")
     where = env.run("python", "-c", "import distdiag; print(distdiag.__file__)").strip()
@@ -256,7 +256,7 @@ def check_base(env: Environment) -> None:
     env.run("distdiag", "diagnose", shows="ended: ")
     env.run("distdiag", "tui", "--once", shows="rank")
     env.run("distdiag", "report", "--format", "text")
-    if not env.from_index:  # a package of an extra may be there anyway
+    if not env.from_index:  # a package of an extra may be installed anyway
         env.run("distdiag", "tui", code=2, shows="distdiag[tui]")
         env.run("distdiag", "tui", "--web", code=2, shows="distdiag[web]")
         env.run("distdiag", "report", code=2, shows="distdiag[report]")
@@ -281,7 +281,7 @@ def wait_for_steps(env: Environment, job: subprocess.Popen[bytes], log: Path) ->
 
 
 def check_commands(env: Environment) -> None:
-    """With all extras: every command on the run that was recorded."""
+    """Check with all extras: every command on the recorded run."""
     from_json(env.run("distdiag", "diagnose", "--json"), "distdiag.findings/1")
     env.run("distdiag", "tui", "--once", shows="rank")
     from_json(env.run("distdiag", "tui", "--once", "--json"), "distdiag.snapshot/1")
@@ -300,7 +300,7 @@ def check_commands(env: Environment) -> None:
 
 
 def from_json(text: str, schema: str) -> None:
-    """Fail unless `text` is one object that docs/schemas describes."""
+    """Fail unless `text` is one object that is valid against docs/schemas."""
     path = ROOT / "docs" / "schemas" / (schema.removeprefix("distdiag.").replace("/", "-") + ".json")
     try:
         jsonschema.validate(json.loads(text), json.loads(path.read_text()))

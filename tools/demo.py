@@ -24,7 +24,7 @@ def main() -> int:
     print("To watch them, open a second terminal and type:")
     print(f"  {BIN / 'distdiag'} tui {HERE / run}\n", flush=True)
 
-    # torchrun would set one thread per rank, with a warning; the cores are shared fairly instead
+    # torchrun would set one thread per rank, with a warning; instead the ranks share the cores equally
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 2) // 2))}
     try:
         trained = subprocess.call(

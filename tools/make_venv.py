@@ -1,10 +1,10 @@
 """Make or refresh .venv; standard library only, as it runs before anything is installed.
 
-A torch that the machine has already (2.10 or newer) is left alone: the environment sees it through
-`--system-site-packages`, or, where it lies in another virtual environment, through a .pth file. Where there is none, one
-named version is installed: a bare `torch` may bring gigabytes of CUDA packages to a machine without a GPU.
+A torch that the machine already has (2.10 or newer) is reused: the environment sees it through `--system-site-packages` or, if it is in
+another virtual environment, through a .pth file. Otherwise one named version is installed: a bare `torch` may bring gigabytes of
+CUDA packages to a machine without a GPU.
 
-Nothing is asked of the network when .venv is up to date.
+If .venv is up to date, no network is used.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
         except subprocess.CalledProcessError:
             print("the versions in constraints.txt are not to be had here; installing the newest allowed", flush=True)
             pip(*install)
-        # packages seen in the outer environment were not installed again, so their commands are not in .venv/bin
+        # packages of the outer environment were not installed again, so their commands are missing in .venv/bin
         if missing := [p for p, command in _COMMANDS.items() if not (VENV / "bin" / command).exists()]:
             pip("--ignore-installed", "--no-deps", "-c", str(constraints), *missing)
     except subprocess.CalledProcessError as e:
@@ -68,8 +68,8 @@ def main() -> int:
 
 
 def fingerprint() -> str:
-    """What the environment was made of and where: another checkout, another dependency or other C code means making it
-    again, the settings of a linter do not."""
+    """Return a hash of what the environment was made of and where: another checkout, dependency or C code requires a new one; a
+    linter's settings do not."""
     import tomllib  # not in the Pythons that `main` refuses
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -81,7 +81,7 @@ def fingerprint() -> str:
 
 
 def find_torch(python: str) -> tuple[str, str] | None:
-    """Version and site-packages of the torch that `python` imports, if it is new enough."""
+    """Return version and site-packages of the torch that `python` imports, if it is new enough."""
     try:
         answer = subprocess.run([python, "-c", _ASK_TORCH], capture_output=True, text=True, cwd="/", check=False)
     except OSError:
@@ -95,7 +95,7 @@ def find_torch(python: str) -> tuple[str, str] | None:
 
 
 def create() -> None:
-    """An empty .venv that sees the machine's own torch where there is one; one that is there already is kept."""
+    """Create an empty .venv that sees the machine's own torch, if any; an existing one is kept."""
     if PYTHON.exists():
         return
     torch = find_torch(sys.executable)

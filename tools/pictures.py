@@ -25,11 +25,11 @@ from tests.tui.drive import showing
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 1200  # 64 ranks on two cores take six minutes
-HEALTHY_STEPS = 200  # until the picture of a job without a fault
+HEALTHY_STEPS = 200  # before the picture of a healthy job
 SIZE = (130, 34)
-FRAME_S, FILMED = 1.5, 7  # between two pictures of the recording, and how many of them before the finding
+FRAME_S, FILMED = 1.5, 7  # seconds between two pictures of the recording; number of them before the finding
 LAST = (("9",), ("5",))  # keys to the screens that end the recording: timeline, findings
-# job: (its command, ranks, the kinds of finding to wait for or none, {picture: keys that lead to the screen})
+# job: (command, ranks, kinds of finding to wait for or none, {picture: keys that open the screen})
 JOBS = {
     "straggler": (
         ["-m", "distdiag.run", "train_dialogs.py"], 3, ("straggler",), {"ranks": (), "heat": ("3",)},
@@ -45,7 +45,7 @@ JOBS = {
         {"deadlock": ("9",), "findings": ("5",), "replay": ("left_curly_bracket",)},
     ),
 }  # fmt: skip
-# 64 ranks that mostly sleep, so that two cores are enough for them; the files of ranks 37 and 38 are on a slow disk
+# 64 ranks that sleep nearly all the time, so that two cores are enough; the files of ranks 37 and 38 are on a slow disk
 MANY = """
 import time
 import torch, torch.distributed as dist
@@ -87,7 +87,7 @@ SCRIPTS = {
 
 @contextlib.contextmanager
 def running(job: list[str], ranks: int, run: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a job in the current directory; end it and its ranks on the way out."""
+    """Start a job in the current directory; end it and its ranks on exit."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DISTDIAG_RUN_DIR": str(run)}
     with Path("job.log").open("wb") as log:
@@ -103,21 +103,21 @@ def running(job: list[str], ranks: int, run: Path) -> Iterator[subprocess.Popen[
 
 
 def wait_for_finding(run: Path, kinds: tuple[str, ...], process: subprocess.Popen[bytes]) -> None:
-    """Wait until the run has an open finding of one of these kinds; of a job without a fault, for some steps."""
+    """Wait until the run has an open finding of one of these kinds, or for a healthy job, for some steps."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(DistdiagError), open_run(run) as opened:
             if _found(run, kinds) or (
                 not kinds and (opened.query("SELECT max(step) FROM step")[0][0] or 0) >= HEALTHY_STEPS
             ):
-                time.sleep(2)  # the frames of the same moment
+                time.sleep(2)  # until its frames are written
                 return
         time.sleep(0.5)
     raise SystemExit(f"pictures: error: no {' or '.join(kinds)} within {DEADLINE_S} s\n{Path('job.log').read_text()}")
 
 
 async def draw(directory: Path, run: Path, pictures: dict[str, tuple[str, ...]]) -> None:
-    """Write the screens that the keys lead to."""
+    """Write the screens that the keys open."""
     for name, keys in pictures.items():
         async with showing(run, SIZE, Ui()) as screen:
             await screen.press(*keys)
@@ -147,7 +147,7 @@ async def record(directory: Path, run: Path, kinds: tuple[str, ...], process: su
 
 
 def film(pictures: list[str], seconds: float) -> str:
-    """Return one SVG that shows the pictures in turn; without animation, the last one."""
+    """Return one SVG that shows the pictures one after another; without animation, the last one."""
     head, n = pictures[0].partition("\n")[0], len(pictures)
     style = (
         f"@keyframes turn {{ 0% {{ visibility: visible }} {100 / n:.3f}% {{ visibility: hidden }} 100% {{ visibility: hidden }} }} "

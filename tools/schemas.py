@@ -49,7 +49,7 @@ ERROR = {
     "required": ["schema", "error"],
 }
 
-ALL_PROBES = {  # of `probe all --json`
+ALL_PROBES = {  # for `probe all --json`
     "type": "object",
     "properties": {
         "schema": {"const": "distdiag.probe/1"},
@@ -67,13 +67,13 @@ ALL_PROBES = {  # of `probe all --json`
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """The JSON Schema of one output. Every key is always present; new keys may be added within the same version."""
+    """Return the JSON Schema of one output. Every key is always present; new keys may be added within the same version."""
     command, made_by, added, hidden = SCHEMAS[name]
     body = msgspec.json.schema(made_by)
     kinds = body.pop("$defs")
     top = kinds.pop(body["$ref"].rpartition("/")[2])
     for kind in (top, *kinds.values()):
-        kind.pop("description", None)  # a docstring: its wording is no part of the contract
+        kind.pop("description", None)  # a docstring: its wording is not part of the contract
         if "properties" in kind:
             kind["required"] = sorted(kind["properties"])
             for about in kind["properties"].values():
@@ -102,7 +102,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def file_name(schema: str) -> str:
-    """`distdiag.findings/1` is in `findings-1.json`."""
+    """Return the file name of a schema: `distdiag.findings/1` is in `findings-1.json`."""
     return schema.removeprefix("distdiag.").replace("/", "-") + ".json"
 
 
