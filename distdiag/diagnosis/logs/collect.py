@@ -16,9 +16,11 @@ from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
 MAX_EVENTS = 50_000
 MAX_OF_ONE = 8  # events of one kind by one writer; the rest are counted
+MAX_OF_SHAPE = 1 << 15  # lines that differ in numbers only; of more ranks than that, the first ones are judged
 MAX_FRAMES = 64  # of one traceback
 MAX_WRITERS = 1 << 16
 
+_DIGITS = str.maketrans("", "", "0123456789")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
 _CALL = re.compile(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
 _EXCEPTION = re.compile(
@@ -103,6 +105,7 @@ class Collector:
         self._table = tables.Tables()
         self._spawned: int | None = None
         self._order = 0
+        self._shapes: dict[str, int] = {}
         self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
         self._last_error: tuple[object, ...] | None = None
         self._by_path: dict[Path, set[int]] = {}  # ranks that lines of a file name themselves
@@ -131,6 +134,8 @@ class Collector:
         self._order += 1
         if self._order > self._watch_until and not may_matter(text):
             return
+        if self._repeated(text):
+            return
         who = writer(text)
         if rank is not None:
             who.rank = rank
@@ -158,6 +163,14 @@ class Collector:
             if self._last_error == source and self._order <= self._watch_until:
                 what = re.sub(r"^(?:\[[^\]]*\]:? ?)+", "", text)[:200]
                 self._add("nccl_warning", Role.HINT, {"what": what}, who, path, number, text)
+
+    def _repeated(self, text: str) -> bool:
+        """True for a message that was printed very often already, with other numbers."""
+        shape = text[:160].translate(_DIGITS)
+        if shape not in self._shapes and len(self._shapes) >= MAX_WRITERS:
+            return False
+        count = self._shapes[shape] = self._shapes.get(shape, 0) + 1
+        return count > MAX_OF_SHAPE
 
     def _trace(self, source: tuple[object, ...], text: str, who: Writer, path: Path, number: int) -> bool:
         """Follow tracebacks; True if the line is a frame of one."""

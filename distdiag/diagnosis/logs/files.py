@@ -21,11 +21,13 @@ from typing import IO
 from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.files import find
 from distdiag.diagnosis.dumps.naming import name_ranks
-from distdiag.diagnosis.logs.patterns import NEEDLES
+from distdiag.diagnosis.logs.patterns import HEADS, NEEDLES
 from distdiag.diagnosis.logs.prefixes import is_object, is_record
 from distdiag.terms.untrusted import is_rank
 
 BLOCK_BYTES = 1 << 16
+DENSE = 256  # needles in one block, above which it is split as a whole
+LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
 MAX_BYTES = 32 << 30  # of one file, unpacked
 MAX_FILES = 1 << 16
@@ -121,7 +123,7 @@ def _encoding(head: bytes) -> str:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of the lines of all blocks that hold a needle, without their ends.
+    """Yield (number, text) of the lines that hold a needle, and of those that may belong to one before; last an empty one.
 
     A carriage return ends a line, too: a progress bar writes the next message after it.
 
@@ -131,16 +133,46 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 1
     with opened(path) as f:
         for block in _blocks(f):
-            count = block.count(b"\n")
-            if any(needle in block for needle in NEEDLES):
-                at = number
-                for raw in block.split(b"\n"):
+            at, counted = number, 0
+            for start, end in _regions(block):
+                at += block.count(b"\n", counted, start)
+                counted = start
+                for i, raw in enumerate(block[start:end].split(b"\n")):
                     for part in raw.split(b"\r") if b"\r" in raw else (raw,):
                         if part:
-                            yield at, part[:MAX_LINE_BYTES].decode("utf-8", "replace")
-                    at += 1
-            number += count
+                            yield at + i, part[:MAX_LINE_BYTES].decode("utf-8", "replace")
+            number += block.count(b"\n")
     yield number, ""  # how many there were
+
+
+def _regions(block: bytes) -> list[tuple[int, int]]:
+    """Return the parts of a block to look at, as (start, end) of whole lines, in order and apart."""
+    found: list[tuple[int, int]] = []
+    for needle in NEEDLES:
+        at = block.find(needle)
+        more = LINES_AFTER if needle in HEADS else 0
+        while at >= 0:
+            start, end = block.rfind(b"\n", 0, at) + 1, _end(block, at)
+            for _ in range(more):
+                end = _end(block, end + 1)
+            found.append((start, end))
+            if len(found) > DENSE:
+                return [(0, len(block))]
+            at = block.find(needle, _end(block, at))
+    found.sort()
+    apart: list[tuple[int, int]] = []
+    for start, end in found:
+        if apart and start <= apart[-1][1]:
+            apart[-1] = (apart[-1][0], max(end, apart[-1][1]))
+        else:
+            apart.append((start, end))
+    return apart
+
+
+def _end(block: bytes, at: int) -> int:
+    """Return where the line around `at` ends."""
+    end = block.find(b"\n", min(at, len(block)))
+    return end if end >= 0 else len(block)
 
 
 def _blocks(f: IO[bytes]) -> Iterator[bytes]:

@@ -139,12 +139,13 @@ TABLE: tuple[Pattern, ...] = (
 
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _MORE = (
-    "Traceback (most recent call last)", 'File "', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
+    "Traceback (most recent call last)", 'File "', 'File \\"', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
     "Stack trace of the failed", " from /", "Process name: [[", "Exit code:", "terminated with the following error",
     "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:",
 )  # fmt: skip
 _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_MORE)))
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
+HEADS = (b'File "', b'File \\"', b"Last error:", b"traceback :")  # the next lines belong to it, whatever they contain
 
 
 def may_matter(text: str) -> bool:
