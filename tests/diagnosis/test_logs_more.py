@@ -110,3 +110,37 @@ def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     )
     report = diagnose(tmp_path, text)
     assert report.findings == () and report.state_text == "stopped by Ctrl-C (SIGINT)"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank1]:[W TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=50): Failed to recv, got 0 bytes. Did the remote server shutdown or crash?",
+        "[rank1]:[W1028 10:11:12.345 TCPStore.cpp:125] [c10d] recvValue failed on TCPStore: Broken pipe",
+        "[W socket.cpp:426] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).",
+        "h1:1:1 [0] NCCL INFO Call to connect to 10.1.1.1<7> failed : Connection refused, retrying",
+        "h1:1:1 [0] ofi_init.cc:1 NCCL WARN NET/OFI Only EFA provider is supported",
+        "[ 1.2] NVRM: Xid (PCI:0000:3b:00): 45, pid=7, name=python, Ch 00000010",
+        "h1:1:1 [0] NCCL INFO [Service thread] Connection closed by localRank 0",
+    ],
+)
+def test_what_healthy_jobs_print_too(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, f"step 1\n{line}\nstep 2\n").findings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "word"),
+    [
+        (
+            "run.sh: line 28:  8156 Killed                  python3 main.py\n",
+            "killed",
+            "process 8156 was killed by SIGKILL",
+        ),
+        ("    exitCode: 137\n", "killed", "SIGKILL"),
+        ("command terminated with exit code 139\n", "killed", "SIGSEGV"),
+        ("Fatal Python error: Segmentation fault\n", "crashed", "native code"),
+    ],
+)
+def test_how_shells_and_containers_report_an_end(tmp_path: Path, text: str, cause: str, word: str) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", cause, ()) and word in f.message

@@ -36,6 +36,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker, killed by {signal}", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: the port is in use", "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"),
     "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
+    "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made another call than the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),

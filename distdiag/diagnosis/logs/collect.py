@@ -254,6 +254,8 @@ class Collector:
         for key in ("a", "b", "r", "waiter"):  # the ranks that a message is about exist
             if key in fields and fields[key].isdigit() and len(fields[key]) < 7 and name != "unique_id":
                 out.ranks.add(int(fields[key]))
+        if who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START):
+            return
         key = (name, path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.events) >= MAX_EVENTS:

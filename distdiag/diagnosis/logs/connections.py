@@ -161,17 +161,6 @@ def lost(found: Collected) -> list[Finding]:
         if first:
             todo = "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow"
         return [_finding([*errors, *warnings[:4]], message, todo, kind="rank_lost", cause="crashed")]
-    if warnings:
-        _, text = who(warnings)
-        return [
-            _finding(
-                warnings,
-                f"NCCL warns on {text}: {shortened(warnings[0].fields['what'], 200)}",
-                "see the lines around it in the log",
-                kind="rank_lost",
-                cause="crashed",
-            )
-        ]
     gloo = [e for e in found.events if e.name == "gloo_timeout"]
     if gloo:
         _, text = who(gloo)

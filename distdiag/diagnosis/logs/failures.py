@@ -20,6 +20,7 @@ from distdiag.terms.untrusted import is_rank
 _HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
 # of the device, or of how the job was started: no consequence of another failure
 _ALWAYS = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice")
+_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
 HANDLED_LINES = 500  # a log that goes on for so long shows that an exception was caught
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -213,12 +214,14 @@ def _single(found: Collected, known_pids: set[int | None]) -> list[Exit]:
         base = Exit("line", path=str(e.path), line=e.line, host=e.fields.get("host", ""))
         if e.name == "exit_tasks":
             how = e.fields["how"]
-            code = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}.get(
-                how
-            )
+            code = _OF_TEXT.get(how)
             base.code = code if code is not None else int(how.rpartition(" ")[2][:6])
             tasks = [None] if found.torchrun else _tasks(e.fields["tasks"])  # a node, if torchrun started the ranks
             out += [Exit("srun", t, None, base.host, base.code, path=base.path, line=base.line) for t in tasks]
+            continue
+        if e.name == "exit_shell":
+            base.code, base.pid = _OF_TEXT[e.fields["how"]], int(pid[:9])
+            out.append(base)
             continue
         if e.name == "ray_worker":
             base.launcher, base.code, base.pid = "ray", 1, int(pid[:9]) if pid else None

@@ -86,13 +86,14 @@ TABLE: tuple[Pattern, ...] = (
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
     # -- devices
     _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
-    _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
+    _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("device_lost", C, "has fallen off the bus", r"GPU has fallen off the bus"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,200})"),
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
     _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable)[^\n]{1,120})"),
     _row("cuda_error", C, "Cuda failure", r"Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
     # -- memory and signals of the host
+    _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
     _row("shm_full", C, "creating shared memory segment", r"NCCL WARN Error while creating shared memory segment"),
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
     _row("shm_full", C, "out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
@@ -109,6 +110,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("ray_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
+    _row("exit_unnamed", E, "xit code 13", r"exit code (?P<code>13[4-9])\b"),
+    _row("exit_unnamed", E, "xitCode: 13", r"exitCode: (?P<code>13[4-9])\b"),
+    _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error)\b"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
     _row("terminated", X, "death signal", r"Received (?P<signal>\d+) death signal"),
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
@@ -116,9 +120,9 @@ TABLE: tuple[Pattern, ...] = (
     # -- connections
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
     _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
-    _row("closed", V, "Call to ", r"(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+    _row("closed", V, "Call to ", r"^(?!.*retrying).*(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
-    _row("refused", V, "returned Connection refused", r"NCCL WARN .{0,60}returned Connection refused"),
+    _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
     _row("nccl_error", V, "communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
     _row("nccl_error", V, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, )?(?P<what>(?!unhandled cuda|invalid|$)[^,]{1,120})"),

@@ -25,6 +25,7 @@ _NCCL = re.compile(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
 _LABEL = re.compile(
     r"\((?P<label>[A-Za-z_][\w ]*? pid=\d+)[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]"
 )
+_MILD = re.compile(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 _MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack")
 
 
@@ -49,6 +50,7 @@ class Writer:
     host: str = ""
     device: int | None = None
     process: str = ""
+    mild: bool = False  # torch itself takes it for a warning at most
 
 
 def plain(text: str) -> str:
@@ -109,6 +111,7 @@ def writer(text: str) -> Writer:
         out.rank = int(m[1])
     if out.rank is None and (m := _BRACKET.match(text)):
         out.rank = int(m[1])
+    out.mild = _MILD.search(text[:200]) is not None
     if m := _LOCAL.search(text[:200]):
         out.local = int(m[1])
     if m := _SRUN.match(text):

@@ -16,6 +16,7 @@ from distdiag.diagnosis.logs.collect import Collected, Collector
 from distdiag.diagnosis.logs.files import find_logs
 from distdiag.diagnosis.logs.patterns import Role
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Report, Severity, State
+from distdiag.diagnosis.text.phrases import shortened
 
 MAX_FINDINGS = 6
 
@@ -120,6 +121,9 @@ def _count(found: Collected) -> str:
 
 def _notes(found: Collected) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    warned = [e for e in found.events if e.name == "nccl_warning"]
+    if warned:
+        notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if caught := failures.handled(found):
         e = caught[0]
         who = f"rank {e.rank}" if e.rank is not None else "a rank"
