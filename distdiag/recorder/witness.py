@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 MAX_SOCKET_PATH = 107  # sockaddr_un
 FATAL = 3  # a log level of c10
 ANSWER_S = 1.0
+BUSY_S = 2.0  # for requests in progress to end
+LISTENS = "00010000"  # flags of a listening socket in /proc/net/unix
 
 
 def start(path: Path) -> Any:
@@ -45,14 +48,39 @@ def start(path: Path) -> Any:
 
 
 def stop(server: Any, path: Path) -> None:
-    """Shut the server down; leave it to the end of the process if it does not respond.
+    """Shut the server down; leave it to the end of the process if it does not respond, or stays busy.
 
-    A shutdown before the server's thread has started to serve never returns.
+    `shutdown` waits for requests in progress while it holds the GIL, and most handlers need the GIL. So first the socket is
+    renamed, which no new request survives, and those in progress end. A shutdown before the server's thread has started to serve
+    never returns, either.
     """
     level = _log_level()
-    if level is not None and _answers(path):
-        with _only_fatal(level):
-            server.shutdown()
+    closing = path.with_suffix(".closing")
+    try:
+        path.rename(closing)
+    except OSError:  # the directory is gone: nobody can ask, but it is not known who is being answered
+        return
+    try:
+        if level is not None and _answers(closing) and _idle(path):
+            with _only_fatal(level):
+                server.shutdown()
+    finally:
+        closing.unlink(missing_ok=True)
+
+
+def _idle(path: Path) -> bool:
+    """Wait until the server has no connection any more; False if it still has one after `BUSY_S`."""
+    name, deadline = f" {path}", time.monotonic() + BUSY_S
+    while any(line.rstrip("\n").endswith(name) and line.split()[3] != LISTENS for line in _unix_sockets()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _unix_sockets() -> list[str]:
+    with open("/proc/self/net/unix", errors="surrogateescape") as f:
+        return f.readlines()
 
 
 def _answers(path: Path) -> bool:
