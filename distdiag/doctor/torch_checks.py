@@ -13,6 +13,7 @@ import msgspec
 
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.doctor.torch_facts import TorchFacts
+from distdiag.probekit.measure import gpus as measure
 from distdiag.terms.units import size_text
 
 TIMEOUT_S = 90.0  # torch from a cold network disk takes half a minute
@@ -112,14 +113,6 @@ def _rendezvous(facts: TorchFacts) -> Check:
     return passed("rendezvous", found)
 
 
-class _Gpu(msgspec.Struct, frozen=True):
-    name: str
-    memory_total_bytes: int
-    memory_used_bytes: int
-    others: int  # processes on it
-    problems: tuple[str, ...]
-
-
 def gpus(facts: TorchFacts | None) -> list[Check]:
     """Check the GPUs, as NVML and torch report them; one check if there is no NVIDIA driver."""
     import pynvml
@@ -136,7 +129,7 @@ def gpus(facts: TorchFacts | None) -> list[Check]:
         return [skipped("GPU", "no NVIDIA driver: jobs here run on CPU with gloo")]
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        found = [_gpu(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())]
+        found = [measure.facts(pynvml, i, {os.getpid()}) for i in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as e:
         return [failed("GPU", f"NVML: {e}", "see nvidia-smi; after a driver update, reboot or reload the module")]
     finally:
@@ -144,10 +137,10 @@ def gpus(facts: TorchFacts | None) -> list[Check]:
     if not found:
         return [warned("GPU", f"driver {driver}, no device", "docker run --gpus all")]
     checks = [_as_torch_sees_them(facts, driver, found)] if facts is not None and facts.version else []
-    return checks + [_one(i, g) for i, g in enumerate(found)]
+    return checks + [_one(g) for g in found]
 
 
-def _as_torch_sees_them(facts: TorchFacts, driver: str, found: Sequence[_Gpu]) -> Check:
+def _as_torch_sees_them(facts: TorchFacts, driver: str, found: Sequence[measure.GpuFacts]) -> Check:
     text = f"driver {driver}, {len(found)} devices, torch sees {len(facts.gpus)}"
     if not facts.cuda:
         return failed("GPU", f"{text}: this torch is a CPU build", "install a CUDA build of torch")
@@ -168,40 +161,13 @@ def _as_torch_sees_them(facts: TorchFacts, driver: str, found: Sequence[_Gpu]) -
     return passed("GPU", text)
 
 
-def _one(index: int, g: _Gpu) -> Check:
+def _one(g: measure.GpuFacts) -> Check:
+    name = f"GPU {g.index}"
     text = f"{g.name}, {size_text(g.memory_total_bytes)}, {size_text(g.memory_used_bytes)} used"
-    text += f" by {g.others} processes" if g.others else ""
-    if g.problems:
-        return warned(f"GPU {index}", f"{text}; {'; '.join(g.problems)}", "distdiag probe gpu")
-    if g.others:
-        return warned(f"GPU {index}", text, "another process uses it (see nvidia-smi): it costs memory and time")
-    return passed(f"GPU {index}", text)
-
-
-def _gpu(nvml, index: int) -> _Gpu:  # pyright: ignore[reportMissingParameterType] - the module, which has no stubs
-    device = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def ask(name: str, *arguments: object) -> int | None:
-        """Return the answer; None if the device has none."""
-        try:
-            return getattr(nvml, name)(device, *arguments)
-        except (nvml.NVMLError, AttributeError):
-            return None
-
-    memory = nvml.nvmlDeviceGetMemoryInfo(device)
-    problems: list[str] = []
-    lost = ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    if lost:
-        problems.append(f"{lost} uncorrected memory errors since the last reset")
-    width, most = ask("nvmlDeviceGetCurrPcieLinkWidth"), ask("nvmlDeviceGetMaxPcieLinkWidth")
-    if width and most and width < most:  # the generation drops when idle, the width does not
-        problems.append(f"PCIe x{width} of x{most}")
-    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-    slow = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
-    if reasons & slow:
-        problems.append("clocks lowered by heat or power")
-    try:
-        others = len(nvml.nvmlDeviceGetComputeRunningProcesses(device))
-    except nvml.NVMLError:
-        others = 0
-    return _Gpu(str(nvml.nvmlDeviceGetName(device)), int(memory.total), int(memory.used), others, tuple(problems))
+    text += f" by {g.other_processes} processes" if g.other_processes else ""
+    problems = [sentence.removeprefix(f"{name}: ") for fault, sentence in measure.complaints(g) if fault]
+    if problems:
+        return warned(name, f"{text}; {'; '.join(problems)}", "distdiag probe gpu")
+    if g.other_processes:
+        return warned(name, text, "another process uses it (see nvidia-smi): it costs memory and time")
+    return passed(name, text)

@@ -57,19 +57,22 @@ def test_what_is_missing_is_named(changes: dict[str, object], name: str, verdict
 
 
 class FakeNvml(SimpleNamespace):
-    """NVML of one H100; tests change its answers."""
+    """NVML of one H100; tests change its answers. Functions without an answer raise, as on a card without them."""
 
     class NVMLError(Exception):
         pass
 
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
-    NVML_VOLATILE_ECC = 0
-    nvmlClocksThrottleReasonHwSlowdown = 8
-    nvmlClocksThrottleReasonSwThermalSlowdown = 32
+    NVMLLibraryMismatchError = NVMLError
+
+    def __getattr__(self, name: str) -> object:
+        def missing(*_: object) -> object:
+            raise FakeNvml.NVMLError(name)
+
+        return missing
 
 
 def nvml(**answers: object) -> FakeNvml:
-    said: dict[str, object] = {
+    given: dict[str, object] = {
         "nvmlInit": None,
         "nvmlShutdown": None,
         "nvmlSystemGetDriverVersion": "580.1",
@@ -93,7 +96,7 @@ def nvml(**answers: object) -> FakeNvml:
 
         return call
 
-    return FakeNvml(**{name: answer(value) for name, value in said.items()})
+    return FakeNvml(**{name: answer(value) for name, value in given.items()})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ def nvml(**answers: object) -> FakeNvml:
          {"GPU": "pass", "GPU 0": "warn"}),
         ({"nvmlDeviceGetTotalEccErrors": FakeNvml.NVMLError("not supported")},
          {"cuda": "13.0", "gpus": ("H100",), "backends": ("nccl",)}, {"GPU": "pass", "GPU 0": "pass"}),
-        ({"nvmlDeviceGetComputeRunningProcesses": ["other"]},
+        ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1)]},
          {"cuda": "13.0", "gpus": ("H100",), "backends": ("nccl",)}, {"GPU": "pass", "GPU 0": "warn"}),
         ({"nvmlDeviceGetCount": 0}, {"cuda": "13.0"}, {"GPU": "warn"}),
         ({"nvmlInit": FakeNvml.NVMLError("no driver")}, {}, {"GPU": "skip"}),
