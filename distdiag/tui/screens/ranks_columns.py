@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from distdiag.store.frames import RankRow
 from distdiag.tui.data.snapshot import Snapshot
@@ -24,7 +25,6 @@ from distdiag.tui.draw.text import (
 )
 from distdiag.tui.ui import Ui
 
-BAR_FROM = 72  # cells of a screen that has room for the bar of each row
 GAUGE = 6  # cells of a small bar after a number
 
 
@@ -149,80 +149,73 @@ def short_host(host: str) -> str:
     return clean(host if host.replace(".", "").isdigit() else host.split(".")[0]) or "–"
 
 
+_C = Column[Shown]
+_RANK = _C("rank", "rank", 4, "global rank", lambda s: str(s.row.rank))
+_NODE = _C("node", "node", 8, "host the rank runs on", lambda s: short_host(s.row.host), "<")
+_GPU = _C("", "gpu", 3, "index of the rank's device on its node", lambda s: integer(s.row.gpu), ">", 13)
+_STEP = _C("step", "step", 7, "optimizer steps done", lambda s: integer(s.row.step))
+_SEQ = _C("", "seq", 7, "newest collective's number in its group", _sequence, ">", 11)
+_LAST = _C("", "last collective", 18, "newest collective issued, with its size", _last, "<", 10)
+_PID = _C("", "pid", 8, "process id on its node", lambda s: integer(s.row.pid), ">", 20)
+_AT = _C("", "at", 16, "the main thread's innermost line of the job's own code", _at, "<", 16, 24)
+_STATE = _C(
+    "", "state", 8, "worst open finding that names the rank, or what happened to its process", _state, "<", 0, 6
+)
+_MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
+             "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
+_GPU_USE = _C(
+    "", "GPU %", 6 + GAUGE, "utilisation of the rank's GPU, newest sample", _cpu, ">", 5, 0, GAUGE + 1, _gpu_parts
+)
+_BAR = _C("", "one step by phase", 16, "the rank's median step, all bars to one scale; waiting for other ranks is apart and last",
+          lambda s: "", "<", 1, 400, 0, _bar_parts)  # fmt: skip
+
+# The tables of a stuck and of a running job. What depends on the screen or the job is set in `columns_for`.
+_STUCK = (
+    _RANK, _NODE, _GPU, _STEP,
+    _C("", "phase", 8, "what the main thread is doing", _phase, "<"),
+    _C("waiting", "in phase", 11, "time since it began", _in_phase),
+    replace(_SEQ, priority=0), replace(_LAST, priority=2), replace(_AT, priority=1),
+    _C("", "CPU %", 6, _CPU, _cpu, ">", 14),
+    _PID, _STATE,
+)  # fmt: skip
+_RUNNING = (
+    _RANK, _NODE, _GPU, _STEP,
+    _C("", "step ms", 8, "median time of the last steps", lambda s: milliseconds(s.row.step_ms), ">", 9),
+    _C("self_ms", "self ms", 8, "step - wait: the rank's own time; the slow rank waits least", lambda s: milliseconds(s.row.self_ms)),
+    _C("delta", "Δ self", 7, "self ms against the (lower) median of the other ranks", _delta),
+    _C("wait_ms", "wait ms", 8, "waiting for other ranks in collectives; also part of the phase it happened in", lambda s: milliseconds(s.row.wait_ms)),
+    _C("data_ms", "data", 7, "waiting for the next batch", lambda s: milliseconds(s.row.data_ms), ">", 4),
+    _C("", "fwd", 6, "forward; includes waiting in collectives that forward calls (DDP buffers, FSDP all-gather)", lambda s: milliseconds(s.row.forward_ms), ">", 11),
+    _C("", "bwd", 6, "backward; includes waiting in the gradient all-reduce", lambda s: milliseconds(s.row.backward_ms), ">", 12),
+    _C("", "opt", 6, "optimizer step", lambda s: milliseconds(s.row.optimizer_ms), ">", 13),
+    _C("", "late", 6, "ms after the first rank at the step's first collective", lambda s: milliseconds(s.row.late_ms), ">", 14),
+    _C("", "worst", 5, "number of the last 50 steps in which this rank was the slowest", lambda s: integer(s.row.slowest_in), ">", 10),
+    _MEMORY, _GPU_USE,
+    _C("cpu", "CPU %", 6, _CPU, _cpu, ">", 15),
+    _SEQ, _LAST, _AT, _PID, _STATE, _BAR,
+)  # fmt: skip
+_NARROW, _WIDE = 72, 110  # cells of a screen with room for the bar of each row; also for a bar after a number
+
+
 def columns_for(snap: Snapshot, ui: Ui, stuck: bool, screen: int = 200) -> list[Column[Shown]]:
-    """Columns of the table in this state, on a screen of so many cells; `choose` takes those that fit."""
-    one_node = snap.summary.nodes <= 1
-    digits = max(4, len(str(max(snap.summary.n - 1, 0))) + 1)
-    rank = Column[Shown]("rank", "rank", digits, "global rank", lambda s: str(s.row.rank))
-    host = Column[Shown](
-        "node",
-        "node",
-        host_width(snap),
-        "host the rank runs on",
-        lambda s: short_host(s.row.host),
-        "<",
-        3 if one_node else 0,
-    )
-    state = Column[Shown](
-        "", "state", 8, "worst open finding that names the rank, or what happened to its process", _state, "<", 0, 6
-    )
-    gpu = Column[Shown]("", "gpu", 3, "index of the rank's device on its node", lambda s: integer(s.row.gpu), ">", 13)
-    step = Column[Shown]("step", "step", 7, "optimizer steps done", lambda s: integer(s.row.step))
-    seq = Column[Shown]("", "seq", 7, "newest collective's number in its group", _sequence, ">", 11 if not stuck else 0)
-    last = Column[Shown](
-        "", "last collective", 18, "newest collective issued, with its size", _last, "<", 10 if not stuck else 2
-    )
-    pid = Column[Shown]("", "pid", 8, "process id on its node", lambda s: integer(s.row.pid), ">", 20)
-    at = Column[Shown](
-        "", "at", 16, "the main thread's innermost line of the job's own code", _at, "<", 1 if stuck else 16, 24
-    )
-    if stuck:
-        return [
-            rank, host, gpu, step,
-            Column("", "phase", 8, "what the main thread is doing", _phase, "<"),
-            Column("waiting", "in phase", 11, "time since it began", _in_phase),
-            seq, last, at,
-            Column("", "CPU %", 6, _CPU, _cpu, ">", 14),
-            pid, state,
-        ]  # fmt: skip
-    memory = "mem GiB" if not snap.frame or snap.summary.on_device else "rss GiB"
-    ms = milliseconds
-    wide = screen >= 110  # room for a bar after a number
-    # the bar gets its share of the screen before less important columns get anything
-    bar_width = max(16, screen * 2 // 5 if wide else screen - 60)
-    about_memory = (
-        "peak of torch's allocator on the device; without one, the process's RSS;"
-        " the bar is the share of the device's, or of the host's, memory"
-    )
-    about_bar = "the rank's median step, all bars to one scale; waiting for other ranks is apart and last"
-    extra: list[Column[Shown]] = []
-    if wide:
-        number = Column[Shown]("memory", memory, 8 + GAUGE, about_memory, _memory, ">", 2, 0, GAUGE + 1, _memory_parts)
-        cpu = Column[Shown]("cpu", "CPU %", 6 + GAUGE, _CPU, _cpu, ">", 6, 0, GAUGE + 1, _cpu_parts)
-        if not snap.frame or snap.summary.on_device:
-            use = "utilisation of the rank's GPU, newest sample"
-            extra = [Column("", "GPU %", 6 + GAUGE, use, _cpu, ">", 5, 0, GAUGE + 1, _gpu_parts)]
-    else:
-        number = Column[Shown]("memory", memory, 7, about_memory, _memory, ">", 2)
-        cpu = Column[Shown]("cpu", "CPU %", 6, _CPU, _cpu, ">", 15)
-    bar = Column[Shown](
-        "", "one step by phase", bar_width, about_bar, lambda s: "", "<", 1, 400, 0, _bar_parts,
-        lambda w: bars.legend(w, colour=ui.drawn),
-    )  # fmt: skip
-    return [
-        rank, host, gpu, step,
-        Column("", "step ms", 8, "median time of the last steps", lambda s: ms(s.row.step_ms), ">", 9),
-        Column("self_ms", "self ms", 8, "step - wait: the rank's own time; the slow rank waits least", lambda s: ms(s.row.self_ms)),
-        Column("delta", "Δ self", 7, "self ms against the (lower) median of the other ranks", _delta),
-        Column("wait_ms", "wait ms", 8, "waiting for other ranks in collectives; also part of the phase it happened in", lambda s: ms(s.row.wait_ms)),
-        Column("data_ms", "data", 7, "waiting for the next batch", lambda s: ms(s.row.data_ms), ">", 4),
-        Column("", "fwd", 6, "forward; includes waiting in collectives that forward calls (DDP buffers, FSDP all-gather)", lambda s: ms(s.row.forward_ms), ">", 11),
-        Column("", "bwd", 6, "backward; includes waiting in the gradient all-reduce", lambda s: ms(s.row.backward_ms), ">", 12),
-        Column("", "opt", 6, "optimizer step", lambda s: ms(s.row.optimizer_ms), ">", 13),
-        Column("", "late", 6, "ms after the first rank at the step's first collective", lambda s: ms(s.row.late_ms), ">", 14),
-        Column("", "worst", 5, "number of the last 50 steps in which this rank was the slowest", lambda s: integer(s.row.slowest_in), ">", 10),
-        number, *extra, cpu, seq, last, at, pid, state, *([bar] if screen >= BAR_FROM else []),
-    ]  # fmt: skip
+    """Return the columns of the table in this state, for a screen of this width; `choose` takes those that fit."""
+    on_device, wide = not snap.frame or snap.summary.on_device, screen >= _WIDE
+    change: dict[str, dict[str, Any]] = {
+        "rank": {"width": max(4, len(str(max(snap.summary.n - 1, 0))) + 1)},
+        "node": {"width": host_width(snap), "priority": 3 if snap.summary.nodes <= 1 else 0},
+    }
+    if not stuck:
+        change["mem GiB"] = {"title": "mem GiB" if on_device else "rss GiB"}
+        # the bar gets its share of the screen before less important columns get anything
+        change["one step by phase"] = {
+            "width": max(16, screen * 2 // 5 if wide else screen - 60),
+            "head": lambda w: bars.legend(w, colour=ui.drawn),
+        }
+        if wide:
+            change["mem GiB"] |= {"width": 8 + GAUGE, "tail": GAUGE + 1, "parts": _memory_parts}
+            change["CPU %"] = {"width": 6 + GAUGE, "priority": 6, "tail": GAUGE + 1, "parts": _cpu_parts}
+    hidden = {"GPU %" if not (wide and on_device) else "", "one step by phase" if screen < _NARROW else ""}
+    return [replace(c, **change.get(c.title, {})) for c in (_STUCK if stuck else _RUNNING) if c.title not in hidden]
 
 
 def all_columns() -> list[Column[Shown]]:
