@@ -19,7 +19,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
     Step,
 )
-from distdiag.diagnosis.rules import Rule
+from distdiag.diagnosis.rules import Rule, comm_bound, input_bound, straggler
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
@@ -107,3 +107,12 @@ def steps(
                  parts["optimizer"], wait_ms, parts["other"], ready, 8, 8, 1.0)
         )  # fmt: skip
     return tuple(out)
+
+
+def speeds(s: Snapshot) -> list[Finding]:
+    """Return what the rules on speed find in one snapshot."""
+    return findings(s, straggler, input_bound, comm_bound)
+
+
+def stragglers(s: Snapshot) -> list[Finding]:
+    return [f for f in speeds(s) if f.kind == "straggler"]

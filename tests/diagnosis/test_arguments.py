@@ -1,0 +1,62 @@
+"""Witness by arguments: a dtype or a peer that is new at its call site, and the edit that corrects it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import RankState, Site
+from tests.diagnosis.waits import call, only, rank, snapshot
+
+FILE = "/job/train.py"
+SITE = Site(FILE, 5, "reduce")
+
+
+def came_with(r: int, *dtypes: str) -> RankState:
+    """Return a rank that waits in the last of its calls at one site."""
+    calls = [call(seq=n, site=SITE, dtype=dtype) for n, dtype in enumerate(dtypes, 1)]
+    return rank(r, calls[-1], calls=tuple(calls))
+
+
+def test_the_side_with_a_new_dtype_at_its_site_is_the_culprit() -> None:
+    f = only(snapshot(came_with(0, *["float64"] * 4), came_with(1, *["float64"] * 3, "float32")))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,))
+    assert "before, rank 1 called it with float64 (3 times)" in f.message
+    assert "on rank 1 cast the tensor to float64" in f.advice
+
+
+def test_calls_after_the_conflict_are_not_history() -> None:
+    """gloo lets a rank pass a conflict: it is already in its next call, with the new dtype again."""
+    odd = came_with(0, "float32", "float32", "float64")
+    after = call(seq=4, site=SITE, dtype="float64")
+    odd = msgspec.structs.replace(odd, calls=(*odd.calls, after))
+    f = only(snapshot(odd, came_with(1, "float32", "float32", "float32")))
+    assert f.culprits == (0,) and "rank 0 called it with float32 (twice)" in f.message
+
+
+def test_two_dtypes_without_history_blame_nobody_and_name_both_edits() -> None:
+    f = only(snapshot(came_with(0, "float64"), came_with(1, "float32")))
+    assert (f.cause, f.culprits) == ("dtype", ())
+    assert "on rank 0 cast the tensor to float32 before the call, or on rank 1 to float64" in f.advice
+
+
+def test_a_rank_that_sends_to_a_new_peer_is_the_culprit() -> None:
+    """Rank 0 always sent to rank 1 from this line; now it sends to rank 2, which does not receive from it."""
+    send, recv = Site(FILE, 9, "exchange"), Site(FILE, 12, "exchange")
+
+    def message(op: str, peer: int, nth: int, site: Site) -> Any:
+        return call(op, None, site, peer=peer, nth=nth)
+
+    def sends(r: int, peers: list[int]) -> RankState:
+        calls = [message("send", p, peers[: n + 1].count(p), send) for n, p in enumerate(peers)]
+        return rank(r, calls[-1], calls=tuple(calls))
+
+    def receives(r: int, peer: int, n: int) -> RankState:
+        calls = [message("recv", peer, k, recv) for k in range(1, n + 1)]
+        return rank(r, calls[-1], calls=tuple(calls))
+
+    s = snapshot(sends(0, [1, 1, 1, 2]), receives(1, 0, 4), receives(2, 1, 4))
+    f = only(s)
+    assert (f.kind, f.culprits) == ("deadlock", (0,))
+    assert "in 3 earlier calls there its peer was rank 1" in f.message
