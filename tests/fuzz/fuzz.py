@@ -8,12 +8,14 @@ A case is one input, mutated, and one command on it. Each runs in a forked child
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import mmap
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -37,6 +39,8 @@ from distdiag.monitor.loop import Monitor
 from distdiag.page import place
 from distdiag.page.layout import Header, Page, page_path
 from tests.diagnosis.recordings import Job, as_json, as_pickle
+from tests.diagnosis.test_logs import counters, fingerprint, raised, table, timeout
+from tests.diagnosis.test_logs import signal as dump_signal
 from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
 
@@ -51,6 +55,14 @@ TEXT_LOG = """Current thread 0x00007f0000000000 (most recent call first):
   File "/home/user/train.py", line 40 in main
 Fatal Python error: Segmentation fault
 """
+JOB_LOGS = (
+    timeout(3), counters(3, 40, 44, 39), dump_signal(2, 21, 21, first=3), raised(1, "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+    table(5, -9, "Signal 9 (SIGKILL) received by PID 9"), fingerprint("ALLREDUCE", "4"), '{"message": "ValueError: odd", "rank": 2}\n',
+    "srun: error: n7: tasks 1-2,5: Out Of Memory\n", "n1:7:8 [2] socket.cc:49 NCCL WARN Call to recv from 10.2.8.7<5> failed : Broken pipe\n",
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: " + fingerprint("REDUCE", "4") + "\n",
+    "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 10 params, while rank 1 has inconsistent 8 params.\n",
+    "Parameter indices which did not receive grad for rank 1: 6 7\n", "[Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms\n",
+)  # fmt: skip
 
 
 # -- mutations ---------------------------------------------------------------------------------------------------------
@@ -189,6 +201,21 @@ class Inputs:
             data = b"[" * 50_000
         (run / name).write_bytes(flip(rng, data) if rng.random() < 0.5 else data)
         return self._reader(rng, run)
+
+    def job_log(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate a log of a job that was not recorded."""
+        text = "".join(rng.choice(JOB_LOGS) for _ in range(rng.choice((1, 3, 20))))
+        if rng.random() < 0.5:
+            text = re.sub(
+                r"\d+",
+                lambda m: (
+                    rng.choice(("-1", "9" * 19, "9" * 25, "131072", "\x1b[2J", "")) if rng.random() < 0.05 else m[0]
+                ),
+                text,
+            )
+        data = flip(rng, text.encode("utf-8", "replace"))
+        (folder / "job.log").write_bytes(gzip.compress(data) if rng.random() < 0.1 else data)
+        return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder / "job.log")])
 
     def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Damage the page of a living process; `distdiag dump` reads it and asks the process."""
@@ -386,6 +413,7 @@ def main() -> int:
             inputs.node_state,
             inputs.records,
             inputs.logs,
+            inputs.job_log,
         )
         kinds = tuple(k for k in kinds if k.__name__ == named) if named else kinds
         end = time.monotonic() + seconds

@@ -19,7 +19,9 @@ MAX_OF_ONE = 8  # events of one kind by one writer; the rest are counted
 MAX_OF_SHAPE = 1 << 15  # lines that differ in numbers only; of more ranks than that, the first ones are judged
 MAX_FRAMES = 64  # of one traceback
 MAX_WRITERS = 1 << 16
+MAX_DIGITS = 20  # of a number: no field has more
 
+_RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _DIGITS = str.maketrans("", "", "0123456789")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
 _CALL = re.compile(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
@@ -251,11 +253,15 @@ class Collector:
         if name == "restart":
             out.restarts += 1
             return
-        for key in ("a", "b", "r", "waiter"):  # the ranks that a message is about exist
-            if key in fields and fields[key].isdigit() and len(fields[key]) < 7 and name != "unique_id":
-                out.ranks.add(int(fields[key]))
         if who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START):
             return
+        if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
+            return
+        about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
+        if not all(map(is_rank, about)):
+            return
+        if name != "unique_id":  # there the numbers are of the group
+            out.ranks |= about
         key = (name, path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.events) >= MAX_EVENTS:

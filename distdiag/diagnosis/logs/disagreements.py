@@ -12,6 +12,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
 from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.untrusted import is_rank
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
 LOST = re.compile(r"reset by peer|Broken pipe|got 0 bytes|Connection closed", re.IGNORECASE)
@@ -184,7 +185,8 @@ def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Findi
 
 
 def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
-    culprits = tuple(sorted({int(r) for e in barrier for r in e.fields["ranks"].split(", ") if len(r) < 7}))
+    late = {int(r) for e in barrier for r in e.fields["ranks"].split(", ") if len(r) < 7}
+    culprits = tuple(sorted(filter(is_rank, late)))
     waiting = {int(e.fields["waiter"]) for e in reached} | {e.rank for e in barrier if e.rank is not None}
     victims = tuple(sorted(waiting - set(culprits)))
     site = _site([*barrier, *reached])

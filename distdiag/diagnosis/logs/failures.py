@@ -15,7 +15,7 @@ from distdiag.diagnosis.logs.timeouts import evidence
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
 _HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
 # of the device, or of how the job was started: no consequence of another failure
@@ -250,7 +250,9 @@ def _tasks(text: str) -> list[int]:
         first, _, last = part.strip("[]").partition("-")
         if first.isdecimal() and (last or first).isdecimal() and len(first) < 7 and len(last) < 7:
             out += range(int(first), min(int(last or first), int(first) + 4096) + 1)
-    return out
+        if len(out) > MAX_RANKS:
+            break
+    return [t for t in out if is_rank(t)]
 
 
 def _signal(x: Exit) -> str:

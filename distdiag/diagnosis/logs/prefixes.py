@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import encodable, is_rank
 
 _ANSI = re.compile(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1a]"
@@ -61,7 +61,7 @@ def plain(text: str) -> str:
 def messages(text: str) -> list[tuple[str, int | None]]:
     """Return (message, rank) of a line: of a JSON record its message, which may have several lines, and its rank."""
     record = _record(text)
-    texts = [str(record[key]) for key in _MESSAGE_KEYS if isinstance(record.get(key), str)]
+    texts = [encodable(record[key]) for key in _MESSAGE_KEYS if isinstance(record.get(key), str)]
     if not texts:
         return [(text, None)]
     rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
@@ -105,7 +105,7 @@ def writer(text: str) -> Writer:
     if exact is not None or own:
         m = exact or own[0]
         number = next(int(x) for x in m.groups() if x is not None)
-        if exact is not None or out.group is None:
+        if (exact is not None or out.group is None) and is_rank(number):
             out.rank = number
     if out.rank is None and (m := _MPI.search(text)):
         out.rank = int(m[1])

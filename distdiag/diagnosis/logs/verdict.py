@@ -17,6 +17,7 @@ from distdiag.diagnosis.logs.files import find_logs
 from distdiag.diagnosis.logs.patterns import Role
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import shortened
+from distdiag.terms.untrusted import all_encodable
 
 MAX_FINDINGS = 6
 
@@ -33,7 +34,7 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
     found = Collector(logs).read()
     findings, text = judge(found)
     error = any(f.severity == Severity.ERROR for f in findings)
-    return Report(
+    report = Report(
         run=", ".join(map(str, given)),
         state=State.FAILED if error or text else State.RUNNING,
         world_size=_world(found),
@@ -43,6 +44,11 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         unjudged=None if findings or text else f"no error that distdiag knows in {_count(found)}",
         state_text=text,
     )
+    try:
+        msgspec.json.encode(report)
+    except UnicodeEncodeError:  # a path that is not UTF-8
+        report = msgspec.convert(all_encodable(msgspec.to_builtins(report)), Report)
+    return report
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
