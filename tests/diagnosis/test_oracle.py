@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from distdiag.diagnosis.model.findings import Certainty
 from distdiag.diagnosis.model.snapshot import DEAD, Life
 from distdiag.diagnosis.waits import graph
-from tests.diagnosis import programs
+from tests.diagnosis import programs, random_programs
 from tests.diagnosis.made import proved
 from tests.diagnosis.programs import Job, Tape
 
@@ -60,7 +60,7 @@ def check_rule(job: Job, expected: set[int]) -> None:
 def test_exactly_the_ranks_that_are_stuck_for_ever_are_proved(numbers: list[int]) -> None:
     """At any moment of a program's run, the ranks judged stuck are those that no continuation frees."""
     tape = Tape(numbers)
-    job = programs.program(tape)
+    job = random_programs.program(tape)
     programs.run(job, tape, steps=tape.pick(40))
     now = programs.stuck_for_ever(job)
     check_rule(job, now)
@@ -87,7 +87,7 @@ def test_the_generated_programs_cover_every_outcome() -> None:
     start = time.process_time()
     for _ in range(600):
         tape = Tape([rng.randrange(1 << 20) for _ in range(160)])
-        job = programs.program(tape)
+        job = random_programs.program(tape)
         programs.run(job, tape)
         findings = proved(programs.snapshot(job))
         for f in findings:

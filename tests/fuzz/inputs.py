@@ -1,0 +1,315 @@
+"""Inputs for `make fuzz`: mutations of bytes and of plain data, and the files that each command reads."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import mmap
+import os
+import pickle
+import random
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distdiag.cli import main as distdiag
+from distdiag.monitor.evidence import ask, native
+from distdiag.monitor.host import processes
+from distdiag.monitor.loop import Monitor
+from distdiag.page import place
+from distdiag.page.layout import Header, Page, page_path
+from tests.diagnosis.recordings import Job, as_json, as_pickle
+from tests.diagnosis.test_logs import counters, fingerprint, raised, table, timeout
+from tests.diagnosis.test_logs import signal as dump_signal
+from tests.monitor.test_damaged_pages import a_page, changed
+from tests.report.runs import make_run
+
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1 << 31, 1 << 62, 1 << 63, 10**5000, -(10**30), 0.5, float("inf"), float("nan"), "", "\x1b[2J",
+    "\ud800", "9" * 5000, "x" * 100_000, "0-99999999999", b"\xff", [], [[]], {}, {"a": []}, [None] * 3, (1, 2),
+)  # fmt: skip
+TEXT_LOG = """Current thread 0x00007f0000000000 (most recent call first):
+  File "/home/user/train.py", line 12 in step
+  File "/home/user/train.py", line 40 in main
+Fatal Python error: Segmentation fault
+"""
+JOB_LOGS = (
+    timeout(3), counters(3, 40, 44, 39), dump_signal(2, 21, 21, first=3), raised(1, "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+    table(5, -9, "Signal 9 (SIGKILL) received by PID 9"), fingerprint("ALLREDUCE", "4"), '{"message": "ValueError: odd", "rank": 2}\n',
+    "srun: error: n7: tasks 1-2,5: Out Of Memory\n", "n1:7:8 [2] socket.cc:49 NCCL WARN Call to recv from 10.2.8.7<5> failed : Broken pipe\n",
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: " + fingerprint("REDUCE", "4") + "\n",
+    "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 10 params, while rank 1 has inconsistent 8 params.\n",
+    "Parameter indices which did not receive grad for rank 1: 6 7\n", "[Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms\n",
+)  # fmt: skip
+
+
+def flip(rng: random.Random, data: bytes) -> bytes:
+    """Change, cut, double or insert bytes at a few positions."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8, 64))):
+        at = rng.randrange(len(out) + 1)
+        match rng.randrange(5):
+            case 0 if at < len(out):
+                out[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(out):
+                out[at] = rng.randrange(256)
+            case 2:
+                del out[at : at + rng.choice((1, 4, 100))]
+            case 3:
+                out[at:at] = rng.randbytes(rng.choice((1, 4, 8)))
+            case _:
+                out[at:at] = out[at : at + rng.choice((4, 64, 1000))]
+    return bytes(out)
+
+
+def odd(rng: random.Random, shared: bool = False) -> Any:
+    """Return a value that no writer would write; sometimes deeply nested or (for pickles) shared."""
+    value = rng.choice(ODD)
+    if rng.random() < 0.1:
+        for _ in range(rng.choice((3, 30, 300))):
+            value = [value] * (1 + shared) if rng.random() < 0.5 else {"a": value}
+    return value
+
+
+def somewhere(rng: random.Random, value: Any, shared: bool = False) -> Any:
+    """Return plain data with one or more parts replaced by an odd value."""
+    if isinstance(value, dict) and value and rng.random() < 0.95:
+        out = dict(value)
+        for key in rng.sample(list(out), min(len(out), rng.choice((1, 1, 2)))):
+            if rng.random() < 0.05:
+                out.pop(key)
+            else:
+                out[key] = somewhere(rng, out[key], shared)
+        return out
+    if isinstance(value, (list, tuple)) and value and rng.random() < 0.95:
+        items = list(value)
+        items[rng.randrange(len(items))] = somewhere(rng, rng.choice(items), shared)
+        return type(value)(items) if type(value) in (list, tuple) else items
+    return odd(rng, shared)
+
+
+class Inputs:
+    """Small inputs, made once; each `make_…` writes a mutated copy into a folder and returns the command to run."""
+
+    def __init__(self, folder: Path) -> None:
+        job = Job(3, {"1": ("tp", (0, 1))})
+        for _ in range(3):
+            job.collective()
+            job.collective(group="1", op="all_gather")
+            job.message(0, 1)
+        job.collective(ranks=(0, 2), line=91)
+        self.dumps = [job.dump(r) for r in range(3)]
+        self.run = make_run(folder / "run", ranks=2, steps=20, gpus=True)
+        (self.run / "run.json").write_text(json.dumps({"started_unix_s": 1.0, "versions": {"torch": "2"}}))
+        con = sqlite3.connect(self.run / "run.db")
+        con.execute("PRAGMA journal_mode = DELETE")
+        con.execute("VACUUM")
+        con.close()
+        a_page(folder / "made", 1)
+        self.page = page_path(folder / "made", 1).read_bytes()
+        self.node = self._node_state(folder / "other")
+
+    def _node_state(self, folder: Path) -> Any:
+        """Return the state that node 1 leaves for node 0, as plain data: its ranks are 2 and 3."""
+        monitor = _monitor(folder, self._two_pages(folder, world_size=4, first=2))
+        monitor.tick()
+        monitor.nodes.node = 1
+        monitor.nodes.publish(monitor.snapshot(0.0), time.time(), closed=True)
+        state = msgspec.msgpack.decode((folder / "run" / "nodes" / "1.state").read_bytes())
+        assert state["node"] == 1 and list(state["ranks"]) == [2, 3], state
+        monitor.close()
+        return state
+
+    def dump(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate one of three flight-recorder dumps, as data or as bytes."""
+        as_text = rng.random() < 0.4
+        for rank, whole in enumerate(self.dumps):
+            content: Any = whole
+            if rank == 1 and rng.random() < 0.6:
+                for _ in range(rng.choice((1, 1, 3))):
+                    content = somewhere(rng, content, shared=not as_text)
+            try:
+                data = as_json(content) if as_text else as_pickle(content)
+            except Exception:  # a value that cannot be encoded
+                data = pickle.dumps(whole)
+            (folder / f"rank{rank}").write_bytes(flip(rng, data) if rank == 1 and rng.random() < 0.5 else data)
+        return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder)])
+
+    def database(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Write run.db with odd values in its rows, or other bytes in its pages."""
+        run = self._copy(folder)
+        path = run / "run.db"
+        if rng.random() < 0.6:
+            con = sqlite3.connect(path)
+            tables = [n for (n,) in con.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+            for _ in range(rng.choice((1, 3, 10))):
+                table = rng.choice(tables)
+                column = rng.choice([r[1] for r in con.execute(f"PRAGMA table_info({table})")])
+                value = rng.choice([v for v in ODD if not isinstance(v, (list, dict, tuple))])
+                where = rng.choice(("", " WHERE abs(random()) % 3 = 0"))
+                with contextlib.suppress(sqlite3.Error, OverflowError, UnicodeError, ValueError):
+                    con.execute(f"UPDATE {table} SET {column} = ?{where}", (value,))
+            con.commit()
+            con.close()
+        else:
+            path.write_bytes(flip(rng, path.read_bytes()))
+        return self._reader(rng, run)
+
+    def json_files(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate run.json, the stacks or the pointer to the database."""
+        run = self._copy(folder)
+        contents: dict[str, Any] = {
+            "run.json": {"started_unix_s": 1.0, "versions": {"torch": "2"}},
+            "stacks/latest.json": {"t_s": 1.0, "ranks": {"0": {"stack": ["main a.py:1"], "op": None, "note": None}}},
+            "run.db.where": {"host": "node1", "path": "/nowhere/run.db"},
+        }
+        name = rng.choice(list(contents))
+        if name == "run.db.where":
+            (run / "run.db").unlink()
+        (run / name).parent.mkdir(exist_ok=True)
+        try:
+            data = json.dumps(somewhere(rng, contents[name])).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError):
+            data = b"[" * 50_000
+        (run / name).write_bytes(flip(rng, data) if rng.random() < 0.5 else data)
+        return self._reader(rng, run)
+
+    def job_log(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate a log of a job that was not recorded."""
+        text = "".join(rng.choice(JOB_LOGS) for _ in range(rng.choice((1, 3, 20))))
+        if rng.random() < 0.5:
+            text = re.sub(
+                r"\d+",
+                lambda m: (
+                    rng.choice(("-1", "9" * 19, "9" * 25, "131072", "\x1b[2J", "")) if rng.random() < 0.05 else m[0]
+                ),
+                text,
+            )
+        data = flip(rng, text.encode("utf-8", "replace"))
+        (folder / "job.log").write_bytes(gzip.compress(data) if rng.random() < 0.1 else data)
+        return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder / "job.log")])
+
+    def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Damage the page of a living process; `distdiag dump` reads it and asks the process."""
+        run = self._copy(folder)
+        pages = place.overflow(run, 0)
+        place.make(pages)
+        place.node_record(run, 0).write_text(f"launcher {pages}\n")
+        path = page_path(pages, 0)
+        path.write_bytes(changed(self.page, rng))
+        return lambda: _dump_own(path, run)
+
+    def monitored_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Damage a page before or while the monitor reads it, next to a valid one."""
+        pages = self._two_pages(folder)
+        damaged, at_once = changed(self.page, rng), rng.random() < 0.3
+
+        def watch() -> None:
+            if at_once:
+                page_path(pages, 1).write_bytes(damaged)
+            monitor = _monitor(folder, pages)
+            monitor._survive(monitor.tick)
+            with page_path(pages, 1).open("r+b") as f:
+                f.write(damaged)
+            _poll_twice(monitor)
+
+        return watch
+
+    def node_state(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate the state file of another node, as data or as bytes; the monitor of node 0 reads it."""
+        pages = self._two_pages(folder, world_size=4)
+        state = self.node
+        for _ in range(rng.choice((1, 1, 3))):
+            state = somewhere(rng, state)
+        try:
+            data = msgspec.msgpack.encode(state)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            data = b"\x91" * 50_000
+        data = flip(rng, data) if rng.random() < 0.3 else data
+        (folder / "run" / "nodes").mkdir(parents=True)
+        (folder / "run" / "nodes" / "1.state").write_bytes(data)
+        return lambda: _poll_twice(_monitor(folder, pages))
+
+    def records(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate the small files of a run directory: its pages' directory, who has ended, which launch it belongs to."""
+        run = self._copy(folder)
+        contents = {
+            ".node_0": f"host:1:2 {run}/pages.0\n", ".node_0.ended": "0 1\n", ".jobs/0": "0123456789abcdef.0\n",
+            "verdict.txt": "distdiag: nothing found\n", "monitor.log": TEXT_LOG,
+        }  # fmt: skip
+        (run / ".jobs").mkdir(exist_ok=True)
+        for name, text in contents.items():
+            data = text.encode()
+            (run / name).write_bytes(flip(rng, data) if rng.random() < 0.5 else data)
+        if rng.random() < 0.3:
+            name = rng.choice(list(contents))
+            (run / name).unlink()
+            (run / name).mkdir()
+        if rng.random() < 0.2:
+            return lambda: distdiag(["dump", "--no-save", "--timeout", "0.2", str(run)])
+        return self._reader(rng, run)
+
+    def logs(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Mutate what faulthandler and the handler of native frames write."""
+        text = flip(rng, TEXT_LOG.encode()).decode("utf-8", "replace")
+        frames = folder / "r0.native"
+        frames.write_bytes(flip(rng, b"\1" + bytes(7) + b"\5" + bytes(503)))
+
+        def read() -> None:
+            ask.parse_stacks(text)
+            ask.fatal_signal(text)
+            sample = native.read(frames)
+            if sample is not None:
+                native.host_wait(native.Symbols(os.getpid()).names(sample))
+
+        return read
+
+    def _two_pages(self, folder: Path, world_size: int = 2, first: int = 0) -> Path:
+        pages = folder / "pages"
+        for rank in (first, first + 1):
+            a_page(pages, rank).h.world_size = world_size
+        return pages
+
+    def _copy(self, folder: Path) -> Path:
+        return Path(shutil.copytree(self.run, folder / "run"))
+
+    def _reader(self, rng: random.Random, run: Path) -> Callable[[], Any]:
+        arguments = rng.choice((
+            ["diagnose", str(run)], ["diagnose", "--json", str(run)], ["report", "--format", "text", "-o", "-", str(run)],
+            ["report", "--format", "json", "-o", "-", str(run)], ["report", "--format", "perfetto", "-o", "-", str(run)],
+            ["compare", str(run), str(self.run)], ["tui", "--once", str(run)], ["tui", "--once", "--json", str(run)],
+        ))  # fmt: skip
+        return lambda: distdiag(arguments)
+
+
+def _dump_own(path: Path, run: Path) -> None:
+    """Run `distdiag dump` on a page as if this process wrote it."""
+    with path.open("r+b") as f:
+        page = mmap.mmap(f.fileno(), 0)
+        for field, value in (
+            (Header.pid, os.getpid()),
+            (Header.process_start_ticks, processes.start_ticks(os.getpid())),
+        ):
+            at = Page.header.offset + field.offset
+            page[at : at + field.size] = int(value or 0).to_bytes(field.size, "little")
+        path.chmod(0o600)
+        distdiag(["dump", "--no-save", "--timeout", "0.2", str(run)])
+
+
+def _monitor(folder: Path, pages: Path) -> Monitor:
+    return Monitor(folder / "run", pages, node=0, quiet=True, keep_bytes=1 << 30)
+
+
+def _poll_twice(monitor: Monitor) -> None:
+    """Run two more polls: damage costs only its own rank, and no poll."""
+    for _ in range(2):
+        monitor._survive(lambda: not monitor._all_moving() and monitor.tick())
+    assert 0 in monitor.views, monitor.pages.damaged
+    assert not monitor._failed_polls, monitor.diagnosis.failures
