@@ -261,19 +261,8 @@ def print_agreement(rows: list[dict[str, Any]]) -> None:
 
 def whole_commands(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run every command in turn, `--commands` times; return the last run's figures and all durations."""
-    probe = [
-        sys.executable,
-        "-m",
-        "distdiag",
-        "probe",
-        "allreduce",
-        "--nproc",
-        str(args.nproc),
-        "--device",
-        "cpu",
-        "--no-record",
-        "--json",
-    ]
+    options = f"-m distdiag probe allreduce --nproc {args.nproc} --device cpu --no-record --json"
+    probe = [sys.executable, *options.split()]
     plan: dict[str, Any] = {
         "distdiag probe allreduce": lambda: probe_json(run(probe)),
         "… --quick": lambda: probe_json(run([*probe, "--quick"])),
@@ -316,26 +305,13 @@ def param(checkout: Path, nproc: int) -> dict[int, float]:
         (Path(scratch) / "param_bench").symlink_to(checkout.resolve())
         script = checkout / "train" / "comms" / "pt" / "comms.py"
         port = str(free_port())
-        base = [sys.executable, str(script), "--master-ip", "127.0.0.1", "--master-port", port, "--backend", "gloo"]
-        base += [
-            "--device",
-            "cpu",
-            "--collective",
-            "all_reduce",
-            "--b",
-            "1K",
-            "--e",
-            "64M",
-            "--f",
-            "4",
-            "--n",
-            "20",
-            "--w",
-            "5",
-            "--z",
-            "1",
-        ]
-        out = run_ranks(base, nproc, {"PYTHONPATH": scratch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        options = f"--master-ip 127.0.0.1 --master-port {port} --backend gloo --device cpu --collective all_reduce"
+        options += " --b 1K --e 64M --f 4 --n 20 --w 5 --z 1"
+        out = run_ranks(
+            [sys.executable, str(script), *options.split()],
+            nproc,
+            {"PYTHONPATH": scratch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
     return {int(s): float(us) for s, us in re.findall(r"COMMS-RES-all_reduce\S*\s+(\d+)\s+\d+\s+([\d.]+)", out)}
 
 
@@ -344,26 +320,9 @@ def gloo(benchmark: Path, nproc: int) -> dict[int, float]:
     found: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in SIZES:
-            command = [
-                str(benchmark),
-                "--size",
-                str(nproc),
-                "--shared-path",
-                scratch,
-                "--prefix",
-                str(size),
-                "--transport",
-                "tcp",
-            ]
-            command += [
-                "--tcp-device",
-                "lo",
-                "--elements",
-                str(size // 4),
-                "--iteration-time",
-                "300ms",
-                "allreduce_ring_chunked",
-            ]
+            options = f"--size {nproc} --shared-path {scratch} --prefix {size} --transport tcp --tcp-device lo"
+            options += f" --elements {size // 4} --iteration-time 300ms allreduce_ring_chunked"
+            command = [str(benchmark), *options.split()]
             out = run_ranks(command, nproc, {}, rank_option="--rank")
             match = re.search(rf"\s{size // 4}\s+([\d.]+)\s+([\d.]+)", out)  # elements, min, p50
             if match:
