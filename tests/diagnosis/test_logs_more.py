@@ -144,3 +144,11 @@ def test_what_healthy_jobs_print_too(tmp_path: Path, line: str) -> None:
 def test_how_shells_and_containers_report_an_end(tmp_path: Path, text: str, cause: str, word: str) -> None:
     f = only(diagnose(tmp_path, text))
     assert (f.kind, f.cause, f.culprits) == ("rank_lost", cause, ()) and word in f.message
+
+
+@pytest.mark.parametrize(
+    "prefix", ["job-worker-3 pytorch ", "worker-3  | ", "2031-01-01T00:00:00Z ", "Jan 01 00:00:00 n4 python[71]: "]
+)
+def test_any_prefix_of_a_traceback(tmp_path: Path, prefix: str) -> None:
+    text = "".join(f"{prefix}{line}\n" for line in raised(0, "data.BadShard: 17", prefix="").splitlines())
+    assert "raised BadShard: 17 at run.py:7" in only(diagnose(tmp_path, text)).message

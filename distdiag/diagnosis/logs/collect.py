@@ -70,6 +70,7 @@ class _Trace:
 
     frames: list[dict[str, object]] = field(default_factory=list)
     rank: int | None = None
+    margin: int = 0  # characters in front of each of its lines
 
 
 @dataclass
@@ -178,7 +179,7 @@ class Collector:
         """Follow tracebacks; True if the line is a frame of one."""
         if "Traceback (most recent call last)" in text:
             if len(self._traces) < MAX_WRITERS:
-                self._traces[source] = _Trace(rank=self._spawned)
+                self._traces[source] = _Trace(rank=self._spawned, margin=text.index("Traceback ("))
                 self._spawned = None
             return True
         if "Stack trace of the failed" in text and len(self._stacks) < MAX_WRITERS:
@@ -194,7 +195,9 @@ class Collector:
             return True
         trace = self._traces.get(source)
         known = trace is not None and bool(trace.frames)
-        m = (_ANY if known else _EXCEPTION).search(text) if known or "Err" in text or "Exc" in text else None
+        m = _EXCEPTION.search(text) if "Err" in text or "Exc" in text else None
+        if m is None and known and trace is not None:
+            m = _ANY.search(text) or _ANY.match(text[trace.margin :])
         if m is None:
             return False
         site = user_site(trace.frames[::-1]) if trace is not None else None
