@@ -152,3 +152,10 @@ def test_how_shells_and_containers_report_an_end(tmp_path: Path, text: str, caus
 def test_any_prefix_of_a_traceback(tmp_path: Path, prefix: str) -> None:
     text = "".join(f"{prefix}{line}\n" for line in raised(0, "data.BadShard: 17", prefix="").splitlines())
     assert "raised BadShard: 17 at run.py:7" in only(diagnose(tmp_path, text)).message
+
+
+def test_the_first_of_several_ends_is_named(tmp_path: Path) -> None:
+    text = table(4, 1, "To enable traceback see: x") + table(2, 1, "To enable traceback see: x").replace(
+        "00:00:00", "00:00:03"
+    )
+    assert "rank 4 first (2031-01-01 00:00:00)" in only(diagnose(tmp_path, text)).message

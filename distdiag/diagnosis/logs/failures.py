@@ -45,6 +45,7 @@ class Reason:
     events: list[Event] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
+    times: dict[int, str] = field(default_factory=dict)  # when each rank ended, by the launcher
 
 
 def of_events(found: Collected) -> list[Reason]:
@@ -181,6 +182,7 @@ def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Re
         r.hosts |= {x.host} if x.rank is not None and x.host else set()
         if x.rank is not None:
             r.ranks.add(x.rank)
+            r.times.setdefault(x.rank, x.time)
         else:
             where = f"local rank {x.local}" if x.local is not None else f"process {x.pid}" if x.pid else "a process"
             r.unnamed.append(where + (f" on {x.host}" if x.host else ""))
@@ -265,6 +267,16 @@ def _signal(x: Exit) -> str:
         return f"signal {number}"
 
 
+def _first(r: Reason) -> str:
+    """Return which of several ranks ended first, by the launchers' clocks; empty if they do not show it."""
+    known = {q: t for q, t in r.times.items() if t}
+    if len(known) < len(r.ranks) or len(set(known.values())) < 2:
+        return ""
+    least = min(known.values())
+    ranks = [q for q, t in known.items() if t == least]
+    return f", {rank_list(ranks)} first ({least.replace('_', ' ')})" if len(ranks) < len(known) else ""
+
+
 def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
     """Return the finding on one reason.
 
@@ -282,7 +294,7 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
         text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
-    message = f"{who} {text}{at(site)}"
+    message = f"{who} {text}{_first(r)}{at(site)}"
     if everyone and r.meaning.cause == "crashed":
         message += f": the same on all {len(ranks):,} ranks in the log"
     elif others:
