@@ -134,31 +134,33 @@ async def record(directory: Path, run: Path, kinds: tuple[str, ...], process: su
         if time.monotonic() > deadline or process.poll() is not None:
             raise SystemExit(f"pictures: error: the job did not start\n{Path('job.log').read_text()}")
         await asyncio.sleep(0.2)
-    pictures: list[str] = []
+    pictures: list[tuple[str, int]] = []
     async with showing(run, SIZE, Ui()) as screen:
         while not _found(run, kinds) and time.monotonic() < deadline:
-            pictures = [*pictures, screen.app.canvas.picture("distdiag tui")][-FILMED:]
+            pictures = [*pictures, (screen.app.canvas.picture("distdiag tui"), 1)][-FILMED:]
             await asyncio.sleep(FRAME_S)
         for keys in ((), *LAST):
             await asyncio.sleep(FRAME_S)
             await screen.press(*keys)
-            pictures += [screen.app.canvas.picture("distdiag tui")] * 2
+            pictures.append((screen.app.canvas.picture("distdiag tui"), 3))
     (directory / "recording.svg").write_text(film(pictures, FRAME_S))
 
 
-def film(pictures: list[str], seconds: float) -> str:
-    """Return one SVG that shows the pictures one after another; without animation, the last one."""
-    head, n = pictures[0].partition("\n")[0], len(pictures)
-    style = (
-        f"@keyframes turn {{ 0% {{ visibility: visible }} {100 / n:.3f}% {{ visibility: hidden }} 100% {{ visibility: hidden }} }} "
-        f".p {{ animation: turn {n * seconds:g}s step-end infinite }} "
-        "@media (prefers-reduced-motion: reduce) { .p { animation: none } }"
-    )
-    out = [head, f"<style>{style}</style>"]
-    for i, picture in enumerate(pictures):
+def film(pictures: list[tuple[str, int]], beat_s: float) -> str:
+    """Return one SVG that shows each picture for some beats, again and again; without animation, the last one."""
+    total = sum(beats for _, beats in pictures)
+    rules = [
+        f"@keyframes p{n} {{ 0% {{ visibility: visible }} {100 * n / total:.3f}%, 100% {{ visibility: hidden }} }}"
+        for n in sorted({beats for _, beats in pictures})
+    ]
+    rules.append("@media (prefers-reduced-motion: reduce) { g { animation: none !important } }")
+    out, begun = [pictures[0][0].partition("\n")[0], f"<style>{' '.join(rules)}</style>"], 0
+    for i, (picture, beats) in enumerate(pictures):
         inner = picture.partition("\n")[2].rpartition("</svg>")[0]
-        hidden = "" if i == n - 1 else ' visibility="hidden"'
-        out.append(f'<g class="p" style="animation-delay:{(i - n) * seconds:g}s"{hidden}>\n{inner}</g>')
+        hidden = "" if i == len(pictures) - 1 else ' visibility="hidden"'
+        turn = f"animation:p{beats} {total * beat_s:g}s step-end {(begun - total) * beat_s:g}s infinite"
+        out.append(f'<g style="{turn}"{hidden}>\n{inner}</g>')
+        begun += beats
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

@@ -139,6 +139,6 @@ class OwnFaults:
             first_seen_s=t_s,
             detected_s=t_s,
             message=text,
-            cost="none for the job; distdiag sees less",
+            cost="none" if cause == "clock_skew" else "none for the job; distdiag sees less",
             advice=ADVICE.get(cause, "report it with the run's directory"),
         )
