@@ -77,15 +77,19 @@ def _page(kind: Kind, rule: Rule | None, first_steps: tuple[str, str], jobs: dic
 
 def _policy(kind: Kind) -> str:
     unit = "poll" if kind.every_poll else "second"
-    hold = f"{kind.hold} evaluation{'s' if kind.hold > 1 else ''} in a row"
-    hold += "".join(f" (`{cause}`: {n})" for cause, n in kind.hold_of_cause.items())
-    cleared = "never" if kind.sticky else f"after {kind.release} evaluations in a row that no longer find it"
+    hold = (
+        f"after {kind.hold} consecutive evaluations that find it"
+        if kind.hold > 1
+        else "by the first evaluation that finds it"
+    )
+    hold += "".join(f"; `{cause}` after {n}" for cause, n in kind.hold_of_cause.items())
+    cleared = "never" if kind.sticky else f"after {kind.release} consecutive evaluations that no longer find it"
     explains = ", ".join(dict.fromkeys(f"`{entry.kind}`" for entry in kind.explains))
     rows = [
         ("severity", ", ".join(kind.severities)),
         ("causes", ", ".join(f"`{cause}`" for cause in kind.causes) or "none"),
         ("evaluated", f"every {unit}" + ("" if kind.while_blocked else ", while no rank stalls")),
-        ("reported", f"after {hold}"),
+        ("reported", hold),
         ("cleared", cleared + (", or when a finding that stops the job appears" if kind.superseded else "")),
         ("explains", explains or "nothing else"),
     ]
