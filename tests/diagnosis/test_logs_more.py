@@ -159,3 +159,25 @@ def test_the_first_of_several_ends_is_named(tmp_path: Path) -> None:
         "00:00:00", "00:00:03"
     )
     assert "rank 4 first (2031-01-01 00:00:00)" in only(diagnose(tmp_path, text)).message
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "victims", "word"),
+    [
+        ("Waiting in store based barrier to initialize process group for rank: 0, key: store_based_barrier_key:1 (world_size=4, worker_count=8, timeout=0:30:00)\n", "rank_lost", (), "8 processes have joined a job of 4"),
+        ("RuntimeError: Timed out initializing process group in store based barrier on rank 30, for key: k:5 (world_size=64, num_workers_joined=56, timeout=0:30:00)\n", "rank_lost", (), "8 of 64 ranks"),
+        (raised(0, "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /broadcast/0/7"), "timeout", (0,), "for /broadcast/0/7, which no process has set"),
+        (raised(1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete")
+         + raised(0, "RuntimeError: Application timeout caused pair closure"), "timeout", (0, 1), "ranks 0, 1 waited 30 minutes"),
+    ],
+)  # fmt: skip
+def test_ranks_that_waited_outside_nccl(
+    tmp_path: Path, text: str, kind: str, victims: tuple[int, ...], word: str
+) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.culprits, f.victims) == (kind, (), victims) and word in f.message
+
+
+def test_a_barrier_that_is_still_waiting_is_no_failure(tmp_path: Path) -> None:
+    text = "Waiting in store based barrier to initialize process group for rank: 0, key: k:1 (world_size=4, worker_count=3, timeout=0:30:00)\n"
+    assert diagnose(tmp_path, text).findings == ()

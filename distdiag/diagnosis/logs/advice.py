@@ -69,7 +69,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
     (re.compile(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
     (re.compile(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
-    (re.compile(r"torch\.distributed|Default process group has not been initialized"), "call init_process_group before it, on every rank"),
+    (re.compile(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
 )  # fmt: skip
 
 

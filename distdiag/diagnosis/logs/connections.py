@@ -86,6 +86,8 @@ def starts(found: Collected) -> list[Finding]:
         message = f"{left:,} of {expected:,} ranks had not joined after {rough_time(float(e.fields['after'][:9]))}{at(_site(events))}: the log does not say which"
         todo = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
         return [_finding(events, message, todo)]
+    if (f := _store_barrier(by_name.get("store_barrier", []))) is not None:
+        return [f]
     if events := by_name.get("name"):
         message = f"{who(events)[1]} could not resolve a host name{at(_site(events))}: the job's first node, or its name, does not exist (yet)"
         todo = "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"
@@ -116,6 +118,30 @@ def starts(found: Collected) -> list[Finding]:
         todo = "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"
         return [_finding(events, message, todo)]
     return []
+
+
+def _store_barrier(events: list[Event]) -> Finding | None:
+    """Return the finding on a barrier in the store, where each rank counts itself; None if ranks only waited for a while."""
+    counts = [(int(e.fields["joined"][:9]), int(e.fields["expected"][:9]), e) for e in events]
+    over = [e for joined, expected, e in counts if joined > expected]
+    if over:
+        joined, expected, _ = next(c for c in counts if c[0] > c[1])
+        message = f"{joined:,} processes have joined a job of {expected:,} ranks: it was launched twice, or processes of an earlier one use the same store"
+        return _finding(
+            over,
+            message,
+            "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)",
+        )
+    late = [c for c in counts if c[2].fields["what"] == "Timed out"]
+    if not late:
+        return None
+    joined, expected, _ = max(late, key=lambda c: c[0])
+    message = f"{expected - joined:,} of {expected:,} ranks did not come to init_process_group or new_group in time: the log does not say which"
+    return _finding(
+        [e for _, _, e in late],
+        message,
+        "see the logs of all nodes for a rank that failed or is still busy; all ranks must make every new_group call",
+    )
 
 
 def lost(found: Collected) -> list[Finding]:
@@ -161,11 +187,23 @@ def lost(found: Collected) -> list[Finding]:
         if first:
             todo = "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow"
         return [_finding([*errors, *warnings[:4]], message, todo, kind="rank_lost", cause="crashed")]
+    return _gloo(found)
+
+
+def _gloo(found: Collected) -> list[Finding]:
+    """Return the finding on ranks that waited in vain in gloo, or in the store."""
+    waits = [e for e in found.events if e.name == "store_wait"]
+    if waits:
+        e = waits[0]
+        s = int(e.fields["limit"][:12]) / 1e3
+        message = f"{who(waits)[1]} waited {rough_time(s)} in the job's store{at(_site(waits))} for {shortened(e.fields['key'], 80)}, which no process has set"
+        todo = "see what the other side did: the rank or service that sets this key has failed, or never came to the call that matches"
+        return [_finding(waits, message, todo, kind="timeout", cause="late_rank")]
     gloo = [e for e in found.events if e.name == "gloo_timeout"]
     if gloo:
         _, text = who(gloo)
-        s = int(gloo[0].fields["limit"][:12]) / 1e3
-        message = f"{text} waited {rough_time(s)} for a message of another rank in a gloo collective{at(_site(gloo))}; the log does not name that rank"
+        limits = [int(e.fields["limit"][:12]) / 1e3 for e in gloo if "limit" in e.fields]
+        message = f"{text} waited {rough_time(limits[0]) if limits else 'in vain'} for a message of another rank in a gloo collective{at(_site(gloo))}; the log does not name that rank"
         todo = "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank"
         return [_finding(gloo, message, todo, kind="timeout", cause="late_rank")]
     return []

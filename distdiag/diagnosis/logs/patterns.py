@@ -59,12 +59,16 @@ TABLE: tuple[Pattern, ...] = (
          r".{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"),
     _row("stuck_watchdog", W, "watchdog got stuck", r"watchdog got stuck for (?P<stuck_s>\d+) seconds"),
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
+    _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
+    _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
     # -- the communicator could not be made
     _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
          r".{0,200}?got error: (?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
     _row("barrier_reached", W, "successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier"),
     _row("clients", S, " joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"),
+    _row("store_barrier", S, "in store based barrier", r"(?P<what>Timed out|Waiting).{0,99}store based barrier.{0,200}?\(world_size=(?P<expected>\d+), "
+         r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
