@@ -168,7 +168,7 @@ def test_the_first_of_several_ends_is_named(tmp_path: Path) -> None:
         ("RuntimeError: Timed out initializing process group in store based barrier on rank 30, for key: k:5 (world_size=64, num_workers_joined=56, timeout=0:30:00)\n", "rank_lost", (), "8 of 64 ranks"),
         (raised(0, "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /broadcast/0/7"), "timeout", (0,), "for /broadcast/0/7, which no process has set"),
         (raised(1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete")
-         + raised(0, "RuntimeError: Application timeout caused pair closure"), "timeout", (0, 1), "ranks 0, 1 waited 30 minutes"),
+         + raised(0, "RuntimeError: Application timeout caused pair closure"), "timeout", (0, 1), "after 30 minutes: ranks 0, 1 waited"),
     ],
 )  # fmt: skip
 def test_ranks_that_waited_outside_nccl(
@@ -181,3 +181,13 @@ def test_ranks_that_waited_outside_nccl(
 def test_a_barrier_that_is_still_waiting_is_no_failure(tmp_path: Path) -> None:
     text = "Waiting in store based barrier to initialize process group for rank: 0, key: k:1 (world_size=4, worker_count=3, timeout=0:30:00)\n"
     assert diagnose(tmp_path, text).findings == ()
+
+
+def test_the_rank_that_neither_timed_out_nor_lost_a_connection(tmp_path: Path) -> None:
+    text = raised(
+        0,
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete",
+    )
+    text += raised(2, "RuntimeError: [gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:4711")
+    f = only(diagnose(tmp_path, text + table(1, -15, "Signal 15 (SIGTERM) received by PID 1")))
+    assert about(f) == ("timeout", "late_rank", (1,), (0, 2))

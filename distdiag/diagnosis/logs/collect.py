@@ -75,7 +75,7 @@ class _Trace:
 
 @dataclass
 class Collected:
-    """What all files of a job say.
+    """What all log files of a job contain.
 
     Attributes:
         ranks: That wrote a line, or that a line is about.
@@ -95,7 +95,7 @@ class Collected:
 
 
 class Collector:
-    """Reads files one after the other; `result` has what they say."""
+    """Reads files one after the other; `result` has what they contain."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.result = Collected()

@@ -7,7 +7,7 @@ from collections import Counter
 from distdiag.diagnosis.logs import advice
 from distdiag.diagnosis.logs.collect import Collected, Event
 from distdiag.diagnosis.logs.patterns import Role
-from distdiag.diagnosis.logs.timeouts import evidence
+from distdiag.diagnosis.logs.timeouts import absent_ranks, evidence
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
@@ -136,7 +136,7 @@ def _store_barrier(events: list[Event]) -> Finding | None:
     if not late:
         return None
     joined, expected, _ = max(late, key=lambda c: c[0])
-    message = f"{expected - joined:,} of {expected:,} ranks did not come to init_process_group or new_group in time: the log does not say which"
+    message = f"{expected - joined:,} of {expected:,} ranks did not reach init_process_group or new_group in time: the log does not say which"
     return _finding(
         [e for _, _, e in late],
         message,
@@ -175,6 +175,8 @@ def lost(found: Collected) -> list[Finding]:
         message = f"NCCL on {text} lost its RDMA connection to {', '.join(peers[:3])}{' …' if len(peers) > 3 else ''} (status {status}: {meaning})"
         todo = "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"
         return [_finding(links, message, todo)]
+    if gloo := [e for e in found.events if e.name == "gloo_timeout"]:
+        return [_gloo_timeout(found, gloo, closed)]
     if closed:
         return [_closed(found, closed, warnings)]
     if errors:
@@ -187,26 +189,38 @@ def lost(found: Collected) -> list[Finding]:
         if first:
             todo = "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow"
         return [_finding([*errors, *warnings[:4]], message, todo, kind="rank_lost", cause="crashed")]
-    return _gloo(found)
+    return _store_wait(found)
 
 
-def _gloo(found: Collected) -> list[Finding]:
-    """Return the finding on ranks that waited in vain in gloo, or in the store."""
+def _store_wait(found: Collected) -> list[Finding]:
+    """Return the finding on ranks that waited for a key of the store in vain."""
     waits = [e for e in found.events if e.name == "store_wait"]
     if waits:
         e = waits[0]
         s = int(e.fields["limit"][:12]) / 1e3
         message = f"{who(waits)[1]} waited {rough_time(s)} in the job's store{at(_site(waits))} for {shortened(e.fields['key'], 80)}, which no process has set"
-        todo = "see what the other side did: the rank or service that sets this key has failed, or never came to the call that matches"
+        todo = "see what the other side did: the rank or service that sets this key has failed, or never made the matching call"
         return [_finding(waits, message, todo, kind="timeout", cause="late_rank")]
-    gloo = [e for e in found.events if e.name == "gloo_timeout"]
-    if gloo:
-        _, text = who(gloo)
-        limits = [int(e.fields["limit"][:12]) / 1e3 for e in gloo if "limit" in e.fields]
-        message = f"{text} waited {rough_time(limits[0]) if limits else 'in vain'} for a message of another rank in a gloo collective{at(_site(gloo))}; the log does not name that rank"
-        todo = "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank"
-        return [_finding(gloo, message, todo, kind="timeout", cause="late_rank")]
     return []
+
+
+def _gloo_timeout(found: Collected, gloo: list[Event], closed: list[Event]) -> Finding:
+    """Return the finding on ranks that waited in a gloo collective.
+
+    Some ranks run into the timeout, others lose the connections that those close. The rank that does neither was elsewhere.
+    """
+    waiting = {e.rank for e in (*gloo, *closed) if e.rank is not None}
+    culprits = absent_ranks(found, waiting) if len(waiting) > 1 else ()
+    _, text = who([*gloo, *closed])
+    limits = [int(e.fields["limit"][:12]) / 1e3 for e in gloo if "limit" in e.fields]
+    message = f"a gloo collective timed out{f' after {rough_time(limits[0])}' if limits else ''}: {text} waited in it{at(_site(gloo))}"
+    if culprits:
+        message += f"; {rank_list(culprits)} reported no timeout, and may be what they waited for"
+        todo = f"read the log of {rank_list(culprits)}, and take {verb(culprits, 'its', 'their')} stack the next time: it did not make that call"
+    else:
+        message += "; the log does not show which rank they waited for"
+        todo = "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank"
+    return _finding([*gloo, *closed], message, todo, culprits, kind="timeout", cause="late_rank")
 
 
 def _closed(found: Collected, events: list[Event], warnings: list[Event]) -> Finding:

@@ -97,7 +97,7 @@ def _fingerprints(events: list[Event]) -> Finding:
         victims=ranks,
         collective=CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None,
         where=_where(ranks, site),
-        message=f"ranks met in one collective with different calls: {', '.join(texts)}{skipped}{at(site)}",
+        message=f"ranks made different calls in one collective: {', '.join(texts)}{skipped}{at(site)}",
         cost=NO_PROGRESS_MADE,
         advice="look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in one order",
         evidence=evidence(events),
@@ -192,7 +192,7 @@ def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
     site = _site([*barrier, *reached])
     limit_s = next((int(e.fields["limit"]) / 1e3 for e in barrier), None)
     if culprits:
-        message = f"{rank_list(culprits)} did not come to monitored_barrier in {rough_time(limit_s or 0)}{at(site)}"
+        message = f"{rank_list(culprits)} did not reach monitored_barrier in {rough_time(limit_s or 0)}{at(site)}"
         advice = f"read the log of {rank_list(culprits)}, and take {verb(culprits, 'its', 'their')} stack the next time before the barrier times out"
     else:
         message = f"{rank_list(victims)} reached monitored_barrier{at(site)} and then lost rank 0, which knows the missing rank"
@@ -228,7 +228,7 @@ def _unique_id(found: Collected, events: list[Event]) -> Finding:
         message = f"{rank_list(waiters)} lost the store while a communicator was made{at(site)} ({reason}): the process that serves it, rank 0 or torchrun's, ended first"
         advice = "read the log of rank 0 and of its node's launcher: its failure came before these"
     else:
-        message = f"rank {awaited} did not come to the first collective of a group, where {rank_list(waiters)} {verb(waiters, 'waits', 'wait')} for it{at(site)} ({reason})"
+        message = f"rank {awaited} did not reach the first collective of a group, where {rank_list(waiters)} {verb(waiters, 'waits', 'wait')} for it{at(site)} ({reason})"
         advice = (
             f"see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
             "or a collective that only the others call; give long work a longer timeout in init_process_group"

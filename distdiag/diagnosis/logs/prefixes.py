@@ -31,7 +31,7 @@ _MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_i
 
 @dataclass(slots=True)
 class Writer:
-    """Who wrote a line, as far as it says so.
+    """Who wrote a line, as far as the line shows it.
 
     Attributes:
         rank: In the whole job; from torch's own prefix, a launcher's, or the name of the default group.

@@ -146,11 +146,17 @@ def _finding(found: Collected, group: Group, waits: dict[int, Waiting]) -> Findi
 
 def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[int, ...]:
     """Return the ranks that should be in the group and reported no timeout; empty if they are unknown, or too many."""
-    if group[1] not in ("", "default_pg", "undefined") or (
-        group[0] not in ("", "0") and not group[1] and len(waiting) < 3
-    ):
+    number, description = group
+    if description not in ("", "default_pg", "undefined"):
         return ()
-    known = {*found.ranks, *range(max(waiting) + 1), *range(found.world_size or 0)}
+    if number not in ("", "0") and not description and len(waiting) < 3:
+        return ()
+    return absent_ranks(found, waiting)
+
+
+def absent_ranks(found: Collected, waiting: Collection[int]) -> tuple[int, ...]:
+    """Return the few ranks of the job that are not among those that waited; empty if they are no minority."""
+    known = {*found.ranks, *range(max(waiting, default=-1) + 1), *range(found.world_size or 0)}
     absent = known - set(waiting)
     return tuple(sorted(absent)) if len(absent) * 2 <= len(waiting) else ()
 
@@ -181,7 +187,7 @@ def _late(
         advice = f"see what {rank_list(late)} did before{at(site)}: a longer branch, a checkpoint, a data loader, an exception that was caught"
     elif absent:
         message = f"{start}; {rank_list(absent)} reported no timeout, and may be what they waited for"
-        advice = f"read the log of {rank_list(absent)}, and take {verb(absent, 'its', 'their')} stack the next time: it did not come to the call{at(site)}"
+        advice = f"read the log of {rank_list(absent)}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{at(site)}"
     elif whole or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
         message = f"{start}. These are all ranks of the log, so none was missing"
         advice = "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`"
