@@ -17,7 +17,7 @@ class MemoryLimit:
     limit_bytes: int
 
     def used_bytes(self) -> int | None:
-        """What counts against it and cannot be dropped: without cached pages of files. None where it cannot be read."""
+        """Return the memory that counts against the limit and cannot be dropped (without cached file pages); None if unreadable."""
         current = _number(self.folder / "memory.current")
         if current is None:
             current = _number(self.folder / "memory.usage_in_bytes")
@@ -31,13 +31,13 @@ class MemoryLimit:
 
 
 def cores(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """CPU quota of this process in cores, the least of its cgroup's and of those around it; None where there is none."""
+    """Return the CPU quota of this process in cores, the smallest of its cgroup and its parents; None without a quota."""
     found = [q for folder in _folders(root, own, "cpu") if (q := _quota(folder)) is not None]
     return min(found, default=None)
 
 
 def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
-    """Every bound that this process is under: a job step's, the job's, the container's."""
+    """Yield every limit of this process: a job step's, the job's, the container's."""
     found: dict[Path, MemoryLimit] = {}
     for folder in _folders(root, own, "memory"):
         limit = _number(folder / "memory.max")
@@ -48,7 +48,7 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
 
 
 def _folders(root: Path, own: Path, controller: str) -> list[Path]:
-    """This process's cgroup and those around it, of both versions."""
+    """Yield this process's cgroup and its parents, for both cgroup versions."""
     # in a container its own cgroup is the root it sees
     places = [(root, Path(".")), (root / controller, Path("."))]
     try:

@@ -24,7 +24,7 @@ codecs.register_error(_ERRORS, _plain)
 
 
 def tolerate(ascii_only: bool = False) -> None:
-    """What stdout and stderr cannot encode is written plainly; with `ascii_only` everything beyond ASCII is."""
+    """Make stdout and stderr escape what they cannot encode; with `ascii_only` everything beyond ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not where a test or a notebook has put something else
             stream.reconfigure(encoding="ascii" if ascii_only else None, errors=_ERRORS)

@@ -189,7 +189,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_facts(run: Run) -> RunFacts:
-    """All that a report shows of `run`.
+    """Return everything that a report shows of `run`.
 
     Raises:
         RunUnreadable: the database became unreadable meanwhile.
@@ -372,7 +372,7 @@ _STATE_WORDS = {
 
 
 def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummary, ...]:
-    """Up to `most` ranks, by rank: all of them, or those that do the most of their own (and those that are dead)."""
+    """Return up to `most` ranks, by rank: all, or those with the largest self time (and those that are dead)."""
     if len(ranks) <= most:
         return ranks
 

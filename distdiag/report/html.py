@@ -19,7 +19,7 @@ MAX_COLLECTIVES = 40
 
 
 def render(facts: RunFacts) -> str:
-    """The report as one HTML document."""
+    """Return the report as one HTML document."""
     from distdiag.report import charts
 
     environment = jinja2.Environment(

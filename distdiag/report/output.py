@@ -13,7 +13,7 @@ from distdiag.errors import DistdiagError
 
 @contextmanager
 def new_file(path: Path, force: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write, which appears as `path` when the block ends without an error.
+    """Open a file for writing, which appears as `path` when the block ends without an error.
 
     Raises:
         DistdiagError: `path` exists and `force` is not set, or it cannot be written.

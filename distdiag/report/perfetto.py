@@ -47,7 +47,7 @@ def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:
 
 
 def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
-    """First step to show, and the time from which all else is shown."""
+    """Return the first step to show, and the time from which everything else is shown."""
     newest, ranks = run.query("SELECT max(step), count(DISTINCT rank) FROM step")[0]
     if newest is None:
         return 0, 0.0
@@ -61,7 +61,7 @@ def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
 
 
 def _rows(run: Run, query: str, values: tuple[Any, ...], needed: int) -> list[Any]:
-    """Rows of a query that have a value in each of the first `needed` columns; a value of another type reads as None."""
+    """Return rows with a value in each of the first `needed` columns; a value of another type becomes None."""
     return [row for row in run.query(query, values) if None not in row[:needed]]
 
 

@@ -72,7 +72,7 @@ class Steps:
         return Steps({k: v[rows] for k, v in self.columns.items()}, self.every)
 
     def by_rank(self) -> dict[int, Steps]:
-        """The rows of each rank, by step."""
+        """Return the rows of each rank, by step."""
         if not len(self):
             return {}
         order = np.argsort(self.rank, kind="stable")
@@ -132,7 +132,7 @@ def job_steps(steps: Steps) -> JobSteps:
 
 
 def _mean_at(values: Floats, starts: Any) -> Floats:
-    """Means of the runs of `values` that begin at `starts`, NaN left out."""
+    """Return the means of the runs of `values` that begin at `starts`, ignoring NaN."""
     known = ~np.isnan(values)
     total = np.add.reduceat(np.where(known, values, 0.0), starts)
     count = np.add.reduceat(known.astype(np.float64), starts)
@@ -216,5 +216,5 @@ def slowest_share(steps: Steps) -> dict[int, float]:
 
 
 def some(value: float) -> float | None:
-    """None for NaN."""
+    """Return None for NaN."""
     return None if value != value else float(value)

@@ -17,7 +17,7 @@ MAX_COLLECTIVES = 20
 
 
 def render(facts: RunFacts) -> str:
-    """The report as lines of at most `WIDTH` columns where the run's own names allow it."""
+    """Return the report as lines of at most `WIDTH` columns, unless a name of the run is longer."""
     sections = [
         _head(facts),
         *(_finding(f) for f in facts.open_findings),
@@ -115,7 +115,7 @@ def _job(f: RunFacts) -> list[str]:
 def _table(
     title: str, columns: Sequence[tuple[str, Callable[[object], str]]], rows: Iterable[Sequence[object]]
 ) -> list[str]:
-    """A table under its title; numbers right, words (columns marked by a leading '<') left."""
+    """Return a table under its title; numbers right-aligned, words (columns marked by a leading '<') left-aligned."""
     body = [[visible(show(v)) for (_, show), v in zip(columns, row, strict=True)] for row in rows]
     names = [name.lstrip("<") for name, _ in columns]
     widths = [max(len(n), *(len(r[i]) for r in body)) for i, n in enumerate(names)]

@@ -15,7 +15,7 @@ def visible(text: object) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """`0.042`, `3.1`, `231.4`, `12,400`; the unit is in the heading."""
+    """Return `0.042`, `3.1`, `231.4`, `12,400`; the unit is in the heading."""
     if value is None:
         return MISSING
     if abs(value) >= 1000:
@@ -40,7 +40,7 @@ def moment(unix_s: float | None) -> str:
 
 
 def gradient_words(g: Gradients) -> str:
-    """`9.4 MiB in 3 buckets of at most 25.0 MiB, all-reduced in default_pg by 2 ranks`."""
+    """Return `9.4 MiB in 3 buckets of at most 25.0 MiB, all-reduced in default_pg by 2 ranks`."""
     text = f"{size_text(g.bytes)} in {number(g.buckets)} bucket{'s' if g.buckets != 1 else ''}"
     text += f" of at most {size_text(g.bucket_cap_bytes)}" if g.bucket_cap_bytes else ""
     text += f", all-reduced in {g.pgroup} by {number(g.ranks)} ranks"
@@ -48,7 +48,7 @@ def gradient_words(g: Gradients) -> str:
 
 
 def gradient_times(g: Gradients) -> str:
-    """`31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of 21 measured steps`."""
+    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of 21 measured steps`."""
     return (
         f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed"
         f" ({percent(g.exposed_share)} of step time); medians of {number(g.steps)} measured steps, of the rank with the least"

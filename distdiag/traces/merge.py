@@ -92,7 +92,7 @@ def _of_rank(rank: int, path: Path, offset_us: float, name: str) -> Iterator[Eve
 
 
 def _joins(offsets_us: Mapping[int, float], collectives: Mapping[Key, Mapping[int, Comm]]) -> Iterator[Event]:
-    """Tracks of collectives in each rank's process, with arrows from the last rank that came to the others."""
+    """Return tracks of collectives in each rank's process, with arrows from the last rank to the others."""
     lanes: dict[
         int, list[float]
     ] = {}  # by rank: when the last slice of each track ends; slices of one track must not overlap

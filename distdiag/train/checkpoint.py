@@ -136,7 +136,7 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fingerprint: str) -> None:
-    """That the run which wrote the checkpoint would go on as this one.
+    """Check that this run would continue like the run that wrote the checkpoint.
 
     Raises:
         DistdiagError: another world size, data set, or option that changes which batches come next.
@@ -162,5 +162,5 @@ def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fi
 
 
 def options_of(config: TrainConfig) -> dict[str, Any]:
-    """The options that a resumed run must share."""
+    """Return the options that a resumed run must share."""
     return {name: getattr(config, name) for name in _MUST_AGREE}

@@ -64,7 +64,7 @@ class InjectedFault:
 
 
 def parse_fault(spec: str) -> InjectedFault:
-    """`deadlock@rank1:step30` and its like.
+    """Parse a fault spec such as `deadlock@rank1:step30`.
 
     Raises:
         DistdiagError: no such kind, or a part is missing, unknown or out of place.

@@ -103,7 +103,7 @@ class DistdiagApp(Navigation):
         self.source.stop()
 
     def action_leave(self, code: int = 0) -> None:
-        """Leave; the job is not affected."""
+        """Quit; the job is not affected."""
         self.return_value_code = code
         self.source.stop()
         self.exit()
@@ -111,7 +111,7 @@ class DistdiagApp(Navigation):
     # -- snapshots ----------------------------------------------------------------------------------------------
 
     def _deliver(self, snapshot: Snapshot) -> None:
-        """From the reader's thread: keep the newest, and wake the screen once."""
+        """Keep the newest snapshot and wake the screen once; called in the reader's thread."""
         self._newest = snapshot
         if not self._pending:
             self._pending = True
@@ -286,5 +286,5 @@ class DistdiagApp(Navigation):
 
 
 def _light_terminal() -> bool:
-    """COLORFGBG, which several terminals set as `foreground;background`: 7 and 15 are light backgrounds."""
+    """True if COLORFGBG, which several terminals set as `foreground;background`, has a light background: 7 or 15."""
     return os.environ.get("COLORFGBG", "").rsplit(";", 1)[-1] in ("7", "15")

@@ -33,7 +33,7 @@ class RankCommands(Provider):
 
 
 def system_commands(app: DistdiagApp) -> Iterable[SystemCommand]:
-    """All that the keys do, by name, and more."""
+    """Yield all key actions by name, and further commands."""
     for key in KEYS:
         if key.action.startswith("show("):
             name = key.action[6:-2]

@@ -23,7 +23,7 @@ from distdiag.tui.ui import Ui
 
 
 def state_line(snap: Snapshot, job: JobState, width: int) -> Line:
-    """` distdiag  NAME  ● RUNNING  8 ranks / 1 node  gloo  00:04:31   reports/x`.
+    """Return ` distdiag  NAME  ● RUNNING  8 ranks / 1 node  gloo  00:04:31   reports/x`.
 
     Where it is narrow the path, the backend and then the name give way; the state and its text never do.
     """
@@ -69,13 +69,13 @@ def state_line(snap: Snapshot, job: JobState, width: int) -> Line:
 
 
 def overflow(job: JobState, snap: Snapshot, width: int) -> str:
-    """The state's text where the first line had to cut it; empty where it fitted."""
+    """Return the state's text if the first line had to cut it; else an empty text."""
     fixed = cells(f" distdiag  {job.glyph} {job.word}  ")
     return job.text if cells(job.text) > width - fixed else ""
 
 
 def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
-    """` step 1203/2000  231 ms ▂▃▃▇█▇  18,450 samples/s  loss 0.512  mem max 62.2 GiB`."""
+    """Return ` step 1203/2000  231 ms ▂▃▃▇█▇  18,450 samples/s  loss 0.512  mem max 62.2 GiB`."""
     s = snap.summary
     if snap.frame is None:
         return BLANK
@@ -110,13 +110,13 @@ def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
 
 
 def head(snap: Snapshot, ui: Ui, width: int) -> tuple[list[Line], JobState]:
-    """The two lines that every screen begins with, and the state they show."""
+    """Return the two lines at the top of every screen, and the state they show."""
     job = job_state(snap)
     return [state_line(snap, job, width), step_line(snap, job, width)], job
 
 
 def title_line(snap: Snapshot, ui: Ui, width: int, title: str, question: str, right: str = "") -> Line:
-    """` distdiag > comm   is the network the cause, or a rank?      RUNNING 00:04:31`: head of the inner screens."""
+    """Return ` distdiag > comm   is the network the cause, or a rank?      RUNNING 00:04:31`: the header of the inner screens."""
     job = job_state(snap)
     end = line(
         (f"{job.glyph} {job.word}", f"{job.style} bold"), f" {clock(snap.t_s)}" if snap.frame is not None else ""

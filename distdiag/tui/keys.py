@@ -109,7 +109,7 @@ _GIVE_WAY = (
 
 
 def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:
-    """Whether the key does something on this page, in this state."""
+    """True if the key does something on this page, in this state."""
     if key.pages and ui.page not in key.pages:
         return False
     live = snap.monitor is Monitor.LIVE
@@ -122,7 +122,7 @@ def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:
 
 
 def key_bar(snap: Snapshot, ui: Ui, width: int) -> Line:
-    """The last line of the screen: keys that do something here, clickable."""
+    """Return the last line of the screen: keys that do something here, clickable."""
     keys = [k for k in KEYS if k.label and applies(k, snap, ui)]
     if ui.page in ("rank", "help"):
         keys = [k for k in keys if not k.action.startswith("show(") or k.label == "Help"]

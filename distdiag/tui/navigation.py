@@ -133,7 +133,7 @@ class Navigation(Files):
         self.sort_by(keys[(at + 1) % len(keys)])
 
     def sort_by(self, key: str) -> None:
-        """Order the tables by a column; the same again reverses."""
+        """Sort the tables by a column; the same again reverses."""
         if key == self.ui.sort:
             self.ui.reverse = not self.ui.reverse
         elif key in {o.key for o in ORDERS}:
@@ -174,7 +174,7 @@ class Navigation(Files):
             self.source.step(at, by, self._found)
 
     def _found(self, at_s: float | None) -> None:
-        """From the reader's thread."""
+        """Move to the found time; called in the reader's thread."""
         self.post_message(self.Moved(at_s))
 
     def action_first_moment(self) -> None:

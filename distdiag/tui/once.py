@@ -35,7 +35,7 @@ _COLOURS = frozenset({"error", "warning", "accent", "data", "forward", "backward
 
 
 def take(run: Path, page: Page, ui: Ui, width: int, height: int) -> Snapshot:
-    """One snapshot for one page; a run that cannot be read gives a snapshot with the reason."""
+    """Return one snapshot for one page; for an unreadable run it has the reason."""
     try:
         with open_run(run) as opened:
             taker = Taker(opened, readers())
@@ -46,7 +46,7 @@ def take(run: Path, page: Page, ui: Ui, width: int, height: int) -> Snapshot:
 
 
 def snapshot(run: Path, ui: Ui) -> Snapshot:
-    """One snapshot without any screen: for `--once --json`."""
+    """Return one snapshot without any screen: for `--once --json`."""
     try:
         with open_run(run) as opened:
             return Taker(opened, {}).take(Request("", ui.paused_at_s))
@@ -55,7 +55,7 @@ def snapshot(run: Path, ui: Ui) -> Snapshot:
 
 
 def screen(run: Path, ui: Ui, width: int, height: int | None) -> tuple[list[Line], Snapshot]:
-    """Lines of one page; with no height, all rows there are."""
+    """Return the lines of one page; all rows if no height is given."""
     page = pages()[ui.page]
     ui = replace(ui, interactive=False)
     tall = height
@@ -74,7 +74,7 @@ def screen(run: Path, ui: Ui, width: int, height: int | None) -> tuple[list[Line
 
 
 def _without_gaps(lines: list[Line]) -> list[Line]:
-    """The filler between the table and the findings is of use on a screen only."""
+    """Remove the filler between the table and the findings, which is only useful on a screen."""
     out: list[Line] = []
     for x in lines:
         if plain(x) or (out and plain(out[-1])):
@@ -85,7 +85,7 @@ def _without_gaps(lines: list[Line]) -> list[Line]:
 
 
 def coloured(text: Line, colours: bool) -> str:
-    """The line with ANSI codes; without `colours` (NO_COLOR) bold, dim and underlined stay."""
+    """Return the line with ANSI codes; without `colours` (NO_COLOR) bold, dim and underlined remain."""
     out = []
     room = len(plain(text))  # in characters: what follows is padding
     for t, style, _ in text:
@@ -98,7 +98,7 @@ def coloured(text: Line, colours: bool) -> str:
 
 
 def _area_codes(style: str) -> list[str]:
-    """Codes of the fixed colours of areas: 256 colours, which every terminal has."""
+    """Return the codes of the fixed colours of areas: 256 colours, which every terminal has."""
     out = []
     for name in style.split():
         text, ground = area_colours(name) or (None, None)
@@ -108,7 +108,7 @@ def _area_codes(style: str) -> list[str]:
 
 
 def wants_colour(stream: Any = None) -> tuple[bool, bool]:
-    """(escapes at all, colours among them) by NO_COLOR, FORCE_COLOR, TERM and whether a person sees the output."""
+    """Return (escapes, colours) by NO_COLOR, FORCE_COLOR, TERM and whether the output is a terminal."""
     stream = stream or sys.stdout
     forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
     terminal = (stream.isatty() and os.environ.get("TERM") != "dumb") or forced
@@ -173,7 +173,7 @@ class SnapshotJson(msgspec.Struct, kw_only=True):
 
 
 def as_json(snap: Snapshot) -> bytes:
-    """The snapshot as one JSON object, its schema first."""
+    """Return the snapshot as one JSON object, its schema first."""
     s, job = snap.summary, job_state(snap)
     max_steps = snap.number("max_steps")
     body = SnapshotJson(

@@ -20,7 +20,7 @@ _STATES = {
 
 
 def where_text(w: Where) -> str:
-    """`rank 3: train.py:118 in next_batch (waiting for data)`."""
+    """Return `rank 3: train.py:118 in next_batch (waiting for data)`."""
     state = f" ({_STATES.get(w.state, clean(w.state))})" if w.state else ""
     at = place(w.file, w.line, w.function) if w.file else ""
     return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' site unknown'}"
@@ -34,7 +34,7 @@ def first_line(f: Finding) -> tuple[severity.Mark, str]:
 
 
 def finding_lines(f: Finding, width: int, full: bool = True) -> list[Line]:
-    """One finding; its first line (wrapped, never cut) alone, or with cost, where and what to do.
+    """Return one finding: only its first line (wrapped, never cut), or also cost, where and what to do.
 
     Args:
         f: Texts in it come from the job: they are cleaned here.
@@ -92,7 +92,7 @@ def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
 
 
 def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int) -> list[Line]:
-    """Rule and findings in at most `height` lines; on screens under 30 rows only the first finding is shown in full.
+    """Return rule and findings in at most `height` lines; on screens under 30 rows only the first finding is complete.
 
     The last line counts what is left out.
     """
@@ -147,7 +147,7 @@ def _some_findings(
 
 
 def summary_line(snap: Snapshot, width: int, ui: Ui) -> Line:
-    """The worst open finding on one line, for screens that are about something else."""
+    """Return the worst open finding on one line, for screens with another subject."""
     findings = list(snap.open_findings)
     if not findings:
         return line((" · no open findings", "muted"))
@@ -157,5 +157,5 @@ def summary_line(snap: Snapshot, width: int, ui: Ui) -> Line:
 
 
 def who(f: Finding) -> str:
-    """Culprits of a finding, or its victims where nobody can be blamed."""
+    """Return the culprits of a finding, or its victims if nobody is blamed."""
     return rank_list(f.culprits or f.victims) if f.culprits or f.victims else "every rank"

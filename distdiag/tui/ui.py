@@ -55,11 +55,11 @@ class Ui:
         return self.colour and not self.ascii
 
     def opens(self, key: str, screen: str) -> str:
-        """How to open a screen: its key, or the command if nobody can press one."""
+        """Return how to open a screen: its key, or the command if no key can be pressed."""
         return f"press {key}" if self.interactive else f"distdiag tui --screen {screen}"
 
     def window(self, page: str, items: Sequence[Hashable], rows: int) -> tuple[int, int | None]:
-        """First item shown, and the index of the cursor; keeps the cursor on its item and on the screen."""
+        """Return the first item shown and the index of the cursor; keeps the cursor on its item and on the screen."""
         n = len(items)
         rows = max(1, rows)
         if not n:
@@ -73,7 +73,7 @@ class Ui:
         return top, index
 
     def index(self, page: str, items: Sequence[Hashable]) -> int:
-        """Index of the cursor in `items`; 0 until it is moved."""
+        """Return the index of the cursor in `items`; 0 until it is moved."""
         if page not in self.cursor:
             return 0
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
     GpuState,
@@ -60,11 +60,6 @@ def findings(snapshot: Snapshot, *rules: Rule, **known: Any) -> list[Finding]:
     for rule in rules:
         facts.found += [x for x in rule.evaluate(facts) if isinstance(x, Finding)]
     return facts.found
-
-
-def abstentions(snapshot: Snapshot, rule: Rule, **known: Any) -> list[str]:
-    """Return why a rule finds nothing in one snapshot."""
-    return [x.reason for x in rule.evaluate(Facts(snapshot, **known)) if isinstance(x, Abstained)]
 
 
 def proved(snapshot: Snapshot, graph: WaitGraph | None = None, **known: Any) -> list[Finding]:

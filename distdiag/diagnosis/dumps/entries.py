@@ -31,7 +31,7 @@ def ends_batch(name: str) -> bool:
 
 
 def backend_of(f: DumpFile) -> str:
-    """`nccl` or `gloo`; empty for a dump without entries."""
+    """Return `nccl` or `gloo`; empty for a dump without entries."""
     name = f.entries[-1].get("profiling_name", "") if f.entries else ""
     return name.partition(":")[0] if ":" in name else ""
 

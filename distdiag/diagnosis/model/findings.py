@@ -156,7 +156,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_list(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 3`, `ranks 0–511, 600`: runs of three and more are folded."""
+    """Return `rank 3`, `ranks 0, 1, 3`, `ranks 0–511, 600`: three or more consecutive ranks are folded."""
     n = len(set(ranks))
     if not n:
         return "no rank"

@@ -69,7 +69,7 @@ def _name(row: StepRow) -> str:
 
 
 def _times(parts: list[str], rows: list[StepRow], y: float) -> float:
-    """Bars of the step time with their intervals; the light part is exposed communication or idle time."""
+    """Draw bars of the step time with their intervals; the light part is exposed communication or idle time."""
     y = _text(
         parts, 12, y, "time of a step, ms, with 95 % interval; light: exposed communication, or idle stages", size=13
     )
@@ -92,7 +92,7 @@ def _times(parts: list[str], rows: list[StepRow], y: float) -> float:
 
 
 def _scaling(parts: list[str], rows: list[StepRow], y: float) -> float:
-    """Speed-up over ranks (or threads, copies), with the ideal line."""
+    """Draw the speed-up over ranks (or threads, copies), with the ideal line."""
     points = [(max(r.ranks, r.threads if r.strategy == "single-threads" else 1), r) for r in rows if r.speed_up]
     if len(points) < 2:
         return y - 30
@@ -131,7 +131,7 @@ def _scaling(parts: list[str], rows: list[StepRow], y: float) -> float:
 
 
 def _memory(parts: list[str], rows: list[StepRow], y: float) -> float:
-    """Bars of parameters, gradients and optimizer state; a mark at the formula; the peak as a number."""
+    """Draw bars of parameters, gradients and optimizer state, a mark at the formula, and the peak as a number."""
     title = "memory of a rank: parameters, gradients, optimizer state (dark to light); mark: formula"
     y = _text(parts, 12, y, title, size=13)
     largest = max(1, *(r.state_bytes for r in rows))

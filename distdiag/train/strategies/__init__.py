@@ -6,7 +6,7 @@ from distdiag.train.strategies.base import Setup, Strategy
 
 
 def build_strategy(setup: Setup) -> Strategy:
-    """The strategy that the configuration asks for. Collective: some broadcast their weights."""
+    """Return the configured strategy. Collective: some strategies broadcast their weights."""
     name = setup.config.strategy
     if name == "auto":
         name = "single" if setup.ranks.control is None else "ddp"

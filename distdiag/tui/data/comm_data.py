@@ -176,7 +176,7 @@ def _probed(run: Run) -> dict[tuple[str, int], float]:
 
 
 def probe_for(data: CommData, op: OpStats) -> float | None:
-    """Bus bandwidth that a probe recorded into this run reached for the operation, at a size within a factor of two."""
+    """Return the bus bandwidth that a probe recorded in this run for the operation, at a size within a factor of two."""
     name = op.op.replace("_", "")
     near = [
         (abs(b - op.bytes), v)

@@ -45,14 +45,14 @@ class Filter:
     tests: tuple[Test, ...] = ()
 
     def indices(self, table: RankTable, marks: list[severity.Mark]) -> list[int]:
-        """Rows of the frame that pass, in the frame's order."""
+        """Return the rows of the frame that pass, in the frame's order."""
         if not self.tests:
             return list(range(len(table)))
         return [i for i in range(len(table)) if all(t(table, marks, i) for t in self.tests)]
 
 
 def parse(text: str) -> Filter:
-    """The filter that a person typed.
+    """Return the filter that the user typed.
 
     Raises:
         BadFilter: a word cannot be parsed.
@@ -94,7 +94,7 @@ def _test(word: str) -> Test:
 
 
 def _ranks(text: str) -> Test:
-    """`600-700,9`; an open end (`600-`, `-7`) reaches to the last, or from the first."""
+    """Parse `600-700,9`; an open end (`600-`, `-7`) reaches to the last, or from the first."""
     spans: list[tuple[float, float]] = []
     for piece in filter(None, text.replace("–", "-").split(",")):
         m = re.fullmatch(r"(\d*)(-?)(\d*)", piece)

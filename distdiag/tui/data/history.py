@@ -88,7 +88,7 @@ def _p(q: float):
 
 
 def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with_area: bool) -> list[Chart]:
-    """The charts there are values for: step time always, then waiting, throughput and loss."""
+    """Return the charts that have values: always step time, then waiting, throughput and loss."""
     times = [p.t_s for p in points]
     steps = [p.step_ms for p in points]
     found = [
@@ -132,7 +132,7 @@ def chart_lines(
     marks: tuple[tuple[float, str], ...],
     ascii_only: bool,
 ) -> list[Line]:
-    """As many charts as fit into `height` lines; nothing if not one fits, or if no step has ended."""
+    """Return as many charts as fit into `height` lines; empty if none fits, or if no step has ended."""
     if not points:
         return []
     # a long first step (start of DDP, compilation) would leave half of each chart empty

@@ -48,7 +48,7 @@ class MemoryData:
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> MemoryData:
-    """Newest samples; sparks and growth for the ranks on the screen, history for the one under the cursor."""
+    """Read the newest samples; sparklines and growth for the ranks on the screen, history for the rank under the cursor."""
     gpus = tuple(run.gpus(request.at_s))
     hosts = tuple(run.hosts(request.at_s))
     why = ""
@@ -118,7 +118,7 @@ def _history(
 
 
 def _trend(run: Run, request: Request, frame: Frame) -> dict[int, float]:
-    """Growth per 100 steps: median of five steps now against five steps then, so that one spike makes no trend."""
+    """Return the growth per 100 steps: median of five steps now and five steps earlier, so that one spike is no trend."""
     span = run.step_range(request.at_s)
     if span is None or not request.ranks or span[1] - span[0] < 50:
         return {}

@@ -37,7 +37,7 @@ BY_KEY = {o.key: o for o in ORDERS}
 
 
 def ordered(snap: Snapshot, ui: Ui) -> list[int]:
-    """Rows of the frame that pass the filter, in the chosen order.
+    """Return the rows of the frame that pass the filter, in the chosen order.
 
     By default worse first; among the flagged the larger Δ self first, all others by rank, so that healthy rows keep
     their places while their numbers flicker.
@@ -84,11 +84,11 @@ class Cached:
         self._moved_at = -math.inf
 
     def moved(self) -> None:
-        """The person moved the cursor."""
+        """Note that the user moved the cursor."""
         self._moved_at = self._now()
 
     def rows(self, snap: Snapshot, ui: Ui) -> list[int]:
-        """The order to show now."""
+        """Return the order to show now."""
         choice = (ui.sort, ui.reverse, ui.filter.text)
         n = 0 if snap.frame is None else len(snap.frame.table)
         key = (id(snap.frame), n)
@@ -103,7 +103,7 @@ class Cached:
         return self._rows
 
     def ranks(self, snap: Snapshot, ui: Ui) -> list[int]:
-        """The rank numbers of `rows`, in that order."""
+        """Return the rank numbers of `rows`, in that order."""
         rows = self.rows(snap, ui)
         if self._ranks is None:
             ranks = snap.summary.layout.ranks

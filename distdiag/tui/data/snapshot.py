@@ -78,7 +78,7 @@ class Snapshot:
         return None if self.frame is None else self.frame.t_s
 
     def number(self, key: str) -> float | None:
-        """A meta value as a number."""
+        """Return a meta value as a number."""
         return number(self.meta.get(key))
 
     @property
@@ -115,7 +115,7 @@ class Taker:
         self._version = None
 
     def take(self, request: Request) -> Snapshot:
-        """The snapshot for a request; cheap where neither the database nor the request changed.
+        """Return the snapshot for a request; cheap if neither the database nor the request changed.
 
         Raises:
             RunUnreadable: as any reading.
@@ -155,7 +155,7 @@ class Taker:
         return snapshot
 
     def _refreshed(self, last: Snapshot) -> Snapshot:
-        """The same snapshot; of a monitor that went silent, with the time since (which no new row tells)."""
+        """Return the same snapshot, with the time since the monitor's last row if it is silent."""
         if last.monitor is Monitor.ENDED:
             return last
         monitor = self.run.monitor(last.meta)
@@ -192,7 +192,7 @@ class Taker:
 
 
 def known_at(findings: tuple[Finding, ...], t_s: float) -> tuple[Finding, ...]:
-    """The findings as they stood at a moment: later ones are not known yet, later clearings have not happened."""
+    """Return the findings as known at a moment: without later findings and later clearings."""
     import msgspec
 
     out = []

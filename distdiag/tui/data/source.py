@@ -116,7 +116,7 @@ class Source(threading.Thread):
             return self._under(e)
 
     def _under(self, problem: RunUnreadable) -> Snapshot:
-        """The last good data with the problem over it; none of a run that is no more, for it would look alive."""
+        """Return the last good data with the problem; none if the run no longer exists, since it would look alive."""
         from dataclasses import replace
 
         if self._good is None:

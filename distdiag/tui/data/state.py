@@ -121,7 +121,7 @@ def _waiting(snap: Snapshot) -> str:
 
 
 def closing_lines(snap: Snapshot, interactive: bool = True) -> list[str]:
-    """Closing lines of a finished run: the number of findings and the next commands."""
+    """Return the closing lines of a finished run: the number of findings and the next commands."""
     run = quote(snap.run)
     errors = [f for f in snap.findings if at_least(f.severity, "error")]
     warnings = [f for f in snap.findings if f.severity == "warning"]

@@ -64,7 +64,7 @@ class Layout:
 
 
 def layout_of(table: RankTable, before: Layout) -> Layout:
-    """The layout of a frame; that of the frame before where nothing moved."""
+    """Return the layout of a frame; the previous frame's if nothing moved."""
     key = (table.raw("node"), table.raw("local_rank"), table.raw("rank"))
     if key == before.key and before.place:
         return before
@@ -78,7 +78,7 @@ def layout_of(table: RankTable, before: Layout) -> Layout:
 
 
 def summarise(table: RankTable, before: Summary | None = None) -> Summary:
-    """The summary of a frame's ranks; `before` is that of the frame before, for what does not change."""
+    """Return the summary of a frame's ranks; `before` is the previous frame's, for what does not change."""
     n = len(table)
     layout = layout_of(table, before.layout if before is not None else Layout())
     missing, lost, finished = _lives(table)
@@ -120,7 +120,7 @@ def summarise(table: RankTable, before: Summary | None = None) -> Summary:
 
 
 def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Ranks that never reported, ranks that are lost, and how many have finished."""
+    """Return the ranks that never reported, the lost ranks, and how many have finished."""
     words, codes = table.coded("life")
     if len(words) == 1 and words[0] not in (Life.MISSING, *_GONE):
         return (), (), len(table) if words[0] == Life.FINISHED else 0
@@ -131,7 +131,7 @@ def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def _waiting(table: RankTable) -> tuple[tuple[tuple[Waiting, int], ...], float | None]:
-    """What ranks wait in, most ranks first, and for how long the first of them."""
+    """Return what ranks wait in, most ranks first, and how long the first of them has waited."""
     if table.coded("waiting_op")[0] == [None]:
         return (), None
     counts: Counter[Waiting] = Counter()

@@ -15,7 +15,7 @@ _COLUMNS = {"data": "data_ms", "forward": "forward_ms", "backward": "backward_ms
 
 
 def phases_of(row: RankRow | StepRow) -> list[tuple[str, float]]:
-    """Phases of a rank's median step, ms, the waiting apart and last; they add up to the step.
+    """Return the phases of a rank's median step, ms, with the waiting separate and last; they sum to the step.
 
     Waiting happens inside phases, mostly in backward: it is taken out of backward as far as no time outside of all
     phases explains it.
@@ -31,7 +31,7 @@ def phases_of(row: RankRow | StepRow) -> list[tuple[str, float]]:
 def stacked(
     segments: Sequence[tuple[str, float]], scale: float, width: int, *, colour: bool = True, words: bool = True
 ) -> list[Part]:
-    """Segments one after the other in exactly `width` cells, of which all are `scale`.
+    """Return segments one after another in exactly `width` cells, where `width` stands for `scale`.
 
     Args:
         segments: Name of a phase, and its length.
@@ -92,7 +92,7 @@ def _letters(ends: list[tuple[str, int]], width: int) -> list[Part]:
 
 
 def gauge(share: float | None, width: int, *, colour: bool = True, style: str = "fill") -> list[Part]:
-    """A share in 0..1 as a bar of exactly `width` cells; empty if not measured."""
+    """Return a share in 0..1 as a bar of exactly `width` cells; empty if not measured."""
     if share is None or share != share:
         return [(" " * width, "", "")]
     full, half = divmod(round(max(0.0, min(1.0, share)) * width * 2), 2)
@@ -103,7 +103,7 @@ def gauge(share: float | None, width: int, *, colour: bool = True, style: str = 
 
 
 def legend(width: int, *, colour: bool = True, parts: Sequence[str] = PHASES) -> list[Part]:
-    """Swatch (or letter) and word of each part, as far as `width` has room; all short, or all long words."""
+    """Return swatch (or letter) and word of each part that fits into `width`; all words short, or all long."""
     for names, gap in ((WORDS, "  "), (SHORT, "  "), (SHORT, " ")):
         swatch = "█ " if colour and names is WORDS else "█" if colour else ""
         needed = sum(cells(names[p]) + len(swatch or "x ") + len(gap) for p in parts) - len(gap)

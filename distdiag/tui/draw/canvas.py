@@ -126,11 +126,11 @@ class Canvas(Widget, can_focus=True):
         return found
 
     def picture(self, title: str) -> str:
-        """What is shown, as SVG."""
+        """Return the content as SVG."""
         return svg(self._lines, self.style_of, self.size.width, title)
 
     def notify_style_update(self) -> None:
-        """Another theme: all styles are looked up anew."""
+        """Use another theme: all styles are looked up again."""
         self._styles.clear()
         super().notify_style_update()
 

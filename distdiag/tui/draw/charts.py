@@ -64,12 +64,12 @@ class Chart:
 
 
 def step_of(span_s: float, dots: int) -> float:
-    """Seconds of one dot, so that `dots` of them hold the span."""
+    """Return the seconds per dot, so that `dots` of them cover the span."""
     return next((s for s in _STEPS if s * dots >= span_s), span_s / max(1, dots))
 
 
 def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]:
-    """The curve as `n` values of `step` seconds each, the last one ending at `end`; short gaps are bridged."""
+    """Return the curve as `n` values of `step` seconds each, the last one ending at `end`; short gaps are bridged."""
     start = end - step * n
     found: list[list[float]] = [[] for _ in range(n)]
     for t, v in zip(curve.times, curve.values, strict=True):
@@ -93,7 +93,7 @@ def draw(chart: Chart, start: float, now: float, width: int, height: int, ascii_
 
 
 def _drawn(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool) -> list[Line]:
-    """The chart in `height` lines (at least 4) of at most `width` cells: title, plot, axis.
+    """Return the chart in `height` lines (at least 4) of at most `width` cells: title, plot, axis.
 
     Args:
         start: First moment of the run; the chart shows the time from there on, or as much as fits.
@@ -145,7 +145,7 @@ def _drawn(chart: Chart, start: float, now: float, width: int, height: int, asci
 
 
 def _range(chart: Chart, known: list[float]) -> tuple[float, float]:
-    """Lowest and highest value of the axis; one compiled first step does not flatten all others."""
+    """Return the lowest and highest value of the axis; one slow first step does not flatten all others."""
     ordered = sorted(known)
     low = ordered[0] if chart.floor is None else chart.floor
     high = ordered[-1]
@@ -184,7 +184,7 @@ def _title(chart: Chart, series: list[list[float | None]], width: int) -> Line:
 
 
 def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> Line:
-    """The time axis: moments of the run at both ends, marks where something began or lasted."""
+    """Return the time axis: times of the run at both ends, marks where something began or lasted."""
     left, right = clock(max(0.0, start)), clock(now)
     cells_of: list[tuple[str, str]] = [("─", "muted")] * columns
 
@@ -213,7 +213,7 @@ def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> L
 
 
 def side_by_side(blocks: Sequence[list[Line]], width: int, gap: int = 1) -> list[Line]:
-    """Several blocks of equal height in columns of equal width."""
+    """Return several blocks of equal height in columns of equal width."""
     each = (width - gap * (len(blocks) - 1)) // len(blocks)
     out = []
     for row in range(max(map(len, blocks))):
@@ -229,7 +229,7 @@ def side_by_side(blocks: Sequence[list[Line]], width: int, gap: int = 1) -> list
 def grid(
     charts: Sequence[Chart], start: float, now: float, width: int, height: int, ascii_only: bool = False
 ) -> list[Line]:
-    """As many charts as fit into `height` lines, in up to three rows; nothing if not one fits."""
+    """Return as many charts as fit into `height` lines, in up to three rows; empty if none fits."""
     if height < MIN_HEIGHT or width < MIN_WIDTH or not charts:
         return []
     fits = max(1, (width + 1) // (MIN_WIDTH + 1))

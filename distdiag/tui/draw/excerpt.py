@@ -59,7 +59,7 @@ def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
 
 
 def cached(place: tuple[str, int] | None, started_unix_s: float | None, cache: dict[Any, Any]) -> Excerpt | None:
-    """The excerpt for a place; read once as long as the place stays the same."""
+    """Return the excerpt for a site; it is read once while the site is unchanged."""
     if place is None:
         return None
     if cache.get("excerpt_place") != place:

@@ -28,7 +28,7 @@ def part(text: str, style: str = "", hit: str = "") -> Part:
 
 
 def line(*parts: str | Part | tuple[str, str]) -> Line:
-    """A line of strings, `(text, style)` pairs and whole parts; empty texts are left out."""
+    """Return a line of strings, `(text, style)` pairs and whole parts; empty texts are left out."""
     out: list[Part] = []
     for p in parts:
         full: Part = (p, "", "") if isinstance(p, str) else (p[0], p[1], p[2] if len(p) == 3 else "")
@@ -42,12 +42,12 @@ def width_of(text: Line) -> int:
 
 
 def plain(text: Line) -> str:
-    """The line without its styles."""
+    """Return the line without its styles."""
     return "".join(p[0] for p in text).rstrip()
 
 
 def fitted(text: Line, width: int) -> Line:
-    """The line in at most `width` cells, cut with an ellipsis."""
+    """Return the line in at most `width` cells, cut with an ellipsis."""
     if width_of(text) <= width:
         return text
     out: list[Part] = []
@@ -64,7 +64,7 @@ def fitted(text: Line, width: int) -> Line:
 
 
 def marked(text: Line, width: int, style: str = "cursor") -> Line:
-    """The line over its whole width with one more style: the row under the cursor."""
+    """Return the line over its whole width with one more style: the row under the cursor."""
     hit = text[0][2] if text else ""
     padded = (*text, (" " * max(0, width - width_of(text)), "", hit))
     return tuple((t, f"{s} {style}" if s else style, h) for t, s, h in padded)
@@ -75,7 +75,7 @@ def ascii_line(text: Line) -> Line:
 
 
 def rule(width: int, title: str = "") -> Line:
-    """A thin line across the screen, with a title at its left."""
+    """Return a thin line across the screen, with a title at its left."""
     if not title:
         return line(("─" * width, "muted"))
     title = clip(title, max(0, width - 2))
@@ -83,7 +83,7 @@ def rule(width: int, title: str = "") -> Line:
 
 
 def cut_line(n: int) -> Line:
-    """Says that lines are missing below: nothing is cut off in silence."""
+    """Return a line that marks missing lines below."""
     return line((f"   … {n} more line{'s' if n != 1 else ''}: a taller terminal shows them", "muted"))
 
 
@@ -117,7 +117,7 @@ def explanations(lines: Iterable[Line]) -> tuple[str, ...]:
 
 
 def joined(left: Line, right: Line, width: int) -> Line:
-    """Two halves at the ends of one line; the right one is dropped where both do not fit."""
+    """Return two halves at the ends of one line; the right one is dropped if both do not fit."""
     gap = width - width_of(left) - width_of(right)
     return (*left, (" " * gap, "", ""), *right) if gap >= 1 else left
 

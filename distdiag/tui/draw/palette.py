@@ -67,7 +67,7 @@ _KINDS = ("area", "on", "in")
 
 
 def colours(style: str, dark: bool = True) -> tuple[str | None, str | None] | None:
-    """Text and background colour of one style name with a prefix; None if it is not a style of an area."""
+    """Return text and background colour of one style name with a prefix; None if it is not a style of an area."""
     kind, _, name = style.partition("-")
     if kind not in _KINDS or name not in COLOURS:
         return None
@@ -80,7 +80,7 @@ def colours(style: str, dark: bool = True) -> tuple[str | None, str | None] | No
 
 
 def code_256(colour: str) -> int:
-    """The nearest of the 216 colours of a terminal's fixed cube."""
+    """Return the nearest of the 216 colours of a terminal's fixed cube."""
     levels = (0, 95, 135, 175, 215, 255)
     near = [min(range(6), key=lambda i, v=int(colour[k : k + 2], 16): abs(levels[i] - v)) for k in (1, 3, 5)]
     return 16 + 36 * near[0] + 6 * near[1] + near[2]

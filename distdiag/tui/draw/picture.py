@@ -39,7 +39,7 @@ _BRAILLE = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))  # c
 
 
 def svg(lines: Sequence[Line], style_of: Callable[[str], Style], width: int, title: str) -> str:
-    """The lines as an SVG picture of `width` cells, in a window with a title."""
+    """Return the lines as an SVG picture of `width` cells, in a window with a title."""
     base = style_of("")
     ground, ink = _hex(base.bgcolor, "#121212"), _hex(base.color, "#e0e0e0")
     w, h = width * CELL_W + 2 * MARGIN, len(lines) * CELL_H + TITLE + MARGIN
@@ -78,7 +78,7 @@ def _row(text: Line, y: float, style_of: Callable[[str], Style], ground: str, in
 
 
 def _glyphs(run: str, x: int, y: float, colour: str) -> Iterable[str]:
-    """Shapes of the glyphs that are drawn, equal neighbours as one; dots of braille in one path."""
+    """Return the shapes of the glyphs that are drawn, equal neighbours merged; braille dots in one path."""
     path: list[str] = []
     at = 0
     while at < len(run):

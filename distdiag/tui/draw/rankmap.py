@@ -15,7 +15,7 @@ NOBODY = Mark(0, " ", " ", "", "", "no rank at this place")
 
 
 def map_lines(snap: Snapshot, width: int, room: int) -> list[Line]:
-    """One glyph per rank (column = node, row = local rank) where that fits in `room` lines, else one per node.
+    """Return one glyph per rank (column = node, row = local rank) if that fits in `room` lines, else one per node.
 
     A node's glyph is that of its worst rank. Nothing where even that does not fit: the table is worth more.
     """
@@ -55,7 +55,7 @@ def _holes(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _row(label: str, flagged: dict[int, Mark], columns: range, nodes: Sequence[int]) -> Line:
-    """One line of the map: quiet ranks in runs, each flagged one by itself, to be clicked."""
+    """Return one line of the map: healthy ranks merged, each rank with a finding separate, to be clicked."""
     parts: list[Part] = [(label, "muted", "")]
     at = columns.start
     for column in sorted(c for c in flagged if c in columns):

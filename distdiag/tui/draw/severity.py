@@ -38,12 +38,12 @@ _LOST = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
 
 
 def of_finding(severity: str) -> Mark:
-    """The mark of a finding's severity."""
+    """Return the mark of a finding's severity."""
     return _BY_SEVERITY.get(Severity(severity), WARN) if severity in set(Severity) else WARN
 
 
 def of_rank(life: str | None, severity: str | None) -> Mark:
-    """The mark of a rank: lost if its process is gone, else the worst open finding that names it."""
+    """Return the mark of a rank: lost if its process is gone, else the worst open finding that names it."""
     if life in _LOST:
         return LOST
     if severity == Severity.ERROR:
@@ -56,7 +56,7 @@ def of_rank(life: str | None, severity: str | None) -> Mark:
 
 
 def of_table(table: RankTable) -> list[Mark]:
-    """The mark of every rank of a frame."""
+    """Return the mark of every rank of a frame."""
     lives, life = table.coded("life")
     severities, found = table.coded("severity")
     if len(lives) == len(severities) == 1:
@@ -69,12 +69,12 @@ _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 1
 
 
 def signal_name(number: int | None) -> str:
-    """`SIGKILL`; `signal 35` for those without a common name."""
+    """Return `SIGKILL`; `signal 35` for those without a common name."""
     return "" if number is None else _SIGNALS.get(number, f"signal {number}")
 
 
 def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
-    """Last column of the rank table: `(word, style)`.
+    """Return the last column of the rank table: `(word, style)`.
 
     Args:
         stuck: The job makes no progress: a rank in a collective then `waits`.

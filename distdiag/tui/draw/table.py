@@ -45,7 +45,7 @@ class Column(Generic[R]):
 
 
 def choose(columns: Sequence[Column[R]], width: int, lead: int = 0) -> list[tuple[Column[R], int]]:
-    """Columns that fit in `width` cells, in their order, each with its width.
+    """Return the columns that fit in `width` cells, in their order, each with its width.
 
     Args:
         lead: Cells already used at the left.
@@ -68,7 +68,7 @@ def choose(columns: Sequence[Column[R]], width: int, lead: int = 0) -> list[tupl
 
 
 def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "", reverse: bool = False) -> Line:
-    """The head of a table; clicking a title sorts by it, hovering over it explains it."""
+    """Return the header of a table; a click on a title sorts by it, hovering explains it."""
     parts: list[Part] = [(" " * lead, "head", "")]
     for column, width in chosen:
         if column.head is not None and (made := column.head(width)):
@@ -87,7 +87,7 @@ def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "
 def row(
     chosen: Sequence[tuple[Column[R], int]], item: R, lead: Sequence[Part] = (), dim: bool = False, hit: str = ""
 ) -> Line:
-    """One row.
+    """Return one row.
 
     Args:
         lead: Parts at the left: the severity's glyph.

@@ -31,7 +31,7 @@ clean = visible  # text of the job: an escape sequence in it must be seen, not o
 
 
 def to_ascii(text: str) -> str:
-    """`text` in ASCII, as many cells wide: the bracketed glyphs of the help, `?` for anything else."""
+    """Return `text` in ASCII with the same width: the bracketed glyphs of the help, `?` for anything else."""
     if text.isascii():
         return text
     text = text.translate(_ASCII)
@@ -40,7 +40,7 @@ def to_ascii(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def cells(text: str) -> int:
-    """Width of `text` in terminal cells, as the terminal library counts them."""
+    """Return the width of `text` in terminal cells, as the terminal library counts them."""
     if text.isascii() or _PLAIN.issuperset(text):
         return len(text)
     from rich.cells import cell_len
@@ -49,7 +49,7 @@ def cells(text: str) -> int:
 
 
 def clip(text: str, width: int) -> str:
-    """`text` in at most `width` cells, cut with an ellipsis."""
+    """Return `text` in at most `width` cells, cut with an ellipsis."""
     if cells(text) <= width:
         return text
     if width <= 0:
@@ -65,19 +65,19 @@ def clip(text: str, width: int) -> str:
 
 
 def clip_left(text: str, width: int) -> str:
-    """Like `clip`, but the end stays: of a path, the file."""
+    """Return text like `clip`, but keep its end: for a path, the file."""
     return text if cells(text) <= width else clip(text[::-1], width)[::-1]
 
 
 def fit(text: str, width: int, align: str = "<") -> str:
-    """`text` in exactly `width` cells, `<` left or `>` right."""
+    """Return `text` in exactly `width` cells, `<` left or `>` right."""
     text = clip(text, width)
     pad = " " * (width - cells(text))
     return pad + text if align == ">" else text + pad
 
 
 def wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """`text` on lines of at most `width` cells, broken at spaces where there are any; continued lines are indented."""
+    """Return `text` on lines of at most `width` cells, broken at spaces if possible; continued lines are indented."""
     lines: list[str] = []
     current = ""
     for word in text.split(" "):
@@ -101,7 +101,7 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def milliseconds(v: float | None) -> str:
-    """`231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` where not measured."""
+    """Return `231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` if not measured."""
     if not is_number(v):
         return MISSING
     if abs(v) < 999.95:
@@ -110,7 +110,7 @@ def milliseconds(v: float | None) -> str:
 
 
 def delta(v: float | None) -> str:
-    """A difference in ms, always signed."""
+    """Return a difference in ms, always signed."""
     if not is_number(v):
         return MISSING
     return f"{v:+.1f}" if abs(v) < 999.95 else f"{v:+.0f}" if abs(v) < 99_999.5 else f"{v / 1000:+.0f}s"
@@ -131,7 +131,7 @@ def percent(v: float | None) -> str:
 
 
 def gib(v: float | None) -> str:
-    """Bytes as GiB = 2^30."""
+    """Return bytes as GiB = 2^30."""
     if not is_number(v):
         return MISSING
     g = v / 2**30
@@ -139,7 +139,7 @@ def gib(v: float | None) -> str:
 
 
 def short_size(v: float | None) -> str:
-    """Bytes in a table cell: `25.0M`."""
+    """Return bytes for a table cell: `25.0M`."""
     return size(v).replace(" ", "").replace("iB", "") if is_number(v) else ""
 
 
@@ -153,7 +153,7 @@ def clock(t_s: float | None) -> str:
 
 
 def place(file: str | None, line: float | None, function: str | None = None, width: int = 0) -> str:
-    """`train.py:118 in next_batch`: the file's name alone, or as much of the path as `width` has room for."""
+    """Return `train.py:118 in next_batch`: only the file's name, or as much of the path as fits into `width`."""
     if not file:
         return MISSING
     number = f":{int(line)}" if is_number(line) and line is not None else ""
@@ -166,7 +166,7 @@ def place(file: str | None, line: float | None, function: str | None = None, wid
 
 
 def quote(path: object) -> str:
-    """A path as it can be typed in a shell; control characters shown."""
+    """Return a path as it can be typed in a shell; control characters are shown."""
     return clean(shlex.quote(str(path)))
 
 
@@ -174,19 +174,19 @@ def quote(path: object) -> str:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float | None:
-    """The value below which a share `q` of a rising sequence lies (nearest rank, the lower one); None of nothing."""
+    """Return the value at share `q` of a sorted sequence (nearest rank, the lower one); None if it is empty."""
     if not ordered:
         return None
     return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))]
 
 
 def median_low(values: Sequence[float]) -> float | None:
-    """The lower median: with two ranks the faster one is the reference."""
+    """Return the lower median: with two ranks the faster one is the reference."""
     return quantile(sorted(values), 0.5)
 
 
 def spark(values: Sequence[float | None], width: int) -> str:
-    """The last `width` values as bars; a quiet series stays low, gaps are gaps.
+    """Return the last `width` values as bars; a flat series stays low, gaps are gaps.
 
     The scale runs from the smallest to at least 1.3 times the median, so that noise of a per cent draws no mountains,
     and to at most three times the median, so that one compiled first step does not flatten all others.
@@ -208,7 +208,7 @@ def spark(values: Sequence[float | None], width: int) -> str:
 
 
 def bar(share: float | None, width: int) -> str:
-    """A filled share of `width` cells, `share` in 0..1."""
+    """Return `share` (0..1) as a bar of `width` cells."""
     if share is None or math.isnan(share):
         return MISSING + " " * (width - 1)
     full = round(max(0.0, min(1.0, share)) * width)

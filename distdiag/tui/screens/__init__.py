@@ -18,15 +18,15 @@ class Page(Protocol):
     question: str
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        """What to read for it at this size."""
+        """Return what to read for this screen at this size."""
         ...
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
-        """What the cursor moves over; empty where it only scrolls or does nothing."""
+        """Return the items that the cursor moves over; empty if it only scrolls or does nothing."""
         ...
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        """The screen without its key bar, at most `height` lines."""
+        """Return the screen without its key bar, at most `height` lines."""
         ...
 
 
@@ -43,12 +43,12 @@ class Pannable(Protocol):
         ...
 
     def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
-        """A click at cell `x` of the line of a rank."""
+        """Handle a click at cell `x` of the line of a rank."""
         ...
 
 
 def pages() -> dict[str, Page]:
-    """All screens by name, in the order of their keys."""
+    """Return all screens by name, in the order of their keys."""
     from distdiag.tui.screens import comm, data, findings, heat, memory, probes, profile, rank, ranks, stacks, timeline
     from distdiag.tui.screens import help as help_screen
 
@@ -60,7 +60,7 @@ def pages() -> dict[str, Page]:
 
 
 def readers() -> dict[str, PageReader]:
-    """What each screen reads beyond the frame."""
+    """Return what each screen reads beyond the frame."""
     from distdiag.tui.data import memory_data
     from distdiag.tui.screens import comm, data, findings, heat, probes, profile, rank, ranks, stacks, timeline
 

@@ -32,7 +32,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Com
 
 
 def _ms(us: float | None) -> str:
-    """Microseconds as ms with two digits: collectives are short."""
+    """Return microseconds as ms with two digits: collectives are short."""
     return decimal(None if us is None else us / 1e3, 2)
 
 
@@ -84,7 +84,7 @@ def _missing(f: InFlight) -> str:
 
 
 def verdict(data: CommData, snap: Snapshot) -> Line:
-    """Network or rank: the transfer time of the heaviest operation against the skew of its arrivals."""
+    """Return whether the network or a rank is the cause: the transfer time of the heaviest operation against its arrival skew."""
     if not data.ops:
         return BLANK
     o = data.ops[0]
@@ -118,7 +118,7 @@ def verdict(data: CommData, snap: Snapshot) -> Line:
 
 
 def _gradients(o: OpStats) -> Line:
-    """What DDP's gradients cost: only what is exposed does."""
+    """Return the cost of DDP's gradients: only exposed communication costs."""
     share = 100 * (o.exposed_share or 0.0)
     much = share >= 100 * EXPOSED
     sent = f"{size(o.bytes)} in {integer(o.buckets)} bucket{'s' if o.buckets != 1 else ''}"
@@ -127,7 +127,7 @@ def _gradients(o: OpStats) -> Line:
 
 
 def _share_of_step(o: OpStats, snap: Snapshot) -> float | None:
-    """Share of step time that an operation takes, waiting for late ranks included; None if it is not known."""
+    """Return the share of step time of an operation, waiting for late ranks included; None if it is not known."""
     step_ms = snap.summary.step_ms
     if not step_ms or o.per_step is None or o.p50_us is None:
         return None
@@ -135,7 +135,7 @@ def _share_of_step(o: OpStats, snap: Snapshot) -> float | None:
 
 
 def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int, ui: Ui) -> list[Line]:
-    """The collectives panel of the home screen."""
+    """Return the collectives panel of the home screen."""
     if not data.ops:
         return []
     chosen = choose(COLUMNS, width, 0)

@@ -53,7 +53,7 @@ def _yes(v: bool | int | None) -> str:
 
 
 def _compare(value: int | None, usual: int | None) -> Cell:
-    """A number that should be the same on all ranks."""
+    """Return a number that should be equal on all ranks."""
     return (integer(value), "warning") if value is not None and usual is not None and value != usual else integer(value)
 
 
@@ -154,7 +154,7 @@ class DataPage:
         return Request("data", ui.paused_at_s)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
-        """`(rank, loader)`; a rank without a loader has one row."""
+        """Return `(rank, loader)`; a rank without a loader has one row."""
         data = snap.panel if isinstance(snap.panel, DataData) else DataData()
         out: list[Hashable] = []
         for rank in self.order.ranks(snap, ui):
@@ -210,7 +210,7 @@ def _rows(snap: Snapshot, data: DataData, items: Sequence[Hashable]) -> list[_Sh
 
 
 def _totals(snap: Snapshot, data: DataData, width: int) -> list[Line]:
-    """What all ranks together say: the share of the step spent waiting for data, lengths that agree or not."""
+    """Return a summary over all ranks: the share of the step spent waiting for data, and whether lengths agree."""
     if snap.frame is None:
         return [BLANK]
     table = snap.frame.table

@@ -100,7 +100,7 @@ class FindingsPage:
         return out, cursor
 
     def _blocks(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
-        """All findings: the one under the cursor in full, four lines of each other; scrolled so that it is visible."""
+        """Return all findings: the one under the cursor in full, four lines of each other; scrolled so that it is visible."""
         items = self.items(snap, ui)
         chosen = ui.index("findings", items) if ui.interactive else None
         blocks: list[list[Line]] = []
@@ -142,13 +142,13 @@ class FindingsPage:
 
 
 def site_of(f: Finding) -> tuple[str, int] | None:
-    """File and line of the culprit, or of the first rank named; None if no line is known."""
+    """Return file and line of the culprit, or of the first rank named; None if no line is known."""
     found = sorted((w for w in f.where if w.file and w.line), key=lambda w: w.rank not in f.culprits)
     return (found[0].file, int(found[0].line)) if found and found[0].file and found[0].line else None
 
 
 def list_entry(f: Finding, width: int) -> list[Line]:
-    """A finding in the list: severity, kind and moment; what and who."""
+    """Return a finding in the list: severity, kind and time; what and who."""
     mark = severity.of_finding(f.severity)
     closed = f.cleared_s is not None
     when = "cleared" if closed else clock(f.detected_s if f.detected_s is not None else f.first_seen_s)
@@ -161,7 +161,7 @@ def list_entry(f: Finding, width: int) -> list[Line]:
 
 
 def story_lines(f: Finding, source: excerpt.Excerpt | None, width: int) -> list[Line]:
-    """What, who, where with its source, cost, what to do, evidence."""
+    """Return the details: what, who, where with its source, cost, what to do, evidence."""
     mark = severity.of_finding(f.severity)
     closed = f.cleared_s is not None
     style = "muted" if closed else mark.style
@@ -222,7 +222,7 @@ def story_lines(f: Finding, source: excerpt.Excerpt | None, width: int) -> list[
 
 
 def source_lines(source: excerpt.Excerpt, width: int, indent: int) -> list[Line]:
-    """The excerpt with line numbers, the line in question marked; or why there is none."""
+    """Return the excerpt with line numbers and the line marked; or why there is none."""
     pad = " " * indent
     if not source.lines:
         return [line((f"{pad}{clip(source.why, width - indent)}", "muted"))] if source.why else []
@@ -240,7 +240,7 @@ def source_lines(source: excerpt.Excerpt, width: int, indent: int) -> list[Line]
 
 
 def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
-    """When it was seen, on which collective, where every rank was, and the evidence files."""
+    """Return when it was found, in which collective, where every rank was, and the evidence files."""
     out = []
     for word, text in evidence_rows(f, full):
         for i, piece in enumerate(wrap(text, width - 13)):
@@ -249,7 +249,7 @@ def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
 
 
 def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple[str, str]]:
-    """The same as pairs of a word and its text."""
+    """Return the same as pairs of a word and its text."""
     parts = []
     if f.first_seen_s is not None:
         parts.append(f"first seen {clock(f.first_seen_s)}")

@@ -99,7 +99,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Hea
 def _cached_steps(
     run: Run, column: str, span: tuple[int, int, int], ranks: list[int], newest: int, cache: dict[Any, Any]
 ) -> dict[int, dict[int, float | None]]:
-    """Values by step and rank; only steps that are not in the cache are read."""
+    """Return values by step and rank; only steps that are not in the cache are read."""
     first, last, stride = span
     key = (column, tuple(ranks), stride)
     steps: dict[int, dict[int, float | None]] = cache.get("heat", {}) if cache.get("heat_key") == key else {}
@@ -131,7 +131,7 @@ def _scale(metric: str, values: dict[int, list[float | None]], frame: Frame) -> 
 
 
 def digit(value: float | None, low: float, high: float) -> str:
-    """`.` up to `low`, `1` to `9` from there to `high` and beyond, `–` where not measured."""
+    """Return `.` up to `low`, `1` to `9` from there to `high` and beyond, `–` if not measured."""
     if value is None or math.isnan(value):
         return NOT_MEASURED
     if value <= low:
@@ -140,7 +140,7 @@ def digit(value: float | None, low: float, high: float) -> str:
 
 
 def level(value: float | None, low: float, high: float) -> int | None:
-    """Level of the colour scale: 0 up to `low`, the last one from `high` on; None where not measured."""
+    """Return the level of the colour scale: 0 up to `low`, the last one from `high` on; None if not measured."""
     if value is None or math.isnan(value):
         return None
     if value <= low:
@@ -176,7 +176,7 @@ class HeatPage:
             ui.step = None if at >= data.newest else at
 
     def zoom(self, snap: Snapshot, ui: Ui, by: int) -> None:
-        """Fewer (`by` > 0) or more steps in one cell."""
+        """Show fewer (`by` > 0) or more steps in one cell."""
         at = ZOOMS.index(ui.per) - by
         ui.per = ZOOMS[max(0, min(len(ZOOMS) - 1, at))]
 
@@ -196,7 +196,7 @@ class HeatPage:
         return max(1, height - 3 - 5 - 4)
 
     def _rows(self, n: int, ui: Ui, height: int) -> tuple[int, int]:
-        """Ranks on the screen, and how many share a line."""
+        """Return the ranks on the screen, and how many share a line."""
         lines = self._room(height)
         pair = 2 if ui.drawn and n > lines else 1
         return lines * pair, pair
@@ -264,14 +264,14 @@ class HeatPage:
         return Screenful([*(fitted(x, width) for x in lines), *tail][:height], room, cursor)
 
     def _column(self, data: HeatData, ui: Ui) -> int:
-        """The cell of the cursor, from the left."""
+        """Return the cell of the cursor, from the left."""
         at = data.last if ui.step is None else ui.step
         return max(0, min((data.last - data.first) // data.per, (at - data.first) // data.per))
 
     def _row(
         self, snap: Snapshot, ui: Ui, data: HeatData, ranks: list[int], at: list[int], chosen: int | None, column: int
     ) -> Line:
-        """One line of the picture: a rank, or two as the halves of a line."""
+        """Return one line of the map: a rank, or two as the halves of a line."""
         assert snap.frame is not None
         mark = max((snap.summary.marks[i] for i in at), key=lambda m: m.level)
         here = chosen in ranks
@@ -309,7 +309,7 @@ class HeatPage:
         return (f"  mean {milliseconds(sum(mean) / len(mean) if mean else None)}", "muted", "")
 
     def _cursor_lines(self, snap: Snapshot, ui: Ui, data: HeatData, rank: int | None, width: int) -> list[Line]:
-        """Rank, step and phases under the cursor, and the finding that names the rank."""
+        """Return rank, step and phases under the cursor, and the finding that names the rank."""
         if rank is None or not ui.interactive:
             return []
         step = data.newest if ui.step is None else ui.step
@@ -330,7 +330,7 @@ class HeatPage:
 
 
 def _cell(levels: list[int | None], under: bool) -> tuple[str, str]:
-    """Glyph and style of one cell, or of two in its halves; the cursor is a mark on it."""
+    """Return glyph and style of one cell, or of two in its halves; the cursor is a mark on it."""
     upper, lower = levels[0], levels[-1]
     if under:
         at = upper if upper is not None else lower

@@ -61,7 +61,7 @@ def _rss(s: _Shown) -> Cell:
 
 
 def _trend_cell(s: _Shown) -> Cell:
-    """Growth in MiB per 100 steps; quiet below one."""
+    """Return growth in MiB per 100 steps; muted below one."""
     t = s.data.trend.get(s.rank)
     if t is None:
         return "–"
@@ -91,7 +91,7 @@ def _throttle(s: _Shown) -> Cell:
 
 
 def _gpu_state(s: _Shown) -> Cell:
-    """Busy although the job makes no progress: a kernel that spins in a collective looks like work."""
+    """Return the state of a GPU: `spinning` if it is busy although the job makes no progress, as in a collective."""
     busy = s.gpu is not None and (s.gpu.utilization_pct or 0.0) >= BUSY_PCT
     if busy and s.stuck:
         return "spinning", "warning"
@@ -271,7 +271,7 @@ def _notices(data: MemoryData, snap: Snapshot, width: int) -> list[Line]:
 
 
 def _hosts(data: MemoryData, snap: Snapshot, width: int, at_most: int) -> list[Line]:
-    """One line per node: CPU, load, memory, disk, network; the busiest first."""
+    """Return one line per node: CPU, load, memory, disk, network; the busiest first."""
     hosts = sorted(data.hosts, key=lambda h: -(h.cpu_pct or 0.0))
     out = []
     name_width = max((cells(short_host(h.host)) for h in hosts), default=0)

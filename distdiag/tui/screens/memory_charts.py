@@ -173,5 +173,5 @@ def _whole(v: float | None) -> str:
 
 
 def _number(v: float | None) -> str:
-    """`2.93`, `64.0`, `1,200`: three digits or more."""
+    """Return `2.93`, `64.0`, `1,200`: three digits or more."""
     return decimal(v, 2 if v is not None and v < 9.995 else 1 if v is not None and v < 999.5 else 0)

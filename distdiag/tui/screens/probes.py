@@ -114,7 +114,7 @@ def _result(p: ProbeResult, body: dict[str, Any], width: int) -> Line:
 
 
 def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width: int, room: int) -> list[Line]:
-    """Sizes of one probe with what was reached, and what the job's own collectives reach at the nearest size."""
+    """Return the sizes of one probe with the measured rates, and those of the job's own collectives at the nearest size."""
     rows = _rows(body)
     facts = [f"{k} {clean(str(body[k]))}" for k in ("backend", "world_size", "device") if body.get(k) is not None]
     out = [rule(width, f"{clean(p.name)}   {'   '.join(facts)} ")]

@@ -173,7 +173,7 @@ def _title(snap: Snapshot, row: RankRow, mark: severity.Mark, width: int) -> Lin
 
 
 def _now(row: RankRow, snap: Snapshot, stuck: bool, width: int) -> list[Line]:
-    """What it does at this moment, in a sentence."""
+    """Return a sentence about what the rank does now."""
     doing = f"{clean(row.phase or 'phase not known')} for {seconds(row.phase_age_s)}"
     if row.waiting_op:
         number = f" #{row.waiting_seq}" if row.waiting_seq is not None else ""
@@ -293,7 +293,7 @@ def _stack(data: RankData, row: RankRow, snap: Snapshot, ui: Ui, width: int, hei
 
 
 def _facts(data: RankData, row: RankRow, width: int) -> list[Line]:
-    """Process, host and GPU, each on one line."""
+    """Return process, host and GPU, each on one line."""
     out = []
     p, h, g = data.process, data.host, data.gpu
     if p or row.rss_bytes:

@@ -18,7 +18,7 @@ from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
 from distdiag.tui.draw.rankmap import map_lines
 from distdiag.tui.draw.table import choose, header, row
-from distdiag.tui.draw.text import cells, clean, decimal, integer, milliseconds, percent, size
+from distdiag.tui.draw.text import cells, clean, milliseconds, percent, size
 from distdiag.tui.header import head
 from distdiag.tui.panels import footer_panel
 from distdiag.tui.screens import comm
@@ -43,7 +43,7 @@ class RanksData:
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict) -> RanksData:
-    """The job over time; bars of the ranks on the screen; collectives where there is room for them."""
+    """Read charts of the job, bars of the ranks on the screen, and collectives if they fit."""
     return RanksData(
         comm.read(run, request, frame, cache) if request.extra else None,
         history.read(run, frame, cache),
@@ -52,7 +52,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict) -> RanksData:
 
 
 def _capacity(run: Run, request: Request, frame: Frame) -> dict[int, Capacity]:
-    """GPU and host of each rank on the screen, the newest samples of that moment."""
+    """Return GPU and host of each rank on the screen, from the newest samples at that time."""
     at = frame.t_s
     gpus = {
         (node, gpu): (use, total)
@@ -87,7 +87,7 @@ class RanksPage:
         self._charts: tuple[object, list[Line]] = (None, [])
 
     def charts(self, points: tuple[history.Point, ...], now: float, paused: bool, *how: Any) -> list[Line]:
-        """The charts; drawn again every second, and in a replay at every moment."""
+        """Return the charts; drawn again every second, and in a replay at every new time."""
         key = (points[-1:] if paused else bool(points), int(now), paused, how)
         if self._charts[0] != key:
             self._charts = (key, history.chart_lines(points, now, *how))
@@ -129,7 +129,7 @@ class RanksPage:
 
 
 def _panel_height(height: int) -> int:
-    """Lines for the findings: a third of the screen, at least enough for one."""
+    """Return the number of lines for findings: a third of the screen, at least enough for one."""
     return max(5, min(height // 3, 16)) if height >= 15 else max(2, height // 4)
 
 
@@ -177,7 +177,7 @@ def _nothing_yet(snap: Snapshot, ui: Ui, job: JobState, lines: list[Line], width
 def _table(
     snap: Snapshot, ui: Ui, job: JobState, rows: list[int], items: list[int], width: int, room: int
 ) -> tuple[list[Line], int, int | None]:
-    """Head, rows and the line that says how many are not on the screen; shown rows; line of the cursor."""
+    """Return header, rows and the line about rows that do not fit; the rows shown; the cursor's line."""
     assert snap.frame is not None
     table = snap.frame.table
     columns = columns_for(snap, ui, job.stuck, width)
@@ -224,7 +224,7 @@ def _table(
 
 
 def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> list[Line]:
-    """Charts of the job over time and its collectives, in what the table leaves free."""
+    """Return charts of the job and its collectives, in the lines that the table leaves free."""
     assert snap.frame is not None
     data = snap.panel if isinstance(snap.panel, RanksData) else RanksData()
     if left < CHART_HEIGHT + 1:
@@ -241,9 +241,3 @@ def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> li
     if collectives:
         out += [BLANK, *collectives]
     return out[:left]
-
-
-def describe(snap: Snapshot) -> str:
-    """One line for a screen reader, or a log: state, step, the worst rank."""
-    s = snap.summary
-    return f"step {integer(s.step)}, {decimal(s.step_ms)} ms, {s.reported} of {s.n} ranks"

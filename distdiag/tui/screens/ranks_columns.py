@@ -95,7 +95,7 @@ def _share(value: float | None, total: float | None) -> float | None:
 
 
 def _with_gauge(s: Shown, width: int, text: str, share: float | None, hot: float = 2.0) -> list[Part]:
-    """A number, and after it a small bar of the share; the bar turns hot from `hot` on."""
+    """Return a number followed by a small bar of the share; the bar is hot from `hot` on."""
     style = "hot" if share is not None and share >= hot else "fill"
     return [
         (fit(text, width - GAUGE - 1, ">") + " ", "", ""),
@@ -140,12 +140,12 @@ def _state(s: Shown) -> Cell:
 
 
 def host_width(snap: Snapshot) -> int:
-    """Cells of the node column: as wide as the longest host name, from 8 to 20."""
+    """Return the cells of the node column: as wide as the longest host name, from 8 to 20."""
     return max(8, min(20, max((cells(clean(h.split(".")[0])) for h in snap.summary.node_of.values()), default=8)))
 
 
 def short_host(host: str) -> str:
-    """The host without its domain; an address stays whole."""
+    """Return the host without its domain; an address stays whole."""
     return clean(host if host.replace(".", "").isdigit() else host.split(".")[0]) or "–"
 
 
@@ -219,7 +219,7 @@ def columns_for(snap: Snapshot, ui: Ui, stuck: bool, screen: int = 200) -> list[
 
 
 def all_columns() -> list[Column[Shown]]:
-    """Every column of both tables, once: for the help."""
+    """Return every column of both tables once, for the help."""
     from pathlib import Path
 
     snap, ui = Snapshot(Path(".")), Ui()

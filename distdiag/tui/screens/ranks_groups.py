@@ -33,7 +33,7 @@ class NodeGroup:
 
 
 def groups(snap: Snapshot, ui: Ui) -> list[NodeGroup]:
-    """One entry per node with ranks that pass the filter; worst nodes first, then by node."""
+    """Return one entry per node with ranks that pass the filter; worst nodes first, then by node."""
     if snap.frame is None:
         return []
     table, marks = snap.frame.table, snap.summary.marks
@@ -83,7 +83,7 @@ def _columns(snap: Snapshot) -> list[Column[NodeGroup]]:
 
 
 def group_lines(snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int, int | None]:
-    """Head and rows; how many rows fit; the cursor's line."""
+    """Return header and rows; how many rows fit; the cursor's line."""
     found = groups(snap, ui)
     chosen = choose(_columns(snap), width, lead=2)
     out = [header(chosen, 2)]

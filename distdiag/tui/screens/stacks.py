@@ -42,7 +42,7 @@ class StacksData:
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> StacksData:
-    """The newest dump in the run directory; without one, the site from each rank's page."""
+    """Return the newest dump in the run directory; without one, the site from each rank's page."""
     found = store.read(run.path)
     if found is None:
         return StacksData(frame.t_s, tuple(_flatten(store.merge(places(frame)), 0)), False, len(frame.table))
@@ -54,7 +54,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Sta
 
 
 def places(frame: Frame) -> store.Stacks:
-    """Every rank's innermost line as a stack of one frame."""
+    """Return every rank's innermost line as a stack of one frame."""
     t = frame.table
     out = {}
     columns = (
@@ -140,7 +140,7 @@ def _age(snap: Snapshot, data: StacksData, ui: Ui, width: int) -> list[Line]:
 
 
 def _tree_line(t: TreeLine, total: int, width: int) -> Line:
-    """`ranks 0–2 (3 of 4)  main  train.py:91`: who, where ranks part; then function and place."""
+    """Return `ranks 0–2 (3 of 4)  main  train.py:91`: the ranks, then function and site."""
     function, _, at = t.frame.rpartition(" ")
     file, _, number = at.rpartition(":")
     is_frame = bool(function and file) and number.isdigit()

@@ -105,7 +105,7 @@ def _cached(
 
 
 def of_step(row: tuple[Any, ...]) -> list[Segment]:
-    """Phases of one step, in the order of a training loop."""
+    """Return the phases of one step, in the order of a training loop."""
     t, step, data, forward, backward, optimizer, other, h2d, wait = (v or 0.0 for v in row)
     parts = {"data": data, "forward": forward, "backward": backward, "optimizer": optimizer, "other": other + h2d}
     apart = max(0.0, step - sum(parts.values()))
@@ -123,7 +123,7 @@ def of_step(row: tuple[Any, ...]) -> list[Segment]:
 
 
 def now_of(row: RankRow, after: float, now: float) -> list[Segment]:
-    """What a rank does since its last step: the phase it is in, or nothing if it is gone."""
+    """Return what a rank has done since its last step: the phase it is in, or nothing if it has ended."""
     if row.life in _GONE or row.life == Life.MISSING:
         seen = row.t_s if row.t_s is not None and row.life != Life.FINISHED else after
         return [(seen, now, "gone", row.life)] if row.life != Life.FINISHED else [(after, now, "gone", "done")]
@@ -144,7 +144,7 @@ def now_of(row: RankRow, after: float, now: float) -> list[Segment]:
 
 
 def lane(segments: list[Segment], begin: float, end: float, width: int, colour: bool) -> list[Part]:
-    """Segments between two moments in exactly `width` cells, each half of a cell in the colour that fills it most."""
+    """Return segments between two times in exactly `width` cells, each half cell in the colour that fills most of it."""
     halves = 2 if colour else 1
     n = width * halves
     scale = n / (end - begin) if end > begin else 0.0
@@ -227,7 +227,7 @@ class TimelinePage:
         ui.cursor["timeline"] = rank
 
     def _span(self, snap: Snapshot, ui: Ui) -> float:
-        """Seconds to show: eight steps, or all since the job stopped and four steps before."""
+        """Return the seconds to show: eight steps, or all since the job stopped plus four steps before."""
         if ui.span_s is not None:
             return ui.span_s
         step_s = (snap.summary.step_ms or 250.0) / 1e3
@@ -329,7 +329,7 @@ def _collectives(data: TimelineData, plot: int) -> Line:
 
 
 def _axis(data: TimelineData, plot: int) -> Line:
-    """Seconds before the right edge."""
+    """Return seconds before the right edge."""
     span = data.end_s - data.begin_s
     text = [" "] * plot
     for x in range(0, plot - 18, 20):
