@@ -208,12 +208,16 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
 
 
 def _name_modules(comms: Iterable[Comm], marks: Sequence[Mark]) -> None:
-    """Give each collective the module of the innermost mark that it begins in, on the same thread or stream."""
+    """Give each collective the module of the innermost mark that it begins in, on the same thread or stream.
+
+    gloo runs collectives on threads of its own: there, the marks of all threads count.
+    """
     by_thread: dict[int | str | None, list[Mark]] = defaultdict(list)
-    for m in sorted(marks, key=lambda m: m.start):
+    ordered = sorted(marks, key=lambda m: m.start)
+    for m in ordered:
         by_thread[m.thread].append(m)
     for c in comms:
-        near = by_thread.get(c.thread, [])
+        near = by_thread.get(c.thread, ordered)
         at = bisect_right(near, c.start, key=lambda m: m.start)
         c.module = next((m.module for m in reversed(near[max(0, at - _NESTED) : at]) if c.start <= m.end), None)
 
