@@ -191,3 +191,13 @@ def test_the_rank_that_neither_timed_out_nor_lost_a_connection(tmp_path: Path) -
     text += raised(2, "RuntimeError: [gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:4711")
     f = only(diagnose(tmp_path, text + table(1, -15, "Signal 15 (SIGTERM) received by PID 1")))
     assert about(f) == ("timeout", "late_rank", (1,), (0, 2))
+
+
+def test_exits_after_a_known_failure_are_no_failures_of_their_own(tmp_path: Path) -> None:
+    text = (
+        raised(3, "ValueError: odd")
+        + "srun: error: n1: tasks 0-2,4-7: Exited with exit code 1\nsrun: error: n2: task 8: Killed\n"
+    )
+    assert only(diagnose(tmp_path, text)).culprits == (3,)
+    killed = raised(3, "ValueError: odd") + table(5, -11, "Signal 11 (SIGSEGV) received by PID 3")
+    assert [f.culprits for f in diagnose(tmp_path, killed).findings] == [(3,), (5,)]

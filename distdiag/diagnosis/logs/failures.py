@@ -154,6 +154,12 @@ def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Re
             how = ""
         if x.rank in explained or (x.rank is None and explained and root):
             continue
+        if (
+            explained
+            and not x.what
+            and (not _by_kernel(how) or (how == "SIGKILL" and x.launcher == "srun" and not memory))
+        ):
+            continue  # the others ended, or were ended, after it
         if how in _HANDLED and (waited or how != "SIGABRT"):
             continue
         if x.rank in waited and not _by_kernel(how):
@@ -217,6 +223,7 @@ def _single(found: Collected, known_pids: set[int | None]) -> list[Exit]:
         if e.name == "exit_tasks":
             how = e.fields["how"]
             code = _OF_TEXT.get(how)
+            base.launcher = "srun"
             base.code = code if code is not None else int(how.rpartition(" ")[2][:6])
             tasks = [None] if found.torchrun else _tasks(e.fields["tasks"])  # a node, if torchrun started the ranks
             out += [Exit("srun", t, None, base.host, base.code, path=base.path, line=base.line) for t in tasks]

@@ -34,6 +34,9 @@ MAX_FILES = 1 << 16
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
+_TEXT_NAME = re.compile(
+    r"log|out|err|rank|slurm|nccl|train|job|node|worker|pod"
+)  # of a .txt that is a log, not a README
 _WORKER = re.compile(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchrun: the number is the local rank
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _JSON = re.compile(rb"\s*[{\[]\s*[\"{\[}\]]")
@@ -60,7 +63,8 @@ def _named_like_a_log(path: Path) -> bool:
         return True
     suffixes = Path(name).suffixes
     numbered = bool(suffixes) and suffixes[-1][1:].isdigit()  # train.log.3
-    return bool(suffixes) and suffixes[-2 if numbered and len(suffixes) > 1 else -1] in _SUFFIXES
+    last = suffixes[-2 if numbered and len(suffixes) > 1 else -1] if suffixes else ""
+    return last in _SUFFIXES and (last != ".txt" or _TEXT_NAME.search(name) is not None)
 
 
 def is_log(path: Path) -> bool:
