@@ -1,7 +1,7 @@
-"""Do two calls of one collective fit together? Names of operations, types and sizes, made comparable.
+"""Decides whether two calls of one collective are compatible, by names of operations, dtypes and sizes.
 
 The same operation has several names: of the Python function, of the flight recorder, of the coalesced and the object
-variants. A mismatch is claimed only where no reading of the names lets the calls fit: in doubt, `conflict` abstains.
+variants. A mismatch is reported only if the calls are incompatible under every reading of the names; in doubt, `conflict` abstains.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DTYPES = {
 }  # fmt: skip
 
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-# Every rank must bring the same number of elements; the others may legally vary by rank, or were not recorded whole.
+# Operations in which every rank must have the same number of elements; others may vary by rank, or are not recorded completely.
 _SAME_SIZE = {"all_reduce", "reduce", "broadcast"}
 _SIZE_BY_FORM = {"all_gather", "reduce_scatter"}
 _EVEN_FORMS = {"all_gather_into_tensor", "reduce_scatter_tensor"}
@@ -60,18 +60,18 @@ _SAME_DTYPE = {"all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gathe
 
 
 def op_name(op: str) -> str:
-    """torch.distributed's name of an operation, whoever recorded it: `nccl:_all_gather_base` -> `all_gather_into_tensor`."""
+    """Return torch.distributed's name of a recorded operation: `nccl:_all_gather_base` -> `all_gather_into_tensor`."""
     bare = op.rpartition(":")[2].partition(" ")[0]
     return _CANONICAL.get(bare, bare)
 
 
 def needs_everybody(op: str) -> bool:
-    """True for operations that complete nowhere before every member has issued them; not so rooted ones."""
+    """True for operations that complete on no rank before every member has issued them; false for rooted ones."""
     return _FAMILY.get(op.rpartition(":")[2]) in ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def dtype_name(dtype: str | None) -> str | None:
-    """Python's name of a scalar type: `Float`, `torch.float32` and `float32` are one."""
+    """Return Python's name of a scalar type: `Float`, `torch.float32` and `float32` are equal."""
     if not dtype:
         return None
     bare = dtype.removeprefix("torch.").lower()
@@ -79,14 +79,14 @@ def dtype_name(dtype: str | None) -> str | None:
 
 
 def elements(call: Call) -> int | None:
-    """Number of elements of the first tensor; None where the shape is not known."""
+    """Return the number of elements of the first tensor; None if the shape is not known."""
     return None if call.shape is None else math.prod(call.shape)
 
 
 def splits_disagree(calls: Collection[Call]) -> bool:
-    """True if these calls of one all_to_all, one per member, send more or fewer elements than they expect together.
+    """True if the calls of one all_to_all, one per member, together send more or fewer elements than they expect.
 
-    Then one rank at least expects another number of elements from a peer than that peer sends.
+    Then at least one rank expects a different number of elements from a peer than that peer sends.
     """
     sent, received = [elements(c) for c in calls], [c.received for c in calls]
     if any(_FAMILY.get(c.op.rpartition(":")[2]) != "all_to_all" for c in calls) or None in sent or None in received:
@@ -98,9 +98,9 @@ Signature = tuple[str | None, int | None, str | None, int | None, bool]
 
 
 def signature(call: Call) -> Signature:
-    """What must agree between the members of a collective: family, root, dtype, elements. None = not to be compared.
+    """Return what must agree between the members of a collective: family, root, dtype, elements. None is not compared.
 
-    Last, whether elements must agree on any backend: the forms with one tensor for all ranks, and what is known to be even.
+    The last field is True if elements must agree on any backend: forms with one tensor for all ranks, and calls known to be even.
     """
     return _signature(call.op, call.root, call.dtype, call.shape, call.even)
 
@@ -113,16 +113,16 @@ def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int,
         return (None, None, None, None, False)
     coalesced = "coalesced" in bare
     root = rooted if family in _ROOTED else None
-    dtype = dtype_name(dtype) if family in _SAME_DTYPE else None  # of several tensors, that of the first
+    dtype = dtype_name(dtype) if family in _SAME_DTYPE else None  # of the first of several tensors
     if dtype is not None and dtype.startswith("complex"):
-        dtype = None  # recorded as real of twice the size by some backends
+        dtype = None  # some backends record it as a real dtype of twice the size
     compared = family in (*_SAME_SIZE, *_SIZE_BY_FORM) and (even or not coalesced)
     size = math.prod(shape) if shape is not None and compared else None
     return (family, root, dtype, size, family in _SAME_SIZE or even or _CANONICAL.get(bare, bare) in _EVEN_FORMS)
 
 
 def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
-    """Why two calls can never complete together: `op`, `root`, `dtype`, `shape`; None where they may.
+    """Return why two calls can never complete together: `op`, `root`, `dtype`, `shape`; None if they may.
 
     Args:
         backend: Of the group. gloo runs (and records) reduce_scatter as all_reduce, and NCCL a barrier as an

@@ -62,7 +62,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """What `build` finds in a snapshot.
+    """The waits in a snapshot, and the ranks that are stuck; made by `build`.
 
     Attributes:
         waits: All operations that ranks wait in, and those in which ranks died.
@@ -83,7 +83,7 @@ class WaitGraph:
 
     @property
     def waits_on(self) -> dict[int, frozenset[int]]:
-        """Whom each blocked rank waits for itself; of a collective that cannot complete, also the other side's ranks."""
+        """The ranks that each blocked rank waits for directly; in a collective that cannot complete, also the other side's ranks."""
         out: dict[int, frozenset[int]] = {}
         for r, waits in self.of_rank.items():
             sets = [self.waited_for(w, r) for w in waits]
@@ -91,14 +91,14 @@ class WaitGraph:
         return out
 
     def waited_for(self, wait: Wait, rank: int) -> frozenset[int]:
-        """Whom `rank` waits for in `wait`."""
+        """Return the ranks that `rank` waits for in `wait`."""
         if wait.conflict is None:
             return wait.missing
         others = frozenset().union(*(s for s in wait.sides if rank not in s))
         return others | wait.missing
 
     def victims_of(self, ranks: int | Iterable[int]) -> frozenset[int]:
-        """Blocked ranks that wait, directly or through others, for any of `ranks` (which are left out)."""
+        """Return the blocked ranks that wait, directly or through others, for any of `ranks` (which are left out)."""
         start = {ranks} if isinstance(ranks, int) else set(ranks)
         reached: set[int] = set(start)
         seen: set[tuple[int, frozenset[int] | None]] = set()
@@ -131,10 +131,10 @@ class WaitGraph:
 
 
 def build(snapshot: Snapshot) -> WaitGraph:
-    """The wait-for graph of a snapshot.
+    """Return the wait-for graph of a snapshot.
 
-    Of dumps (`source == "dumps"`) nothing is known of the host: a rank counts as waiting for the oldest collective of
-    each group that it issued and that is not complete.
+    Dumps (`source == "dumps"`) show nothing about the host: a rank counts as waiting for the oldest incomplete collective
+    that it issued in each group.
     """
     ranks = snapshot.ranks
     gone = frozenset(r for r, st in ranks.items() if st.life in DEAD or st.life == Life.STOPPED)
@@ -214,7 +214,7 @@ def _completed_elsewhere(snapshot: Snapshot, call: Call, seq: int) -> bool:
 
 
 def _last_call(st: RankState) -> Call | None:
-    """The call that a rank was in, or was about to enter, when it died; None where it ended outside of any."""
+    """Return the call that a rank was in, or about to enter, when it died; None if it ended outside of any."""
     if st.life not in (Life.CRASHED, Life.KILLED):
         return None
     call = st.blocked or (st.calls[-1] if st.calls else None)
@@ -222,7 +222,7 @@ def _last_call(st: RankState) -> Call | None:
 
 
 def _pending(st: RankState) -> Iterator[Call]:
-    """The head of each queue of a dump: the oldest collective of each group, and message to each peer, in flight."""
+    """Yield the oldest collective of each group, and message to each peer, in flight in a dump."""
     known = {(c.group, c.seq): c for c in st.calls if not c.p2p and c.completed_s is None}
     for group, issued in st.enqueued.items():
         head = st.completed.get(group, 0) + 1
@@ -238,7 +238,7 @@ def _pending(st: RankState) -> Iterator[Call]:
 
 
 def _wait_for(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
-    """The shared wait that a call belongs to; None where it is not known whom it waits for."""
+    """Return the shared wait of a call; None if it is not known whom it waits for."""
     if call.p2p:
         return _message(snapshot, st, call, waits)
     if call.seq is None:
@@ -272,7 +272,7 @@ def _issued(st: RankState | None, group: str, seq: int) -> bool:
 
 
 def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
-    """The wait of one end of a message for the other."""
+    """Return the wait of one end of a message for the other."""
     direction = messages.direction_of(call)
     nth = call.nth or messages.count(st, direction, call.peer, call.tag, call.group)
     if call.peer is None:
@@ -296,7 +296,7 @@ def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, W
 
 
 def call_at(st: RankState, group: str, seq: int) -> Call | None:
-    """The rank's call of collective `seq` in `group`, where it is still known."""
+    """Return the rank's call of collective `seq` in `group`; None if it is not known any more."""
     b = st.blocked
     if b is not None and b.seq == seq and b.group == group and not b.p2p:
         return b
@@ -307,14 +307,14 @@ def call_at(st: RankState, group: str, seq: int) -> Call | None:
 
 
 def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
-    """Why a collective that every member has issued cannot complete: op, root, dtype or shape; None if it can."""
+    """Return why a collective that every member has issued cannot complete: op, root, dtype or shape; None if it can."""
     wait = Wait((group, seq))
     _judge(snapshot, wait)
     return wait.conflict
 
 
 def _judge(snapshot: Snapshot, w: Wait) -> None:
-    """Set `conflict` and `sides` where the calls that have arrived cannot complete together."""
+    """Set `conflict` and `sides` if the calls that have arrived cannot complete together."""
     if w.p2p:
         _judge_message(snapshot, w)
         return

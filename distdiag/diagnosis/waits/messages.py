@@ -1,4 +1,4 @@
-"""Point-to-point messages: has the other end of a send or recv been issued? By counting, no message is ever read."""
+"""Decides whether the other end of a send or recv has been issued, by counting messages; contents are never read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ OPPOSITE = {"send": "recv", "recv": "send"}
 
 
 def direction_of(call: Call) -> str:
-    """`send` or `recv`."""
+    """Return `send` or `recv`."""
     return "send" if call.op.endswith("send") else "recv"
 
 
 def count(st: RankState, direction: str, peer: int | None, tag: int, group: str) -> int:
-    """How many such messages a rank has issued; `peer` None counts receives from any source."""
+    """Return how many such messages a rank has issued; `peer` None counts receives from any source."""
     if peer is not None:
         return st.p2p_issued.get(f"{direction}:{peer}:{tag}:{group}", 0)
     return sum(st.p2p_issued.get(f"{direction}:{a}:{tag}:{group}", 0) for a in _ANY)
 
 
 def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, any_source: bool = True) -> bool:
-    """True where a rank has a message of this kind open: its host waits in it, or it was issued and not completed."""
+    """True if a rank has a message of this kind open: its host waits in it, or it was issued and not completed."""
 
     def fits(c: Call | None) -> bool:
         return (
@@ -52,12 +52,12 @@ def held_up(st: RankState, call: Call | None) -> bool:
 
 
 def _name(c: Call) -> tuple[str | int | None, ...]:
-    """What two records of one operation of a rank share."""
+    """Return the fields that two records of one operation of a rank share."""
     return c.group, c.seq, *((direction_of(c), c.peer, c.tag, c.nth) if c.p2p else ())
 
 
 def other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) -> Call | None:
-    """The peer's call that matches the `nth` message of `rank`, where it is still known."""
+    """Return the peer's call that matches the `nth` message of `rank`; None if it is not known any more."""
     for c in reversed(peer.calls):
         same = (c.peer, c.tag, c.group, c.nth) == (rank, call.tag, call.group, nth)
         if c.p2p and same and direction_of(c) == OPPOSITE[direction]:
@@ -66,10 +66,10 @@ def other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) 
 
 
 def other_end_issued(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
-    """Has `peer` issued the other end of the `nth` message of `st`, made by `call`?
+    """True if `peer` has issued the other end of the `nth` message of `st`, made by `call`.
 
-    By counting, as messages of one pair and tag match in order. A recv from any source makes the counts a range: the
-    upper end counts only if the other end is seen in flight (a message completes only together with its other end).
+    Decided by counting, as messages of one pair and tag match in order. With a recv from any source the count is a range: its
+    upper end is used only if the other end is seen in flight (a message completes only together with its other end).
     """
     if peer.life == Life.STOPPED:
         return False
@@ -92,7 +92,7 @@ def other_end_issued(st: RankState, peer: RankState, call: Call, nth: int) -> bo
 
 
 def any_other_end(snapshot: Snapshot, st: RankState, call: Call, among: Iterable[int]) -> bool:
-    """Has any of `among` a message for this recv from any source?"""
+    """True if any of `among` has issued a message for this recv from any source."""
     anys = count(st, "recv", None, call.tag, call.group)
     for q in among:
         peer = snapshot.ranks.get(q)
