@@ -201,3 +201,14 @@ def test_exits_after_a_known_failure_are_no_failures_of_their_own(tmp_path: Path
     assert only(diagnose(tmp_path, text)).culprits == (3,)
     killed = raised(3, "ValueError: odd") + table(5, -11, "Signal 11 (SIGSEGV) received by PID 3")
     assert [f.culprits for f in diagnose(tmp_path, killed).findings] == [(3,), (5,)]
+
+
+def test_an_error_of_nccl_without_its_reason(tmp_path: Path) -> None:
+    text = raised(
+        1,
+        "torch.distributed.DistBackendError: NCCL error in: P.cpp:3, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20",
+    )
+    f = only(diagnose(tmp_path, text))
+    assert (
+        f.culprits == () and f.victims == (1,) and "unhandled cuda error" in f.message and "NCCL_DEBUG=WARN" in f.advice
+    )

@@ -162,7 +162,7 @@ def lost(found: Collected) -> list[Finding]:
     errors = [
         e
         for e in found.events
-        if e.name == "nccl_error"
+        if e.name in ("nccl_error", "own_error")
         or (e.name == "exception" and e.fields.get("type") in ("DistBackendError", "DistNetworkError"))
     ]
     warnings = [e for e in found.events if e.name == "nccl_warning"]

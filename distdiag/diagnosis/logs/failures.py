@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.logs import advice
 from distdiag.diagnosis.logs.collect import Collected, Event
 from distdiag.diagnosis.logs.patterns import Role
-from distdiag.diagnosis.logs.tables import Exit
 from distdiag.diagnosis.logs.timeouts import evidence
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
-from distdiag.terms.untrusted import MAX_RANKS, is_rank
+from distdiag.terms.untrusted import is_rank
 
-_HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
 # of the device, or of how the job was started: no consequence of another failure
 _ALWAYS = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice")
-_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
 HANDLED_LINES = 500  # a log that goes on for so long shows that an exception was caught
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -135,143 +131,6 @@ def _unnamed(e: Event) -> str:
     if e.who.local is not None:
         return f"local rank {e.who.local}"
     return e.who.process or (f"task {e.who.task}" if e.who.task is not None else "")
-
-
-def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Reason]:
-    """Return the reasons that launchers give for ranks that left no message of their own.
-
-    Args:
-        explained: Ranks whose failure is known.
-        waited: Ranks that timed out or lost a connection: their own end follows from that.
-    """
-    by_how: dict[tuple[str, str], Reason] = {}
-    memory = [e for e in found.events if e.name == "host_oom"]
-    exits = [*found.exits, *_single(found, {x.pid for x in found.exits})]
-    root = {x.rank for x in exits if x.rank is not None}
-    for i, x in enumerate(exits):
-        how = _signal(x)
-        if x.launcher == "ray":
-            how = ""
-        if x.rank in explained or (x.rank is None and explained and root):
-            continue
-        if (
-            explained
-            and not x.what
-            and (not _by_kernel(how) or (how == "SIGKILL" and x.launcher == "srun" and not memory))
-        ):
-            continue  # the others ended, or were ended, after it
-        if how in _HANDLED and (waited or how != "SIGABRT"):
-            continue
-        if x.rank in waited and not _by_kernel(how):
-            continue
-        if how:
-            cause, text = "killed", f"was killed by {how}"
-            todo = (
-                advice.MEANINGS["host_oom"].advice
-                if how == "SIGKILL" and memory
-                else advice.SIGNALS.get(how, advice.SEE_LOG)
-            )
-            text += ": out of memory" if how == "SIGKILL" and memory else ""
-        else:
-            cause, todo = "crashed", advice.SEE_LOG if x.launcher != "ray" else advice.KILLED
-            text = (
-                f"raised {shortened(x.what, 160)}"
-                if x.what
-                else f"ended with exit code {x.code}, without an exception in the log"
-            )
-            if x.what:
-                todo = advice.advice_for(x.what, 1)
-        if x.launcher == "ray":
-            text = "was lost by Ray: killed, or crashed in native code"
-        r = by_how.setdefault((cause, text), Reason(advice.Meaning("rank_lost", cause, text, todo), text, todo, i))
-        r.paths.append(f"{x.path}:{x.line}")
-        r.hosts |= {x.host} if x.rank is not None and x.host else set()
-        if x.rank is not None:
-            r.ranks.add(x.rank)
-            r.times.setdefault(x.rank, x.time)
-        else:
-            where = f"local rank {x.local}" if x.local is not None else f"process {x.pid}" if x.pid else "a process"
-            r.unnamed.append(where + (f" on {x.host}" if x.host else ""))
-    if memory and not by_how and not explained:
-        m = advice.MEANINGS["host_oom"]
-        r = by_how["killed", m.text] = Reason(m, m.text, m.advice, 0.0)
-        r.events += memory
-        r.ranks |= {e.rank for e in memory if e.rank is not None}
-    return _kernel_first(list(by_how.values()))
-
-
-def _kernel_first(reasons: list[Reason]) -> list[Reason]:
-    """Return what the kernel ended, if anything; else exits with a code. The launcher's order shows no cause."""
-    killed = [r for r in reasons if r.meaning.cause == "killed"]
-    return killed or reasons
-
-
-def _by_kernel(how: str) -> bool:
-    return how in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-
-
-def _single(found: Collected, known_pids: set[int | None]) -> list[Exit]:
-    """Return exits that launchers report on one line, if no table has them."""
-    out: list[Exit] = []
-    for e in found.events:
-        if e.role is not Role.EXIT or e.name == "host_oom":
-            continue
-        pid = e.fields.get("pid", "")
-        if pid.isdecimal() and int(pid[:18]) in known_pids:
-            continue
-        base = Exit("line", path=str(e.path), line=e.line, host=e.fields.get("host", ""))
-        if e.name == "exit_tasks":
-            how = e.fields["how"]
-            code = _OF_TEXT.get(how)
-            base.launcher = "srun"
-            base.code = code if code is not None else int(how.rpartition(" ")[2][:6])
-            tasks = [None] if found.torchrun else _tasks(e.fields["tasks"])  # a node, if torchrun started the ranks
-            out += [Exit("srun", t, None, base.host, base.code, path=base.path, line=base.line) for t in tasks]
-            continue
-        if e.name == "exit_shell":
-            base.code, base.pid = _OF_TEXT[e.fields["how"]], int(pid[:9])
-            out.append(base)
-            continue
-        if e.name == "ray_worker":
-            base.launcher, base.code, base.pid = "ray", 1, int(pid[:9]) if pid else None
-            out.append(base)
-            continue
-        if "r" in e.fields:
-            base.rank = int(e.fields["r"][:6])
-        elif e.rank is not None:
-            base.rank = e.rank
-        base.local = int(e.fields["local"][:6]) if "local" in e.fields else None
-        name = e.fields.get("signal")
-        if name:
-            number = int(name[:4]) if name.isdecimal() else getattr(signal, name, 0)
-            base.code = -int(number)
-        else:
-            base.code = int(e.fields.get("code", "1")[:9])
-        if base.code:
-            out.append(base)
-    return out
-
-
-def _tasks(text: str) -> list[int]:
-    """Return the tasks in `1-3`, `[0,2]`."""
-    out: list[int] = []
-    for part in text.strip("[]").split(","):
-        first, _, last = part.strip("[]").partition("-")
-        if first.isdecimal() and (last or first).isdecimal() and len(first) < 7 and len(last) < 7:
-            out += range(int(first), min(int(last or first), int(first) + 4096) + 1)
-        if len(out) > MAX_RANKS:
-            break
-    return [t for t in out if is_rank(t)]
-
-
-def _signal(x: Exit) -> str:
-    """Return the name of the signal that ended a process; empty if it exited."""
-    code = x.code or 0
-    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
-    try:
-        return signal.Signals(number).name if number else ""
-    except ValueError:
-        return f"signal {number}"
 
 
 def _first(r: Reason) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag.diagnosis.logs import connections, disagreements, failures, timeouts
+from distdiag.diagnosis.logs import connections, disagreements, exits, failures, timeouts
 from distdiag.diagnosis.logs.collect import Collected, Collector
 from distdiag.diagnosis.logs.files import find_logs
 from distdiag.diagnosis.logs.patterns import Role
@@ -80,7 +80,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     own = failures.of_events(found)
     if any(f.kind == "unused_parameters" for f in reported):
         own = [r for r in own if not all("finished reduction" in e.text for e in r.events)]
-    own += failures.of_exits(
+    own += exits.of_exits(
         found, {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}, waited
     )
     stop = _stopped(found)
