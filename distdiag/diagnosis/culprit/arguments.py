@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 EARLIER = 2  # minimum of earlier calls at the site
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls

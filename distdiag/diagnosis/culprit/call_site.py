@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 
 def site_of(st: RankState | None, call: Call | None) -> str | None:

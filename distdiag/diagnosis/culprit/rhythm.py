@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Snapshot
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 
 @dataclass(frozen=True, slots=True)

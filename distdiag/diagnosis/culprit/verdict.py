@@ -17,8 +17,9 @@ from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find
+from distdiag.diagnosis.waits.wait import Wait
 
 SETTLED_S = 5.0  # seconds without a new call, after which the majority is taken without ranks that have not arrived
 _OTHER_PLACE = (

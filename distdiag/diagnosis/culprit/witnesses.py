@@ -26,8 +26,9 @@ from distdiag.diagnosis.culprit import (
 )
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
+from distdiag.diagnosis.waits.wait import Wait
 
 
 class Reason(StrEnum):

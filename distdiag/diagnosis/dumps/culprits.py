@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import components
+from distdiag.diagnosis.waits.wait import Wait
 
 
 @dataclass

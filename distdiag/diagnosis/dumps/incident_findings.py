@@ -14,7 +14,7 @@ from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait, call_at
+from distdiag.diagnosis.waits.wait import Wait, call_at
 from distdiag.terms.units import rough_duration
 
 DUMPED_WITHIN_S = 300.0  # after the timeout; a later file time may be that of a copy

@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Wher
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 
 def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Where, ...]:

@@ -15,7 +15,7 @@ from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, place_text
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 SHOWN_RANKS = 4
 EXHAUSTED_ADVICE = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"

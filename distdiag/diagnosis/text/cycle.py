@@ -11,7 +11,7 @@ from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import calls_of, collective_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 SHOWN = 4  # waits of the cycle

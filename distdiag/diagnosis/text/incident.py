@@ -8,7 +8,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import place_text
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.graph import Wait
+from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.units import size_text
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, RankState, Snapshot
 from distdiag.diagnosis.waits import messages
-from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.diagnosis.waits.wait import Wait
 
 _IN_STEP = ("forward", "backward", "optimizer")
 

@@ -14,50 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.compatible import Signature
-
-WORST = ("op", "root", "dtype", "shape")  # the first of these is reported if calls differ in several ways
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """One thing that ranks wait for: a collective of a group, or one point-to-point message.
-
-    Attributes:
-        key: `(group, seq)` of a collective; `(group, seq or nth, "send"|"recv", rank, peer, tag)` of a message.
-        ranks: Ranks that wait in it.
-        missing: Members that have not issued it.
-        any_of: True if one of `missing` is enough (recv from any source).
-        conflict: Why it can never complete although ranks have arrived: op, root, dtype or shape.
-        sides: Members with compatible calls, the largest side first; only if `conflict` is set.
-        calls: The known calls: of all members that arrived if `conflict` is set, else of those that wait in it.
-        died: Members that ended inside it.
-    """
-
-    key: tuple
-    ranks: list[int] = field(default_factory=list)
-    missing: frozenset[int] = frozenset()
-    any_of: bool = False
-    conflict: str | None = None
-    sides: tuple[frozenset[int], ...] = ()
-    calls: dict[int, Call] = field(default_factory=dict)
-    died: tuple[int, ...] = ()
-
-    @property
-    def p2p(self) -> bool:
-        return len(self.key) > 2
-
-    @property
-    def group(self) -> str:
-        return self.key[0]
-
-    @property
-    def seq(self) -> int:
-        return self.key[1]
+from distdiag.diagnosis.waits.wait import Wait, call_at, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +128,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
             of_rank[r] = tuple(mine)
     for w in waits.values():
         if not w.any_of:
-            _judge(snapshot, w)
+            judge(snapshot, w)
     stuck, free = _fixpoint(ranks, gone, waits.values(), of_rank)
     sinks = {
         q for w in waits.values() if any(r in free for r in w.ranks) for q in w.missing if q not in gone and q in free
@@ -290,91 +251,6 @@ def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, W
         return None
     key = (call.group, nth or 1, direction, st.rank, call.peer, call.tag)
     return waits.setdefault(key, Wait(key, missing=missing, any_of=any_of))
-
-
-# -- what can never complete -----------------------------------------------------------------------------------------
-
-
-def call_at(st: RankState, group: str, seq: int) -> Call | None:
-    """Return the rank's call of collective `seq` in `group`; None if it is not known any more."""
-    b = st.blocked
-    if b is not None and b.seq == seq and b.group == group and not b.p2p:
-        return b
-    for c in reversed(st.calls):
-        if c.seq == seq and c.group == group and not c.p2p:
-            return c
-    return None
-
-
-def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
-    """Return why a collective that every member has issued cannot complete: op, root, dtype or shape; None if it can."""
-    wait = Wait((group, seq))
-    _judge(snapshot, wait)
-    return wait.conflict
-
-
-def _judge(snapshot: Snapshot, w: Wait) -> None:
-    """Set `conflict` and `sides` if the calls that have arrived cannot complete together."""
-    if w.p2p:
-        _judge_message(snapshot, w)
-        return
-    group = snapshot.groups[w.group]
-    by_signature: dict[Signature, list[int]] = {}
-    calls: dict[int, Call] = {}
-    for q in group.ranks:
-        if q in w.missing:
-            continue
-        call = w.calls.get(q)
-        if call is None:
-            st = snapshot.ranks.get(q)
-            call = call_at(st, w.group, w.seq) if st is not None else None
-            if call is None:
-                continue
-        calls[q] = call
-        by_signature.setdefault(compatible.signature(call), []).append(q)
-    if not w.missing and len(calls) == len(group.ranks) > 1 and compatible.splits_disagree(calls.values()):
-        w.conflict, w.sides, w.calls = "shape", tuple(frozenset((q,)) for q in calls), calls
-        return
-    if len(by_signature) < 2:
-        return
-    backend = group.backend.rpartition(":")[2]
-    sides: list[tuple[Signature, list[int]]] = []
-    causes: set[str] = set()
-    for sig, members in sorted(by_signature.items(), key=lambda kv: (-len(kv[1]), kv[1][0])):
-        for other, ranks in sides:
-            cause = compatible.conflict(sig, other, backend)
-            if cause is None:
-                ranks.extend(members)
-                break
-            causes.add(cause)
-        else:
-            sides.append((sig, list(members)))
-    if len(sides) < 2:
-        return
-    sides.sort(key=lambda side: (-len(side[1]), side[1][0]))
-    w.conflict = next(c for c in WORST if c in causes)
-    w.sides = tuple(frozenset(members) for _, members in sides)
-    w.calls = calls
-
-
-def _judge_message(snapshot: Snapshot, w: Wait) -> None:
-    """Mark a send and its recv that differ in length or dtype; both ends must be in it, waiting or dead."""
-    group, nth, direction, rank, peer, tag = w.key
-    if w.missing or peer is None or rank not in w.calls:
-        return
-    st = snapshot.ranks.get(peer)
-    b = st.blocked if st is not None else None
-    if b is None or not b.p2p or (b.group, b.tag, b.peer, b.nth) != (group, tag, rank, nth):
-        return
-    if messages.direction_of(b) != messages.OPPOSITE[direction]:
-        return
-    sizes = compatible.elements(w.calls[rank]), compatible.elements(b)
-    types = compatible.dtype_name(w.calls[rank].dtype), compatible.dtype_name(b.dtype)
-    if None in sizes or None in types or (sizes[0] == sizes[1] and types[0] == types[1]):
-        return
-    w.conflict = "shape" if sizes[0] != sizes[1] else "dtype"
-    w.sides = (frozenset((rank,)), frozenset((peer,)))
-    w.calls = {rank: w.calls[rank], peer: b}
 
 
 def _fixpoint(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.diagnosis.waits.graph import Wait, WaitGraph
+from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.diagnosis.waits.wait import Wait
 
 
 class Root(StrEnum):

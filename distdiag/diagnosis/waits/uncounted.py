@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
-from distdiag.diagnosis.waits import graph, messages
+from distdiag.diagnosis.waits import messages
+from distdiag.diagnosis.waits.wait import call_at, conflict_at
 from distdiag.terms.backends import blocks_host
 
 NEWEST = 32  # collectives of a group that are compared: a host does not run ahead of its device by more
@@ -51,7 +52,7 @@ def _open(s: Snapshot, r: RankState) -> Iterator[Call]:
             continue
         seq = _first_open(s, name, group.ranks)
         if seq <= issued:
-            yield graph.call_at(r, name, seq) or Call(op="", group=name, seq=seq, on_device=True)
+            yield call_at(r, name, seq) or Call(op="", group=name, seq=seq, on_device=True)
     for call in r.calls:
         if call.on_device and call.p2p and call.peer is not None and call.nth is not None:
             peer = s.ranks.get(call.peer)
@@ -63,6 +64,6 @@ def _first_open(s: Snapshot, name: str, members: tuple[int, ...]) -> int:
     """Return the number of a group's first collective that cannot be complete."""
     by_all = min(s.ranks[q].enqueued.get(name, 0) if q in s.ranks else 0 for q in members)
     for seq in range(max(1, by_all - NEWEST), by_all + 1):
-        if graph.conflict_at(s, name, seq):
+        if conflict_at(s, name, seq):
             return seq
     return by_all + 1
