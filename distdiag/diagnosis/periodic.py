@@ -1,4 +1,4 @@
-"""Finds a rank whose steps are long now and then: every 15th step, for example, when it writes or logs something, or irregularly.
+"""Finds a rank with occasional long steps: at a fixed period (every 15th step, when it logs something) or irregularly.
 
 A step is due at a multiple of the period.
 """
@@ -24,7 +24,7 @@ IRREGULAR_COST = 0.2  # share of total time
 
 @dataclass(frozen=True)
 class Periodic:
-    """A rank that is slow in every `period`-th step, or now and then.
+    """A rank that is slow in every `period`-th step, or irregularly.
 
     Attributes:
         period: Steps; None if the slow steps have no period.

@@ -22,6 +22,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, Step
 from distdiag.diagnosis.periodic import Periodic, periodic
+from distdiag.diagnosis.slowest import arrives_last, slow_together, slowest
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text.straggler import (
@@ -113,7 +114,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if slow_steps is not None and slow_steps.period is None:
         # ranks that compete for cores have such steps by chance, stages by design
         slow_steps = None if busy_host(facts.snapshot) or _has_stages(facts.snapshot) else slow_steps
-    yield rotating or (found if slow_steps is None else _now_and_then(facts.snapshot, facts.window, slow_steps))
+    yield rotating or (found if slow_steps is None else _slow_at_times(facts.snapshot, facts.window, slow_steps))
 
 
 def _has_stages(s: Snapshot) -> bool:
@@ -122,8 +123,8 @@ def _has_stages(s: Snapshot) -> bool:
     return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
 
 
-def _now_and_then(s: Snapshot, window: Window, found: Periodic) -> Finding:
-    """Return the finding of a rank that is slow in some steps; information, unless it costs much and is nobody's usual duty."""
+def _slow_at_times(s: Snapshot, window: Window, found: Periodic) -> Finding:
+    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is not a duty such as validation."""
     first, last = found.indices[0], found.indices[-1]
     steady = len(found.indices) >= limits.periodic_times and 2 * (last - first) >= len(window.columns)
     r = s.ranks[found.rank]
@@ -143,7 +144,7 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     slow = _slow(s, window)
     if isinstance(slow, Abstained):
         return slow
-    if not _arrives_last(window, slow.ranks):
+    if not arrives_last(window, slow.ranks, limits.recurrence):
         return _veto(f"{rank_list(slow.ranks)}: works longest, but does not arrive last, so no rank waits for it")
     rest = [q for q in window.ranks if q not in slow.ranks]
     rest = rest[:: max(1, len(rest) // limits.enough)]
@@ -163,9 +164,9 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
 
 def _slow(s: Snapshot, window: Window) -> Slow | Abstained:
     n = len(window.columns)
-    ranks, count, gains = _slowest(window)
+    ranks, count, gains = slowest(window)
     if count < limits.recurrence * n and not any(r.p2p_issued for r in s.ranks.values()):  # stages differ by design
-        ranks, count, gains = _slow_together(window)
+        ranks, count, gains = slow_together(window, limits.least_ms)
     if count < limits.recurrence * n or not ranks:
         return _veto(f"no rank is the slowest in {percent(limits.recurrence)} of the last {n} steps")
     gain_ms = statistics.median(gains)
@@ -174,53 +175,6 @@ def _slow(s: Snapshot, window: Window) -> Slow | Abstained:
     if gain_ms < least_ms:
         return _veto(f"{rank_list(ranks)}: costs {gain_ms:.1f} ms per step, below {least_ms:.1f} ms")
     return Slow(ranks, count, gain_ms, step_ms)
-
-
-def _slowest(window: Window) -> tuple[list[int], int, list[float]]:
-    """Return ([the rank that most often works longest], in how many steps, milliseconds that the others would gain in each)."""
-    slowest: Counter[int] = Counter()
-    gains: list[float] = []
-    for column in window.columns:
-        top = max(column)
-        at_top = column.index(top)
-        slowest[window.ranks[at_top]] += 1
-        gains.append(top - max(max(column[:at_top], default=0.0), max(column[at_top + 1 :], default=0.0)))
-    q, count = slowest.most_common(1)[0]
-    return [q], count, gains
-
-
-def _slow_together(window: Window) -> tuple[list[int], int, list[float]]:
-    """Return the same for several ranks, at most half of them, that all work longer than the rest: a slow node, for example."""
-    ranks, columns = window.ranks, window.columns
-    totals = [sum(row) for row in window.rows]
-    order = sorted(range(len(ranks)), key=lambda i: -totals[i])
-    k = max(range(2, len(ranks) // 2 + 1), key=lambda k: totals[order[k - 1]] - totals[order[k]], default=0)
-    if not k or totals[order[k - 1]] - totals[order[k]] < limits.least_ms * len(columns):
-        return [], 0, []
-    slow, rest = order[:k], order[k:]
-    count, gains = 0, []
-    for column in columns:
-        usual = max(column[i] for i in rest)
-        count += min(column[i] for i in slow) > usual
-        gains.append(max(column) - usual)
-    return sorted(ranks[i] for i in slow), count, gains
-
-
-def _arrives_last(window: Window, slow: list[int]) -> bool:
-    """True if the slow ranks are usually the last at a synchronisation of the steps, or none was timed on all ranks.
-
-    Ranks leave the first one together (in DDP with buffers, the forward's broadcast): there the last one alone does not
-    show who was late.
-    """
-    ranks, steps, timed = window.ranks, window.steps, False
-    for times in ([[x.arrived_s for x in steps[q]] for q in ranks], [[x.ready_s for x in steps[q]] for q in ranks]):
-        known = [column for column in zip(*times, strict=True) if None not in column]
-        if len(known) <= len(window.columns) // 2:
-            continue
-        timed = True
-        if sum(ranks[column.index(max(column))] in slow for column in known) >= limits.recurrence * len(known):
-            return True
-    return not timed
 
 
 def _phase_of(s: Snapshot, window: Window, slow: Slow, rest: list[int]) -> tuple[int, str, float] | Abstained:

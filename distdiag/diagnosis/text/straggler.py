@@ -148,7 +148,7 @@ def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
 
 
 def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Severity) -> Finding:
-    """Return the finding of a rank that is slow in every n-th step, or now and then."""
+    """Return the finding of a rank that is slow in every n-th step, or irregularly."""
     r, n = s.ranks[found.rank], len(window.columns)
     rest = tuple(q for q in window.ranks if q != found.rank)
     steps = window.steps[found.rank]
