@@ -123,8 +123,8 @@ def measure(name: str, folder: Path) -> tuple[float, float, str]:
     )
     if done.returncode:
         raise SystemExit(f"{name} failed with {done.returncode}:\n{done.stderr[-2000:]}")
-    wall, cpu, said = done.stdout.strip("\n").splitlines()[-1].split("\t")
-    return float(wall), float(cpu), said
+    wall, cpu, printed = done.stdout.strip("\n").splitlines()[-1].split("\t")
+    return float(wall), float(cpu), printed
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -146,13 +146,13 @@ def main() -> int:
         size = write(folder, args.ranks, args.entries, missing=args.ranks // 2 + 5)
         wall: dict[str, list[float]] = {name: [] for name in CALLS}
         cpu: dict[str, list[float]] = {name: [] for name in CALLS}
-        said = ""
+        printed = ""
         for _ in range(args.rounds):
             for name in CALLS:
                 w, c, text = measure(name, folder)
                 wall[name].append(w)
                 cpu[name].append(c)
-                said = text or said
+                printed = text or printed
     print(f"{args.ranks:,} ranks x {args.entries} entries, {size / 1e6:.1f} MB of pickles, n = {args.rounds} rounds\n")
     print("| | median s | 95 % interval | CPU: median s | 95 % interval |")
     print("|---|---|---|---|---|")
@@ -163,7 +163,7 @@ def main() -> int:
             low, high = interval(values)
             cells += [f"{statistics.median(values):.{digits}f}", f"{low:.{digits}f}–{high:.{digits}f}"]
         print(f"| {name} | {' | '.join(cells)} |")
-    print(f"\ndistdiag's verdict: {said}")
+    print(f"\ndistdiag's verdict: {printed}")
     return int(statistics.median(ratios[0]) > 0.2)
 
 

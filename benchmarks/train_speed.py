@@ -166,7 +166,7 @@ def report(
     rounds = len(times["naive"])
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else f"{_cpu_name()}, {os.cpu_count()} cores"
     lines = [
-        "# Speed of the training job: shipped defaults beside the naive loop",
+        "# Speed of the training job: defaults and the naive loop",
         "",
         f"- machine: {device}; torch {torch.__version__}, Python {platform.python_version()}; {load}",
         (

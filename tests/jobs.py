@@ -60,7 +60,7 @@ def shared(*parts: str) -> Path:
     """Return a path in the data next to the repository; skips the test if it is missing."""
     path = SHARED.joinpath(*parts)
     if not path.exists():
-        pytest.skip(f"no {'/'.join(parts)} beside the repository ({SHARED.name}/)")
+        pytest.skip(f"no {'/'.join(parts)} next to the repository ({SHARED.name}/)")
     return path
 
 

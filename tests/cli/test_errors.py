@@ -50,10 +50,10 @@ def test_an_error_is_one_line_plus_one_hint(
     capsys: pytest.CaptureFixture[str], args: list[str], code: int, error: str, hint: str
 ) -> None:
     assert main(args) == code
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
-    assert len(lines) == 2, said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
+    assert len(lines) == 2, output.err
     assert lines[0].startswith("distdiag: error: ") and error in lines[0]
     assert lines[1].startswith("hint: ") and hint in lines[1]
 
@@ -79,9 +79,9 @@ def test_a_missing_extra_is_named_with_its_install_command(
     make_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, module, None)  # simulates a missing package
     assert main([*args, str(tmp_path / "run")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    error, hint = said.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == ""
+    error, hint = output.err.splitlines()
     assert error.endswith(f"needs {module}, which is not installed")
     assert hint == f"hint: pip install 'distdiag[{extra}]'"
 
@@ -101,28 +101,28 @@ def test_errors_are_objects_with_json(capsys: pytest.CaptureFixture[str], name: 
         "probe": ["allredcue"], "dump": ["absent"],
     }[name]  # fmt: skip
     code = main([name, *args, "--json"])
-    said = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     assert code in (2, 4)
-    assert next(iter(said)) == "schema" and said["schema"].startswith("distdiag.")
-    assert set(said["error"]) == {"kind", "message", "hint"}
+    assert next(iter(output)) == "schema" and output["schema"].startswith("distdiag.")
+    assert set(output["error"]) == {"kind", "message", "hint"}
 
 
 def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for code in ExitCode:
-        assert f"{code.value} {code.name}" in said
+        assert f"{code.value} {code.name}" in output
     for name in COMMANDS:
-        assert f" {name} " in said
+        assert f" {name} " in output
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main([name, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert said.lower().startswith(f"usage: distdiag {name}")
+    output = capsys.readouterr().out
+    assert output.lower().startswith(f"usage: distdiag {name}")
     if name in ("diagnose", "report", "compare", "doctor", "probe"):
-        assert "exit code" in said.lower(), "a command that judges says what its exit codes mean"
+        assert "exit code" in output.lower(), "the help of a command that judges must explain its exit codes"
 
 
 @pytest.mark.parametrize("how", ["--ascii", "a terminal that knows no more"])

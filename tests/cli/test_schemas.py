@@ -50,13 +50,13 @@ def test_the_output_of_a_command_is_valid(
 ) -> None:
     make_run(tmp_path / "run", findings=(DEADLOCK,))
     main([str(tmp_path / "run") if a == "RUN" else a for a in args])
-    said = json.loads(capfdbinary.readouterr().out)
-    assert next(iter(said)) == "schema"
-    jsonschema.validate(said, schema(name))
-    assert "checks" not in said.get("details", {})  # only for `diagnose --why`
-    del said["error" if "error" in said else next(k for k in said if k != "schema")]
+    printed = json.loads(capfdbinary.readouterr().out)
+    assert next(iter(printed)) == "schema"
+    jsonschema.validate(printed, schema(name))
+    assert "checks" not in printed.get("details", {})  # only for `diagnose --why`
+    del printed["error" if "error" in printed else next(k for k in printed if k != "schema")]
     with pytest.raises(jsonschema.ValidationError):  # a removed key is noticed
-        jsonschema.validate(said, schema(name))
+        jsonschema.validate(printed, schema(name))
 
 
 def test_the_files_describe_the_types_that_are_printed() -> None:

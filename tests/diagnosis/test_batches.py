@@ -75,11 +75,11 @@ def test_the_same_batches_on_two_ranks_are_reported() -> None:
 )
 def test_the_same_labels_with_other_values_prove_nothing(dataset_length: int | None, severity: str) -> None:
     a, b = prints(1), prints(2)
-    alike = tuple(x >> 32 << 32 | y & 0xFFFFFFFF for x, y in zip(a, b, strict=True))
+    same_labels = tuple(x >> 32 << 32 | y & 0xFFFFFFFF for x, y in zip(a, b, strict=True))
     f = only(
         duplicates(
             loader(first_fingerprints=a, dataset_length=dataset_length),
-            loader(first_fingerprints=alike, dataset_length=dataset_length),
+            loader(first_fingerprints=same_labels, dataset_length=dataset_length),
         )
     )
     assert (f.certainty, f.severity) == ("suspected", severity) and "same labels" in f.message

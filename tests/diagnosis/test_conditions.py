@@ -50,9 +50,9 @@ SAVE = """
 
 def test_a_call_under_if_rank_is_found() -> None:
     inside = [("A", "gather"), ("B", "save"), ("D", "main")]
-    beside = [("C", "save"), ("D", "main")]
-    assert found(SAVE, inside, beside) == "if rank == 0:"
-    assert found(SAVE, beside, inside) is None
+    outside = [("C", "save"), ("D", "main")]
+    assert found(SAVE, inside, outside) == "if rank == 0:"
+    assert found(SAVE, outside, inside) is None
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_the_finding_of_two_ranks_names_the_condition() -> None:
         rank(1, call("barrier", 7, c), sites={key(c): 1}, user_stack=(c, d)),
     )
 
-    def said(source: dict[str, str]) -> Finding:
+    def verdict_with(source: dict[str, str]) -> Finding:
         (f,) = proved(s, source=source.get)
         return f
 
-    f = said({FILE: text})
+    f = verdict_with({FILE: text})
     assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "missing_rank", (0,), (1,))
     assert f"only rank 0 runs it due to `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
-    assert said({}).culprits == ()
+    assert verdict_with({}).culprits == ()

@@ -27,7 +27,7 @@ def only(report: Report) -> Finding:
     return worst[0]
 
 
-def said(f: Finding) -> tuple[str, str | None, tuple[int, ...]]:
+def summary(f: Finding) -> tuple[str, str | None, tuple[int, ...]]:
     return f.kind, f.cause, f.culprits
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_has_not_entered_is_the_culprit(tmp_path: Path, backend: str
     job.collective(ranks=(0, 1, 3), line=91)
     report = diagnose(tmp_path, job, form=form)
     f = only(report)
-    assert said(f) == ("stall", "unknown", (2,))
+    assert summary(f) == ("stall", "unknown", (2,))
     assert f.victims == (0, 1, 3)
     assert f.collective is not None
     assert (f.collective.op, f.collective.group, f.collective.seq, f.collective.bytes) == (
@@ -78,7 +78,7 @@ def test_dumps_of_active_entries_only_are_judged(tmp_path: Path) -> None:
     job.collective(group="9", ranks=(3,))
     job.collective(group="7")
     job.collective(ranks=(0, 1))
-    assert said(only(diagnose(tmp_path, job, active=True))) == ("stall", "unknown", (2,))
+    assert summary(only(diagnose(tmp_path, job, active=True))) == ("stall", "unknown", (2,))
 
 
 def test_ranks_that_stopped_in_separate_groups_are_all_named(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_ranks_that_stopped_in_separate_groups_are_all_named(tmp_path: Path) -> 
     job.collective(group="3", ranks=(8, 10, 11))
     job.collective(group="4", ranks=(12, 13, 15))
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("stall", "unknown", (9, 14))
+    assert summary(f) == ("stall", "unknown", (9, 14))
     assert set(f.victims) == {1, 6, 8, 10, 11, 12, 13, 15}
 
 
@@ -130,7 +130,7 @@ def test_a_rank_alone_in_a_collective_is_the_culprit(tmp_path: Path) -> None:
     job = trained(Job(6))
     job.collective("barrier", ranks=(4,), line=58)
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("deadlock", "missing_rank", (4,))
+    assert summary(f) == ("deadlock", "missing_rank", (4,))
     assert [(w.rank, w.line) for w in f.where] == [(4, 58)]
 
 
@@ -141,7 +141,7 @@ def test_a_device_that_has_not_begun_the_operation_is_the_culprit(tmp_path: Path
     for r in (0, 1, 3):
         job.ranks[r].entries[-1].update(state="started", time_discovered_started_ns=job.now_ns)
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("stall", "unknown", (2,))
+    assert summary(f) == ("stall", "unknown", (2,))
     assert "issued all_reduce #21" in f.message and "not begun" in f.message
 
 
@@ -199,7 +199,7 @@ def test_different_arguments_are_a_mismatch(tmp_path: Path, odd: dict[str, objec
     job = trained(Job(4))
     for r in range(4):
         job.issue(r, "all_reduce", "0", False, **(odd if r == 1 else {}))  # type: ignore[arg-type]
-    assert said(only(diagnose(tmp_path, job))) == ("mismatch", cause, (1,))
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", cause, (1,))
 
 
 def test_operations_with_legally_different_sizes_are_no_mismatch(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_rank_without_a_dump_is_the_culprit_if_no_other_is(tmp_path: Path) -> 
     (tmp_path / "dumps" / "_dump_3").unlink()
     report = diagnose_dumps(tmp_path / "dumps")
     f = only(report)
-    assert said(f) == ("rank_lost", "silent", (3,))
+    assert summary(f) == ("rank_lost", "silent", (3,))
     assert "rank 3 left no dump: dead, or stuck outside torch" in f.message
     assert (report.world_size, report.ranks_seen) == (4, 3)
 
@@ -340,7 +340,7 @@ def test_the_culprit_of_a_real_job_of_16_ranks_is_named(case: str) -> None:
     folder = real(case)
     truth = tuple(int(x) for x in (folder / "fault_injection.log").read_text().split("[")[1].split("]")[0].split(","))
     f = only(diagnose_dumps(folder))
-    assert said(f) == ("stall", "unknown", truth)
+    assert summary(f) == ("stall", "unknown", truth)
     assert set(f.victims) == set(range(16)) - set(truth)
     assert ("device stopped" in f.message) == case.startswith("gpu")
 

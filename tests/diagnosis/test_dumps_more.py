@@ -8,7 +8,7 @@ from pathlib import Path
 from distdiag.diagnosis.dumps.verdict import diagnose_dumps
 from distdiag.diagnosis.model.findings import Report
 from tests.diagnosis.recordings import Job, as_json, write
-from tests.diagnosis.test_dumps import errors, only, quiet, said, trained
+from tests.diagnosis.test_dumps import errors, only, quiet, summary, trained
 
 SECOND_NS = 1_000_000_000
 
@@ -37,7 +37,7 @@ def test_devices_that_run_two_groups_in_opposite_order_are_a_cycle(tmp_path: Pat
         begin(job, r)
         job.issue(r, "all_reduce", second, False)
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
+    assert summary(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
     assert "rank 2 issued all_reduce #21 (fsdp" in f.message and "same order" in f.advice
 
 
@@ -89,7 +89,7 @@ def test_different_dtypes_of_coalesced_tensors_are_a_mismatch(tmp_path: Path) ->
     job = trained(Job(3))
     for r in range(3):
         job.issue(r, "allreduce_coalesced", "0", False, dtype="Float" if r == 1 else "BFloat16")
-    assert said(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
 
 
 def test_a_rank_one_call_behind_is_late_only_after_a_while(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_member_that_never_created_the_group_is_named(tmp_path: Path) -> None:
             del dump["pg_config"]["1"]
         (tmp_path / f"rank{r}.json").write_bytes(as_json(dump))
     f = only(diagnose_dumps(tmp_path))
-    assert said(f) == ("deadlock", "missing_rank", (2,)) and "never created group eval" in f.message
+    assert summary(f) == ("deadlock", "missing_rank", (2,)) and "never created group eval" in f.message
 
 
 def test_a_rank_with_a_dump_of_an_earlier_attempt_only_is_missing(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_rank_with_a_dump_of_an_earlier_attempt_only_is_missing(tmp_path: Path
     write(tmp_path / "attempt_1", new)
     (tmp_path / "attempt_1" / "_dump_2").unlink()
     report = diagnose_dumps(tmp_path)
-    assert said(only(report)) == ("rank_lost", "silent", (2,))
+    assert summary(only(report)) == ("rank_lost", "silent", (2,))
     assert any("of an earlier run" in n for n in report.notes)
 
 
@@ -149,7 +149,7 @@ def test_a_message_to_the_wrong_rank_is_named(tmp_path: Path) -> None:
             batch(job, r, "0", i < 12, f"send {r}->{to}", f"recv {r}<-{(r - 1) % 5}")
         job.now_ns += SECOND_NS // 100
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("deadlock", "p2p_cycle", (3,)) and f.certainty == "suspected"
+    assert summary(f) == ("deadlock", "p2p_cycle", (3,)) and f.certainty == "suspected"
     assert "rank 3's send to rank 0" in f.message and "rank 4's recv from rank 3" in f.message
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from distdiag.diagnosis.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
-from tests.diagnosis.test_dumps import only, quiet, said, trained
+from tests.diagnosis.test_dumps import only, quiet, summary, trained
 from tests.diagnosis.test_dumps_more import SECOND_NS, begin, diagnose
 
 HOUR_S = 3600.0  # files are copied this much later
@@ -55,7 +55,7 @@ def test_a_shorter_last_batch_on_one_rank_is_a_mismatch(op: str, tmp_path: Path)
     for r in range(4):
         job.issue(r, op, "0", False, shape=(37 if r == 3 else 64, 10))
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("mismatch", "shape", (3,)) and "370" in f.message and "640" in f.message
+    assert summary(f) == ("mismatch", "shape", (3,)) and "370" in f.message and "640" in f.message
 
 
 def test_coalesced_parts_of_different_sizes_are_legal(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_rank_with_another_order_of_two_groups_is_the_culprit(timed: bool, t
             for e in ring.entries:
                 e["time_discovered_started_ns"] = None
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
+    assert summary(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
 
 
 def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
@@ -112,7 +112,7 @@ def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
 
 def test_a_rank_that_arrived_after_the_timeout_is_the_late_rank(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, late(tmp_path, after_s=240.0), after_s=HOUR_S))
-    assert said(f) == ("timeout", "late_rank", (3,)) and f.victims == (0, 1, 2)
+    assert summary(f) == ("timeout", "late_rank", (3,)) and f.victims == (0, 1, 2)
     assert "the timeout is 120 s" in f.message and (f.where[0].rank, f.where[0].line) == (3, 99)
 
 
@@ -160,7 +160,7 @@ def test_dtypes_must_agree_even_if_sizes_may_differ(op: str, tmp_path: Path) -> 
     job = trained(Job(3))
     for r in range(3):
         job.issue(r, op, "0", False, dtype="Long" if r == 1 else "BFloat16")
-    assert said(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
 
 
 def test_an_uneven_all_to_all_is_legal(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_lists_of_coalesced_tensors_are_compared_as_a_whole(tmp_path: Path) -> N
         job.issue(r, "reduce_scatter_tensor_coalesced", "0", False)
         job.ranks[r].entries[-1]["input_sizes"] = [[8, 2], [4]] if r == 1 else [[8, 2], [4], [6]]
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("mismatch", "shape", (1,)) and "20 elements" in f.message and "26 elements" in f.message
+    assert summary(f) == ("mismatch", "shape", (1,)) and "20 elements" in f.message and "26 elements" in f.message
 
 
 def test_members_of_a_group_are_numbered_in_its_own_order(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_ring_that_sends_before_it_receives_is_a_cycle(timed: bool, tmp_path: 
             for e in ring.entries:
                 e["time_discovered_started_ns"] = None
     f = only(diagnose(tmp_path, job))
-    assert said(f) == ("deadlock", "p2p_cycle", ()) and f.victims == (0, 1, 2, 3)
+    assert summary(f) == ("deadlock", "p2p_cycle", ()) and f.victims == (0, 1, 2, 3)
     assert [w.rank for w in f.where] == [0, 1, 2, 3] and f.where[0].file == "/home/user/train.py"
     assert "rank 0 in send to rank 1" in f.message and "batch_isend_irecv" in f.advice
 

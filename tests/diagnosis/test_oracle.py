@@ -39,7 +39,7 @@ def check_rule(job: Job, expected: set[int]) -> None:
     findings = proved(snap, found)
     living = [f for f in findings if any(snap.ranks[r].life not in DEAD for r in (*f.victims, *f.culprits))]
     assert bool(living) == bool(expected)
-    said: set[int] = set()
+    ranks_named: set[int] = set()
     for f in findings:
         assert f.certainty == Certainty.PROVED
         roots = set(f.culprits) or {w.rank for w in f.where}
@@ -48,8 +48,8 @@ def check_rule(job: Job, expected: set[int]) -> None:
             if job.life[r] == Life.RUNNING:
                 assert r in expected
                 assert reaches(job, r, roots - {r} or roots), (r, roots, f)
-        said |= {*f.culprits, *f.victims, *(w.rank for w in f.where), *(w.rank for w in f.waiting)}
-    assert expected <= said
+        ranks_named |= {*f.culprits, *f.victims, *(w.rank for w in f.where), *(w.rank for w in f.waiting)}
+    assert expected <= ranks_named
 
 
 @pytest.mark.timeout(900)  # 15 s of CPU, on shared cores

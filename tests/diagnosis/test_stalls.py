@@ -16,7 +16,7 @@ from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_
 
 
 @pytest.mark.parametrize(
-    ("activity", "waited_s", "said"),
+    ("activity", "waited_s", "reported"),
     [
         ("user_code", 4.0, False),
         ("user_code", 21.0, True),
@@ -25,9 +25,9 @@ from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_
         ("data", 13.0, True),
     ],
 )
-def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: float, said: bool) -> None:
+def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: float, reported: bool) -> None:
     s = waits_for_rank_one(100.0 - waited_s, 100.0, activity=activity)
-    assert bool(findings(s, rank_lost, stall)) is said
+    assert bool(findings(s, rank_lost, stall)) is reported
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_expected_finding_scores_as_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "field"),
+    ("findings", "field"),
     [
         ([], "found"),
         ([finding(kind="stall", cause="user_code")], "found"),
@@ -71,8 +71,8 @@ def test_the_expected_finding_scores_as_right() -> None:
         ([finding(culprits=())], "right_culprits"),
     ],
 )
-def test_each_kind_of_error_is_counted(said: list[Finding], field: str) -> None:
-    s = judged(*said)
+def test_each_kind_of_error_is_counted(findings: list[Finding], field: str) -> None:
+    s = judged(*findings)
     assert getattr(s, field) is False and not s.right
     assert not summarise([s])["all_right"]
 
@@ -150,13 +150,13 @@ def test_bad_options_are_errors(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "something").touch()
     assert main(["bench", "faults", *args]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 2
-    assert error in said.err
+    output = capsys.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 2
+    assert error in output.err
 
 
 def test_the_list_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "faults", "--subset", "ci", "--list"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     jobs = [j for j in load(Path(__file__).with_name("manifest.json")).jobs if "ci" in j.subsets]
-    assert "three_steps" in said and "healthy" in said and len(said.splitlines()) == len(jobs)
+    assert "three_steps" in output and "healthy" in output and len(output.splitlines()) == len(jobs)

@@ -78,10 +78,10 @@ def test_a_dump_shows_every_rank_and_is_saved(hanging: Job) -> None:
 
     given = dump(hanging, "--json", "--no-save")
     assert given.returncode == 0, given.stderr
-    said = json.loads(given.stdout)
-    assert next(iter(said)) == "schema" and said["schema"] == "distdiag.stacks/1"
-    assert (hanging.cwd / said["run"]).samefile(run) and set(said["ranks"]) == {"0", "1"}
-    first, second = said["ranks"]["0"], said["ranks"]["1"]
+    output = json.loads(given.stdout)
+    assert next(iter(output)) == "schema" and output["schema"] == "distdiag.stacks/1"
+    assert (hanging.cwd / output["run"]).samefile(run) and set(output["ranks"]) == {"0", "1"}
+    first, second = output["ranks"]["0"], output["ranks"]["1"]
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in first["stack"]
     assert (first["op"], second["op"]) == ("all_reduce #21 default_pg", None)
     assert second["stack"][-1] == f"looks_for_its_file {line_of(script, 'time.sleep(0.5)')}"
@@ -100,9 +100,9 @@ def test_torchs_own_analyser_reads_saved_dumps(hanging: Job, tmp_path: Path) -> 
         [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder, "-o", "database.pickle"],
         cwd=tmp_path, env=clean_env(tmp_path / "home"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    said = read.stdout + read.stderr
-    assert read.returncode == 0, said
-    assert "sequence number: 21" in said and "missing ranks: {1}" in said  # torch's analyser has the same verdict
+    output = read.stdout + read.stderr
+    assert read.returncode == 0, output
+    assert "sequence number: 21" in output and "missing ranks: {1}" in output  # torch's analyser has the same verdict
     _types, database = pickle.loads((tmp_path / "database.pickle").read_bytes())
     assert [(g.desc, g.size) for g in database.groups] == [("default_pg", 2)]
     assert [c.collective_seq_id for c in database.collectives] == list(range(1, 22))
@@ -119,9 +119,9 @@ def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Jo
     finally:
         os.kill(pid, signal.SIGCONT)
     assert late.returncode == 5, late.stderr
-    said = [line for line in late.stderr.splitlines() if not line.startswith(("saved: ", "next: "))]
-    assert len(said) == 1 and "Traceback" not in late.stderr
-    assert re.search(r"\branks? 1\b", said[0]) and not re.search(r"\branks? 0\b", said[0])
+    output = [line for line in late.stderr.splitlines() if not line.startswith(("saved: ", "next: "))]
+    assert len(output) == 1 and "Traceback" not in late.stderr
+    assert re.search(r"\branks? 1\b", output[0]) and not re.search(r"\branks? 0\b", output[0])
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in late.stdout  # the other ranks' answers are kept
     assert as_json.returncode == 5
     ranks = json.loads(as_json.stdout)["ranks"]

@@ -49,10 +49,10 @@ def test_a_killed_bench_ends_its_jobs(tmp_path: Path) -> None:
         mark = os.environ[TEST_MARK]
         wait_for(lambda: any("distdiag.monitor" in c for c in marked(mark).values()), 90.0, "the job's monitor")
         bench.send_signal(signal.SIGTERM)
-        _, said = bench.communicate(timeout=30.0)
+        _, output = bench.communicate(timeout=30.0)
         left = marked(mark)
     finally:
         kill_marked(mark)
     assert bench.returncode == ExitCode.INTERRUPTED
-    assert b"Traceback" not in said
+    assert b"Traceback" not in output
     assert left == {}

@@ -69,12 +69,12 @@ def test_the_line_of_a_waiting_loader_worker_is_reported(tmp_path: Path) -> None
     loop = next(i for i, line in enumerate(lines, 1) if "while not" in line)
     places = {(1, str(dataset), n) for n in (loop, loop + 1)}
 
-    def said() -> dict[str, Any] | None:
+    def named() -> dict[str, Any] | None:
         """Return the finding once it names the worker: it may be reported just before the worker answers."""
         return next((f for f in waits_of(run) if "data_worker" in {w["state"] for w in f["where"]}), None)
 
     with launch(["-m", "distdiag.run", "--run-dir", run, script], cwd=tmp_path, fork_ranks=True) as job:
-        found = wait_for(said, 90, "the worker to be named", job)
+        found = wait_for(named, 90, "the worker to be named", job)
         (tmp_path / "mounted").touch()
         wait_for(lambda: [f["cleared_s"] is not None for f in waits_of(run)] == [True], 60, "the end of the wait", job)
         (tmp_path / "seen").touch()

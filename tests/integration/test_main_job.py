@@ -118,9 +118,9 @@ def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path) ->
     run = tmp_path / "R"
     with train(tmp_path, "--max-steps", "200", "--inject", "deadlock@rank1:step20") as job:
         finding = wait_for(lambda: found(run, ["deadlock"]), 150, "the deadlock to be found", job)
-        wait_for(lambda: "ERROR deadlock" in job.stderr(), 10, "the deadlock to be said", job)
+        wait_for(lambda: "ERROR deadlock" in job.stderr(), 10, "the deadlock to be reported", job)
         dump = distdiag("dump", "R", cwd=tmp_path)
-        said = [line for line in job.stderr().splitlines() if line.startswith("[distdiag]")]
+        output = [line for line in job.stderr().splitlines() if line.startswith("[distdiag]")]
     assert (finding["cause"], finding["certainty"], finding["severity"]) == ("missing_rank", "proved", "error")
     assert (finding["culprits"], finding["victims"]) == ([1], [0])
     place = finding["where"][0]
@@ -130,7 +130,7 @@ def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path) ->
     assert serious(run) == [("deadlock", "missing_rank", [1])]
     assert finding["evidence"] and all((run / path).exists() for path in finding["evidence"])
     assert dump.returncode == 0 and "1 rank (1)" in dump.stdout and "wait_for_the_others" in dump.stdout
-    assert [line.split()[1] for line in said[1:4]] == ["cost", "where", "do"]
+    assert [line.split()[1] for line in output[1:4]] == ["cost", "where", "do"]
 
 
 def place(finding: dict[str, Any], rank: int) -> Path:

@@ -35,7 +35,7 @@ class Run:
         self.writer = Writer(self.directory)
         self.own = OwnFaults()
 
-    def look(
+    def poll(
         self,
         failures: Iterable[str] = (),
         began_s_ago: float = T_S,
@@ -74,42 +74,42 @@ def test_a_complete_recorder_has_no_finding(run: Run) -> None:
         page.h.facts = page.text(facts)
     run.writer.steps([StepRow(rank=0, step=1, step_ms=1.0)])
     assert run.writer.commit()
-    assert run.look() == [] and run.own.found == []
+    assert run.poll() == [] and run.own.found == []
 
 
 def test_records_that_did_not_fit_are_counted_with_their_rank(run: Run) -> None:
     page = run.pages[1]
     while page.text(f"{page.h.heap_used}" + "x" * 50_000):  # until the page's space for texts is full
         assert page.h.heap_used < HEAP_BYTES
-    f = only(run.look())
+    f = only(run.poll())
     assert (f.cause, f.severity, f.culprits) == ("dropped", "info", (1,))
     assert f.message.startswith("rank 1 dropped 1 ") and "incomplete" in f.message
     page.text("y" * 50_000)
-    assert run.look() == []  # once per rank, not at every poll
+    assert run.poll() == []  # once per rank, not at every poll
 
 
 def test_features_that_this_torch_lacks_are_named(run: Run) -> None:
     for page in run.pages:
         facts = {"torch": "2.10.0", "unsupported": "flight recorder (JSON), worker server"}
         page.h.facts = page.text(json.dumps(facts))
-    found = run.look()
+    found = run.poll()
     assert {f.cause for f in found} == {"unsupported_torch"} and {f.severity for f in found} == {"info"}
     assert sorted(f.culprits for f in found) == [(0,), (1,)]
     assert all("flight recorder (JSON), worker server" in f.message for f in found)
-    assert run.look() == []
+    assert run.poll() == []
 
 
 @pytest.mark.parametrize(("jump_s", "way"), [(3600.0, "forward by 3600 s"), (-120.0, "back by 120 s")])
 def test_a_wall_clock_that_was_set_is_reported_with_its_direction(jump_s: float, way: str, run: Run) -> None:
-    f = only(run.look(began_s_ago=T_S + jump_s))
+    f = only(run.poll(began_s_ago=T_S + jump_s))
     assert (f.cause, f.severity, f.culprits) == ("clock_skew", "info", ())
     assert way in f.message and "differences" in f.advice
-    assert run.look(began_s_ago=T_S + 2 * jump_s) == []
+    assert run.poll(began_s_ago=T_S + 2 * jump_s) == []
 
 
 def test_a_slowly_adjusted_wall_clock_is_no_finding(run: Run) -> None:
-    assert run.look(began_s_ago=T_S + 0.8 * CLOCK_JUMP_S) == []
-    assert run.look(began_s_ago=T_S - 0.8 * CLOCK_JUMP_S) == []
+    assert run.poll(began_s_ago=T_S + 0.8 * CLOCK_JUMP_S) == []
+    assert run.poll(began_s_ago=T_S - 0.8 * CLOCK_JUMP_S) == []
 
 
 def test_proofs_that_the_job_has_contradicted_are_counted(run: Run) -> None:
@@ -117,12 +117,12 @@ def test_proofs_that_the_job_has_contradicted_are_counted(run: Run) -> None:
         kind="deadlock", cause="missing_rank", severity="error", certainty="proved", culprits=(1,), cleared_s=12.0,
         message="rank 1 is elsewhere",
     )  # fmt: skip
-    f = only(run.look(contradicted=[first]))
+    f = only(run.poll(contradicted=[first]))
     assert (f.cause, f.severity) == ("contradicted", "info")
     assert "contradicted: 1; the newest, cleared at 12.0 s: deadlock: rank 1 is elsewhere" in f.message
-    assert run.look(contradicted=[first]) == []
+    assert run.poll(contradicted=[first]) == []
     second = msgspec.structs.replace(first, culprits=(0,))
-    assert "contradicted: 2;" in only(run.look(contradicted=[first, second])).message
+    assert "contradicted: 2;" in only(run.poll(contradicted=[first, second])).message
 
 
 def full(writer: Writer) -> None:
@@ -136,11 +136,11 @@ def test_a_full_disk_is_reported_once_and_kept_for_summary_and_database(run: Run
     full(run.writer)
     run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
     assert not run.writer.commit()
-    f = only(run.look())
+    f = only(run.poll())
     assert (f.cause, f.severity, f.culprits) == ("disk_full", "warning", ())
     assert "full" in f.message and "free the disk" in f.advice
     run.writer.finding(f)
-    assert run.look() == [] and run.own.found == [f]
+    assert run.poll() == [] and run.own.found == [f]
     # once there is space again, the record notes that it was incomplete for a while
     assert run.writer._con is not None
     run.writer._con.execute("PRAGMA max_page_count = 1000000")
@@ -157,22 +157,22 @@ def test_a_failed_write_that_was_retried_before_the_poll_is_no_finding(run: Run)
     run.writer._con.execute("PRAGMA max_page_count = 1000000")
     run.writer._retry_at = 0.0
     assert run.writer.commit() and run.writer.failed_writes == 1
-    assert run.look() == []
+    assert run.poll() == []
 
 
 def test_failures_of_recorder_and_rules_are_reported_with_their_text(run: Run) -> None:
     run.pages[0].h.errors = 2
     run.pages[0].h.error = run.pages[0].text("KeyError: 'x' at hooks.py:40")
     failures = {"ZeroDivisionError: division by zero at speed.py:99": 12}
-    found = run.look(failures)
+    found = run.poll(failures)
     assert [(f.cause, f.severity, f.culprits) for f in found] == [("failed", "info", (0,)), ("failed", "info", ())]
     assert "KeyError: 'x' at hooks.py:40" in found[0].message and "speed.py:99" in found[1].message
-    assert run.look(failures) == []
-    assert only(run.look({**failures, "TypeError: x at gpus.py:1": 1})).cause == "failed"  # a second rule
+    assert run.poll(failures) == []
+    assert only(run.poll({**failures, "TypeError: x at gpus.py:1": 1})).cause == "failed"  # a second rule
 
 
 def test_unreadable_ranks_of_other_nodes_are_reported(run: Run) -> None:
-    f = only(run.look(exchange="nodes/1.state cannot be read"))
+    f = only(run.poll(exchange="nodes/1.state cannot be read"))
     assert (f.cause, f.severity) == ("nodes", "info") and "nodes/1.state" in f.message
 
 
@@ -181,5 +181,5 @@ def test_each_fault_has_its_own_record(run: Run) -> None:
     for page in run.pages:
         page.h.dropped = 5
         page.h.facts = page.text(json.dumps({"unsupported": "worker server"}))
-    found = run.look(began_s_ago=T_S + 60)
+    found = run.poll(began_s_ago=T_S + 60)
     assert len(found) == 5 and len({f.key for f in found}) == 5

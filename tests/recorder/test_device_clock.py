@@ -79,7 +79,7 @@ SCRIPT = """
 import torch, torch.distributed as dist
 torch.version.cuda = "13.0"
 from distdiag.recorder.hooks import device_clock, ddp_models
-ddp_models.cuda_index = lambda parameters: 1  # the model lies on the second device, and nobody made that the current one
+ddp_models.cuda_index = lambda parameters: 1  # the model is on the second device, which is not the current one
 current = [0]
 class Guard:
     def __init__(self, device):

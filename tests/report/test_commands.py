@@ -22,8 +22,8 @@ def run(tmp_path: Path) -> Path:
 
 def test_html_goes_into_the_run_and_nothing_is_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run)]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"{run / 'report.html'}\n" and "open it:" in said.err
+    output = capsys.readouterr()
+    assert output.out == f"{run / 'report.html'}\n" and "open it:" in output.err
     written = (run / "report.html").read_bytes()
     assert main(["report", str(run)]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -93,9 +93,9 @@ def test_bad_input_is_an_error_line_and_a_hint(
     run: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, says: str
 ) -> None:
     assert main([a.format(run=run) for a in args]) == code
-    said = capsys.readouterr()
-    lines = said.err.splitlines()
-    assert said.out == "" and len(lines) == 2
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert output.out == "" and len(lines) == 2
     assert lines[0].startswith("distdiag: error: ") and says in lines[0]
     assert lines[1].startswith("hint: ")
 

@@ -26,10 +26,10 @@ def trace(path: Path, last_steps: int | None = None) -> list[dict[str, Any]]:
 
 
 def test_text_starts_with_the_verdict_and_keeps_its_width(tmp_path: Path) -> None:
-    said = text.render(
+    output = text.render(
         facts_of(make_run(tmp_path / "r", state="deadlocked", findings=(STRAGGLER, DEADLOCK), slow_rank=2))
     )
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0].startswith("cifar  DEADLOCKED: proved")
     assert lines[3] == "ERROR  deadlock/missing_rank  (proved)"
     assert "  where    rank 1: /home/me/train.py:88 in evaluate (user_code)" in lines
@@ -44,9 +44,9 @@ def test_text_escapes_what_comes_from_the_job(tmp_path: Path) -> None:
         tmp_path / "r", name=evil, host=evil, command=evil, exception=evil,
         findings=(Finding(kind="stall", message=evil, advice=evil, names=(evil,)),),
     )  # fmt: skip
-    said = text.render(facts_of(run))
-    assert set(said) & set("\x1b\x07\r\u202e") == set()
-    assert said.count("x\\x1b[2J") >= 5
+    output = text.render(facts_of(run))
+    assert set(output) & set("\x1b\x07\r\u202e") == set()
+    assert output.count("x\\x1b[2J") >= 5
 
 
 def test_steps_and_phases_nest_and_do_not_overlap(tmp_path: Path) -> None:

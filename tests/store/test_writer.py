@@ -250,12 +250,12 @@ def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:
     con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
     con.executescript((Path(filesystem.__file__).parent / "schema.sql").read_text())
     keeper = Keeper(keep_bytes=1000, check_s=0.0)
-    said: list[str] = []
+    reported: list[str] = []
     for _ in range(20):
-        said += keeper.tick(con, 0.0)
+        reported += keeper.tick(con, 0.0)
         keeper._check_at = 0.0
     con.close()
-    assert sum("stays at" in s for s in said) == 1
+    assert sum("stays at" in s for s in reported) == 1
 
 
 def test_rank_sets_fold_and_unfold() -> None:

@@ -83,8 +83,8 @@ def test_without_a_package_index_the_remedy_is_named(
 ) -> None:
     fake_python(make_venv.PYTHON, None)  # its pip fails, too
     assert make_venv.main() == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2].startswith("make_venv: error: ") and said[-1].startswith("hint: ")
+    output = capsys.readouterr().err.splitlines()
+    assert output[-2].startswith("make_venv: error: ") and output[-1].startswith("hint: ")
     assert not make_venv.STAMP.exists()
 
 

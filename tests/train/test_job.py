@@ -42,7 +42,7 @@ def load(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def said(stderr: str) -> list[str]:
+def own_lines(stderr: str) -> list[str]:
     """Return our own lines; torchrun adds its warnings and its report of failed ranks."""
     return [line for line in stderr.splitlines() if line.startswith(("distdiag:", "hint:"))]
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) 
     ) as job:
         assert job.wait() == 0, job.tail()
         out = job.stdout().splitlines()
-        assert said(job.stderr()) == []
+        assert own_lines(job.stderr()) == []
     # only rank 0 prints: a start line, 7 steps, 2 validations, an end
     assert re.fullmatch(
         r"SimpleCNN \(2,474,058 parameters\) on small \(not CIFAR-10\) \(160 \+ 50 images\): 2 ranks x 8 samples "
@@ -122,7 +122,7 @@ def test_a_damaged_data_set_ends_all_ranks_with_one_error(data: Path, tmp_path: 
     (tmp_path / "data_batch_3.bin").unlink()
     with launch(["-m", "distdiag.train", *SMALL, "--data", tmp_path], timeout=120) as job:
         assert job.wait() != 0
-        error, hint = said(job.stderr())
+        error, hint = own_lines(job.stderr())
         assert error == f"distdiag: error: {tmp_path}/data_batch_3.bin is missing: the folder is incomplete"
         assert "md5sum" in hint
         assert "[rank" not in job.stderr(), "no rank shows a traceback"
@@ -156,7 +156,7 @@ def test_an_unwritable_checkpoint_directory_is_reported_once_and_training_contin
     options = ["--checkpoint-every", "1", "--checkpoint-dir", tmp_path / "file", "--validate-every", "0"]
     with start([*command, *options]) as job:
         assert job.wait() == 0, job.tail()
-        warning, hint = said(job.stderr())
+        warning, hint = own_lines(job.stderr())
         assert warning.startswith(f"distdiag: warning: no checkpoint in {tmp_path}/file: ")
         assert hint.startswith("hint: choose another directory with")
         start_line, end_line = job.stdout().splitlines()
@@ -173,7 +173,7 @@ def test_a_port_that_is_taken_is_named(data: Path) -> None:
         env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with start([*ALONE, *SMALL, "--data", data], env=env) as job:
             assert job.wait() == 2, job.tail()
-            assert said(job.stderr()) == [
+            assert own_lines(job.stderr()) == [
                 f"distdiag: error: port {port} is used by another process",
                 "hint: torchrun --standalone chooses a free one; or set another MASTER_PORT",
             ]

@@ -56,7 +56,7 @@ def drawn(app: DistdiagApp) -> list[list[tuple[str, Style]]]:
     return [[(c, s.style or Style()) for s in strip for c in s.text] for strip in strips]
 
 
-def look(style: Style) -> str:
+def style_text(style: Style) -> str:
     """Return a style as text: `#e69f00 on #121212 bold`."""
 
     def colour(c: object) -> str:
@@ -84,7 +84,7 @@ async def _screens(runs: MakeRun, at: At) -> tuple[dict[str, list[Line]], Colour
                     _add(dark, screens[name], drawn(d.app), name)
             d.app.theme = "textual-light"
             await d.pilot.pause()
-            light |= {style: look(d.app.canvas.style_of(style)) for style in dark}
+            light |= {style: style_text(d.app.canvas.style_of(style)) for style in dark}
     return screens, dark, light
 
 
@@ -96,7 +96,9 @@ def _add(colours: Colours, lines: Sequence[Line], cells: Sequence[Iterable[tuple
         assert width_of(line) <= SIZE[0], screen
         for text, style, _ in line:
             for c, given in drawn_line[at : at + len(text)]:
-                assert colours.setdefault(style, look(given)) == look(given), f"{screen}: {style!r} at {c!r}"
+                assert colours.setdefault(style, style_text(given)) == style_text(given), (
+                    f"{screen}: {style!r} at {c!r}"
+                )
             assert "".join(c for c, _ in drawn_line[at : at + len(text)]) == text, screen
             at += len(text)
 

@@ -43,8 +43,8 @@ def server(runs: MakeRun) -> Iterator[str]:
         yield address
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        said = process.stderr.read()
-        assert "Traceback" not in said, said
+        output = process.stderr.read()
+        assert "Traceback" not in output, output
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -76,7 +76,7 @@ class PageView(Slots):
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _scalars_read: int = 0
     _news: bytes = b""
-    _samples_glanced: int = 0
+    _samples_checked: int = 0
     _sampled: int = 0  # version of the stack that was counted last
     ending: Ending | None = None
     ended_s: float | None = None
@@ -139,12 +139,12 @@ class PageView(Slots):
             words[_N_CALLS] - self._calls_read < CALLS // 4
             and words[_N_STEPS] - self._steps_read < STEPS // 2
             and words[NEWS].tobytes() == self._news
-            and (words[_N_SAMPLES] == self._samples_glanced or self._samples_can_wait(words[_N_SAMPLES]))
+            and (words[_N_SAMPLES] == self._samples_checked or self._samples_can_wait(words[_N_SAMPLES]))
         )
 
     def _samples_can_wait(self, samples: int) -> bool:
         """True if all new samples are of routine kinds, and the ring has room for more."""
-        first, self._samples_glanced = max(self._samples_glanced, self._samples_read), samples
+        first, self._samples_checked = max(self._samples_glanced, self._samples_read), samples
         routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
         return routine and samples - self._samples_read < SAMPLES // 4
 

@@ -283,19 +283,19 @@ def _attributes(x: object) -> dict[str, Any]:
 
 def fingerprint(batch: Any) -> int:
     """Return the 64-bit fingerprint of a batch; a half without a usable tensor is 0."""
-    labels = values = looks = 0
+    labels = values = inspected = 0
 
-    def look(t: torch.Tensor) -> bool:
-        nonlocal labels, values, looks
-        looks += 1
+    def inspect(t: torch.Tensor) -> bool:
+        nonlocal labels, values, inspected
+        inspected += 1
         if t.device.type == "cpu" and t.layout is torch.strided and t.numel() >= 4:
             if t.is_floating_point():
                 values = values or _crc(t, 4)
             else:
                 labels = labels or _crc(t, 8)
-        return bool(labels and values) or looks >= 32  # a batch may be a list of thousands
+        return bool(labels and values) or inspected >= 32  # a batch may be a list of thousands
 
-    first_tensor(batch, look)
+    first_tensor(batch, inspect)
     return labels << 32 | values
 
 
