@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import platform
-import re
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 from distdiag.page import place, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
-from distdiag.recorder import run_claim, state
+from distdiag.recorder import relayed, run_claim, state
 from distdiag.recorder.descriptors import Kept
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
@@ -35,7 +34,6 @@ from distdiag.recorder.state import Recorder, guarded, now_ns
 from distdiag.terms import secrets
 
 T = TypeVar("T")
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
 class Session:
@@ -162,13 +160,8 @@ class Session:
         self.recorder.h.trace_signal = 0
         r, h = self.recorder, self.recorder.h
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
-        inner: list[int] = []
-        if " in DataLoader worker process" in last[:400]:
-            # the text has the worker's own traceback: its last line is the error, its last user frame the site
-            for file, line, function in _FRAME.findall(last):
-                if kind_of_file(file) == USER:
-                    inner.insert(0, r.page.site(file, int(line), function))
-            last = last.splitlines()[-1] + " (in a DataLoader worker)"
+        last, frames = relayed.original(last, h.rank)
+        inner = [r.page.site(file, line, name) for file, line, name in reversed(frames) if kind_of_file(file) == USER]
         h.exception = r.page.text(last[:2000])
         h.exception_ns = now_ns()
         self._left_from(tb, inner)
