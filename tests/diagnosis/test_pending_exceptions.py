@@ -38,8 +38,9 @@ def test_of_two_ranks_the_one_that_handles_an_exception_is_the_culprit() -> None
         (RAISED, RAISED),
         ({"handling": "RuntimeError: Connection closed by peer [127.0.0.1]:4242"}, {}),
         ({"handling": "RuntimeError: Timed out waiting 8000ms for recv operation to complete"}, {}),
+        ({"handling": "StopIteration"}, {}),
     ],
-    ids=["none", "both", "a peer that ended", "a late peer"],
+    ids=["none", "both", "a peer that ended", "a late peer", "control flow"],
 )
 def test_exceptions_that_all_have_or_that_another_rank_caused_blame_nobody(
     mine: dict[str, Any], theirs: dict[str, Any]

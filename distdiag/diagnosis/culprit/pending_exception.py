@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from distdiag.diagnosis.endings import is_echo
 from distdiag.diagnosis.model.snapshot import RankState
 
+CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit", "Empty", "Full", "BlockingIOError"})
+
 
 def of(states: Mapping[int, RankState], ranks: Collection[int], others: Collection[int]) -> RankState | None:
     """Return the first of `ranks` that handles an exception of its own; None if one of `others` handles such an exception, too."""
@@ -33,5 +35,5 @@ def name(state: RankState) -> str:
 
 
 def _own(state: RankState) -> bool:
-    """True if it handles an exception that another rank's end has not caused."""
-    return bool(state.handling) and not is_echo(state.handling or "")
+    """True if it handles an error that another rank's end has not caused."""
+    return bool(state.handling) and name(state) not in CONTROL_FLOW and not is_echo(state.handling or "")
