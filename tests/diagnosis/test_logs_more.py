@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.diagnosis.test_logs import about, diagnose, only, raised, table, timeout
+from tests.diagnosis.test_logs import about, diagnose, fingerprint, only, raised, table, timeout
 
 TORCH = "/usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -212,3 +212,46 @@ def test_an_error_of_nccl_without_its_reason(tmp_path: Path) -> None:
     assert (
         f.culprits == () and f.victims == (1,) and "unhandled cuda error" in f.message and "NCCL_DEBUG=WARN" in f.advice
     )
+
+
+def test_the_side_with_fewer_ranks_is_named_and_its_line(tmp_path: Path) -> None:
+    def mismatch(rank: int, op: str, other: int, other_op: str, line: int) -> str:
+        pair = f"Rank {rank} is running collective: {fingerprint(op, '4')}, but Rank {other} is running collective: {fingerprint(other_op, '4')}."
+        return raised(rank, f"RuntimeError: Detected mismatch between collectives on ranks. {pair}", line=line)
+
+    text = (
+        mismatch(0, "ALLREDUCE", 1, "BROADCAST", 21)
+        + mismatch(1, "BROADCAST", 0, "ALLREDUCE", 18)
+        + mismatch(2, "ALLREDUCE", 1, "BROADCAST", 21)
+    )
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == ("mismatch", "op", (1,), (0, 2)) and [(w.rank, w.line) for w in f.where] == [(1, 18)]
+
+
+def test_a_rank_that_never_joined_a_gloo_group(tmp_path: Path) -> None:
+    text = raised(
+        0, "torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /default_pg/0//cpu//0/1", prefix=""
+    )
+    f = only(
+        diagnose(tmp_path, text + table(0, 1, "To enable traceback see: x") + table(1, -15, "Signal 15 (SIGTERM)"))
+    )
+    assert (f.kind, f.cause, f.culprits) == ("timeout", "late_rank", (1,)) and "did not join" in f.message
+
+
+def test_a_rank_that_ended_silently_is_the_one_that_lost_no_connection(tmp_path: Path) -> None:
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:4711"
+    text = (
+        raised(0, lost)
+        + raised(2, lost)
+        + table(0, 1, "To enable traceback see: x")
+        + table(2, 1, "To enable traceback see: x")
+    )
+    assert about(only(diagnose(tmp_path, text))) == ("rank_lost", "silent", (1,), (0, 2))
+    assert only(diagnose(tmp_path, raised(0, lost) + raised(2, lost))).culprits == ()  # perhaps a part of the log only
+
+
+def test_a_traceback_without_a_rank_explains_an_exit_code(tmp_path: Path) -> None:
+    once = raised(0, "ModuleNotFoundError: No module named 'abc'", prefix="")
+    f = only(diagnose(tmp_path, once * 3 + table(1, 1, "To enable traceback see: x")))
+    assert f.culprits == () and "(3 times)" in f.message
+    assert only(diagnose(tmp_path, once + table(1, 1, "To enable traceback see: x"))).culprits == (1,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from distdiag.diagnosis.logs import advice
@@ -13,6 +14,8 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
 
+# in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
+_ADDRESS_KEY = re.compile(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 REFUSED = "Connection refused"
 LOCAL_ADDRESSES = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 
@@ -44,6 +47,7 @@ def _finding(
     ranks, _ = who(events)
     site = _site(events)
     victims = tuple(r for r in ranks if r not in culprits)
+    at_site = tuple(Where(r, site.file, site.line, site.function or None) if site else Where(r) for r in victims)
     return Finding(
         kind=kind,
         cause=cause,
@@ -51,9 +55,8 @@ def _finding(
         severity=Severity.ERROR,
         culprits=culprits,
         victims=victims,
-        where=tuple(
-            Where(r, site.file, site.line, site.function or None) if site else Where(r) for r in culprits or victims
-        ),
+        where=tuple(Where(r) for r in culprits) or at_site,
+        waiting=at_site if culprits else (),
         message=message,
         cost=NO_PROGRESS_MADE,
         advice=todo,
@@ -195,6 +198,13 @@ def lost(found: Collected) -> list[Finding]:
 def _store_wait(found: Collected) -> list[Finding]:
     """Return the finding on ranks that waited for a key of the store in vain."""
     waits = [e for e in found.events if e.name == "store_wait"]
+    awaited = sorted({int(m[1]) for e in waits if (m := _ADDRESS_KEY.search(e.fields["key"]))})
+    if awaited:
+        message = f"{rank_list(awaited)} did not join a gloo group{at(_site(waits))} in {rough_time(int(waits[0].fields['limit'][:12]) / 1e3)}, where {who(waits)[1]} waited"
+        todo = (
+            f"see whether {rank_list(awaited)} has started, what it did before that call, and whether all ranks make it"
+        )
+        return [_finding(waits, message, todo, tuple(awaited), kind="timeout", cause="late_rank")]
     if waits:
         e = waits[0]
         s = int(e.fields["limit"][:12]) / 1e3
@@ -225,10 +235,9 @@ def _gloo_timeout(found: Collected, gloo: list[Event], closed: list[Event]) -> F
 
 def _closed(found: Collected, events: list[Event], warnings: list[Event]) -> Finding:
     ranks, text = who(events)
-    peers = Counter(p for e in events if (p := e.fields.get("peer", "").rstrip(".,")))
-    expected = {*found.ranks, *range(found.world_size or 0)}
-    quiet = tuple(sorted(expected - set(ranks)))
-    culprits = quiet if found.world_size and ranks and 0 < len(quiet) <= len(ranks) // 2 else ()
+    peers = Counter(p for e in events if (p := e.fields.get("peer", "").rstrip(".,")) and p not in LOCAL_ADDRESSES)
+    whole = bool(found.world_size or found.exits)  # else the log may be a part of the job's
+    culprits = absent_ranks(found, ranks) if whole and len(ranks) > 1 else ()
     shown = [p for p, _ in peers.most_common(3)]
     to = f" to {', '.join(shown)}" if shown else ""
     store = all(e.name == "store_lost" for e in events)

@@ -86,17 +86,26 @@ def _fingerprints(events: list[Event]) -> Finding:
     texts = [f"{rank_list(sorted(rs))} in {shown}" for shown, rs in sorted(sides.items(), key=lambda s: min(s[1]))[:4]]
     if len(sides) < 2:
         texts.append("the other side is not in the message")
-    site = _site(events)
+    few, *many = sorted(sides.values(), key=len)
+    culprits = tuple(sorted(few)) if len(many) == 1 and len(few) < len(many[0]) else ()
+    sites = {x.rank: x.site for x in events if x.rank is not None and x.site is not None}
+    site = next((sites[r] for r in culprits if r in sites), _site(events))
     numbers = {c["number"] for c in (a, b) if "number" in c}
     skipped = "; their numbers differ, so one rank has made a call more or less before" if len(numbers) > 1 else ""
+    victims = tuple(r for r in ranks if r not in culprits)
+    where = [
+        Where(r, s.file, s.line, s.function or None) if (s := sites.get(r)) is not None else Where(r) for r in ranks
+    ]
     return Finding(
         kind="mismatch",
         cause=cause,
         certainty=Certainty.PROVED,
         severity=Severity.ERROR,
-        victims=ranks,
+        culprits=culprits,
+        victims=victims,
         collective=CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None,
-        where=_where(ranks, site),
+        where=tuple(w for w in where if w.rank in culprits or not culprits),
+        waiting=tuple(w for w in where if culprits and w.rank in victims),
         message=f"ranks made different calls in one collective: {', '.join(texts)}{skipped}{at(site)}",
         cost=NO_PROGRESS_MADE,
         advice="look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in one order",

@@ -14,6 +14,7 @@ from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
 _HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
 _OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
+EXIT_CODE = "ended with exit code"
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 
 
@@ -50,7 +51,7 @@ def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Re
         r = by_how["killed", m.text] = Reason(m, m.text, m.advice, 0.0)
         r.events += memory
         r.ranks |= {e.rank for e in memory if e.rank is not None}
-    return _kernel_first(list(by_how.values()))
+    return list(by_how.values())
 
 
 def _followed(x: Exit, explained: set[int], waited: set[int], memory: bool) -> bool:
@@ -79,14 +80,13 @@ def _meaning(x: Exit, memory: bool) -> advice.Meaning:
         return advice.Meaning("rank_lost", "killed", f"was killed by {how}", advice.SIGNALS.get(how, advice.SEE_LOG))
     if x.what:
         return advice.Meaning("rank_lost", "crashed", f"raised {shortened(x.what, 160)}", advice.advice_for(x.what, 1))
-    text = f"ended with exit code {x.code}, without an exception in the log"
+    text = f"{EXIT_CODE} {x.code}, without an exception in the log"
     return advice.Meaning("rank_lost", "crashed", text, advice.SEE_LOG)
 
 
-def _kernel_first(reasons: list[Reason]) -> list[Reason]:
-    """Return what the kernel ended, if anything; else exits with a code. The launcher's order shows no cause."""
-    killed = [r for r in reasons if r.meaning.cause == "killed"]
-    return killed or reasons
+def with_a_reason(reasons: list[Reason]) -> list[Reason]:
+    """Return the ends that show what ended the process: a signal or an exception, not only an exit code."""
+    return [r for r in reasons if not r.text.startswith(EXIT_CODE)]
 
 
 def _single(found: Collected, known_pids: set[int | None]) -> list[Exit]:

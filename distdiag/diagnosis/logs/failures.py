@@ -133,6 +133,14 @@ def _unnamed(e: Event) -> str:
     return e.who.process or (f"task {e.who.task}" if e.who.task is not None else "")
 
 
+def number(reasons: list[Reason], ended: list[Reason]) -> None:
+    """Name the ranks of the one exception that has none: those that ended with an exit code, if as many raised it."""
+    nameless = [r for r in reasons if not r.ranks and not r.unnamed and r.meaning.cause == "crashed"]
+    ranks = {q for r in ended for q in r.ranks}
+    if len(nameless) == 1 and len(nameless[0].events) == len(ranks):
+        nameless[0].ranks |= ranks
+
+
 def _first(r: Reason) -> str:
     """Return which of several ranks ended first, by the launchers' clocks; empty if they do not show it."""
     known = {q: t for q, t in r.times.items() if t}
@@ -153,7 +161,9 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
     others = tuple(sorted(victims - r.ranks))
     everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
     shown = ", ".join(r.unnamed[:3]) + (f" and {len(r.unnamed) - 3:,} more" if len(r.unnamed) > 3 else "")
-    who = rank_list(ranks) if ranks else shown or "a rank that the log does not name"
+    times = len(r.events)
+    nobody = "a rank that the log does not name" if times < 2 else "ranks that the log does not name"
+    who = rank_list(ranks) if ranks else shown or nobody
     site = r.site
     text = r.text
     if len(ranks) > 1 and r.meaning.kind != "mismatch":
@@ -161,6 +171,8 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
     message = f"{who} {text}{_first(r)}{at(site)}"
+    if who is nobody and times > 1:
+        message += f" ({times:,} times)"
     if everyone and r.meaning.cause == "crashed":
         message += f": the same on all {len(ranks):,} ranks in the log"
     elif others:

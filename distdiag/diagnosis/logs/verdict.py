@@ -80,18 +80,22 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     own = failures.of_events(found)
     if any(f.kind == "unused_parameters" for f in reported):
         own = [r for r in own if not all("finished reduction" in e.text for e in r.events)]
-    own += exits.of_exits(
-        found, {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}, waited
-    )
-    stop = _stopped(found)
+    explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
+    ends = exits.of_exits(found, explained, waited)
+    own += exits.with_a_reason(ends)
+    codes = [r for r in ends if r not in own]
     if own or reported:
+        failures.number(own, codes)
         return [*reported, *(failures.finding(r, found, waited) for r in own)][:MAX_FINDINGS], None
     for kind in (disagreements.late, timeouts.findings, connections.stuck, connections.starts):
         if findings := kind(found):
             return findings[:MAX_FINDINGS], None
+    stop = _stopped(found)
     if stop is not None:
         return [], stop
-    return connections.lost(found)[:MAX_FINDINGS], None
+    return connections.lost(found)[:MAX_FINDINGS] or [failures.finding(r, found, waited) for r in codes][
+        :MAX_FINDINGS
+    ], None
 
 
 def _stopped(found: Collected) -> str | None:
