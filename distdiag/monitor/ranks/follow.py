@@ -144,7 +144,7 @@ class PageView(Slots):
 
     def _samples_can_wait(self, samples: int) -> bool:
         """True if all new samples are of routine kinds, and the ring has room for more."""
-        first, self._samples_checked = max(self._samples_glanced, self._samples_read), samples
+        first, self._samples_checked = max(self._samples_checked, self._samples_read), samples
         routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
         return routine and samples - self._samples_read < SAMPLES // 4
 
