@@ -1,4 +1,4 @@
-"""What a failure in a log means, and what to do: one row for each message or exception that people meet."""
+"""What a failure in a log means, and what to do: one row per message or exception."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Meaning:
     """What an event is reported as.
 
     Attributes:
-        kind, cause: Of the finding.
+        kind, cause: Kind and cause of the finding.
         text: The message after `rank 3`, with the event's fields in braces.
         advice: What to do.
     """
@@ -51,7 +51,7 @@ SIGNALS: Mapping[str, str] = MappingProxyType({
     "SIGILL": "the binary is built for another CPU than this node's",
     "SIGFPE": "a division by zero in native code: run with faulthandler",
 })  # fmt: skip
-SAME_EVERYWHERE = "it is no fault of one rank: correct it in the program or the environment"
+SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
 SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3); @record of torch.distributed.elastic on main puts the traceback into torchrun's table"
 CONNECTION = "see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 IB_STATUS: Mapping[str, str] = MappingProxyType({
@@ -62,7 +62,7 @@ IB_STATUS: Mapping[str, str] = MappingProxyType({
     "13": "receiver not ready, after all retries",
 })  # fmt: skip
 
-# By an exception's text: what to do, where its type says too little.
+# What to do, by an exception's text, if its type is not specific enough.
 _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"No module named|cannot import name"), "install it in the environment of all nodes"),
     (re.compile(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
@@ -74,7 +74,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def advice_for(text: str, ranks: int) -> str:
-    """Return what to do about an exception that so many known ranks raised: by its text, else in general."""
+    """Return what to do about an exception that this many ranks raised: by its text, else in general."""
     found = next((advice for regex, advice in _BY_TEXT if regex.search(text)), None)
     general = (
         "read its traceback",

@@ -15,11 +15,11 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
 MAX_EVENTS = 50_000
-MAX_OF_ONE = 8  # events of one kind by one writer; the rest are counted
-MAX_OF_SHAPE = 1 << 15  # lines that differ in numbers only; of more ranks than that, the first ones are judged
-MAX_FRAMES = 64  # of one traceback
+MAX_OF_ONE = 8  # events of one kind by one writer that are kept; the rest are counted
+MAX_OF_SHAPE = 1 << 15  # lines that differ only in numbers; the lines of further ranks are not judged
+MAX_FRAMES = 64  # most frames of one traceback
 MAX_WRITERS = 1 << 16
-MAX_DIGITS = 20  # of a number: no field has more
+MAX_DIGITS = 20  # most digits of a number: no field has more
 
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _DIGITS = str.maketrans("", "", "0123456789")
@@ -34,9 +34,9 @@ _INSIDE = re.compile(r"/torch/(?:distributed|csrc|nn/parallel)/")
 _LOST = re.compile(
     r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE
 )
-WATCHED_LINES = 40  # after a frame
+WATCHED_LINES = 40  # lines after a frame that may end its traceback
 _SPAWNED = re.compile(r"-- Process (\d{1,6}) terminated with the following error")
-# exceptions of a launcher, or with which a rank follows others
+# exceptions of a launcher, or those by which a rank fails after others
 _FOLLOWERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
 
@@ -46,9 +46,9 @@ class Event:
     """One line of interest, or one exception.
 
     Attributes:
-        name, role: Of its row in the table; `exception` for one that no row knows.
-        fields: What the line says, by the names of the table's groups.
-        order: Of the line among all that were read, for events of one file.
+        name, role: Those of its row in the table; `exception` if it has no row.
+        fields: Contents of the line, by the group names of the table.
+        order: Position of the line among all lines read, to order events of one file.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Collected:
     """What all log files of a job contain.
 
     Attributes:
-        ranks: That wrote a line, or that a line is about.
+        ranks: Ranks that wrote a line, or that a line is about.
         world_size: The largest number of ranks that a line gives.
         exits: How processes ended, by the launchers' tables.
     """
@@ -88,21 +88,21 @@ class Collected:
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
     restarts: int = 0
-    torchrun: bool = False  # it started the ranks: a task of srun is a node
+    torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
     dropped: int = 0
     files: list[Path] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Collector:
-    """Reads files one after the other; `result` has what they contain."""
+    """Reads files one after another; `result` has their contents."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.result = Collected()
         self.paths = list(paths)
         self._of_one: dict[tuple[object, ...], int] = {}
-        self._rank_of: dict[str, int] = {}  # process -> rank, by NCCL's own lines
-        self._size_of: dict[str, int] = {}  # and the size of the communicator that says so
+        self._rank_of: dict[str, int] = {}  # process -> rank, from NCCL's own lines
+        self._size_of: dict[str, int] = {}  # the size of the communicator in that line
         self._traces: dict[tuple[object, ...], _Trace] = {}
         self._stacks: dict[tuple[object, ...], list[dict[str, object]]] = {}
         self._table = tables.Tables()
@@ -111,7 +111,7 @@ class Collector:
         self._shapes: dict[str, int] = {}
         self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
         self._last_error: tuple[object, ...] | None = None
-        self._by_path: dict[Path, set[int]] = {}  # ranks that lines of a file name themselves
+        self._by_path: dict[Path, set[int]] = {}  # ranks named in the lines of a file
 
     def read(self) -> Collected:
         out = self.result
@@ -149,7 +149,7 @@ class Collector:
             if "Traceback (most recent call last)" in text:
                 self._traces[source] = _Trace(rank=self._table.rank)
             return
-        if text.rstrip().endswith("Last error:"):  # of NCCL: the next line is the reason
+        if text.rstrip().endswith("Last error:"):  # NCCL: the next line is the reason
             self._last_error, self._watch_until = source, self._order + 1
             return
         if (found := _SPAWNED.search(text)) is not None:
@@ -168,7 +168,7 @@ class Collector:
                 self._add("nccl_warning", Role.HINT, {"what": what}, who, path, number, text)
 
     def _repeated(self, text: str) -> bool:
-        """True for a message that was printed very often already, with other numbers."""
+        """True for a message that was already printed very often with other numbers."""
         shape = text[:160].translate(_DIGITS)
         if shape not in self._shapes and len(self._shapes) >= MAX_WRITERS:
             return False
@@ -220,7 +220,7 @@ class Collector:
         number: int,
         text: str,
     ) -> None:
-        """Add an exception by the table's row for its message; as such if no row knows it and it ended a traceback."""
+        """Add an exception by the table's row for its message; by its type if it has no row and ended a traceback."""
         for row in TABLE:
             if (
                 row.role not in (Role.FACT, Role.ECHO)
@@ -263,7 +263,7 @@ class Collector:
         about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
         if not all(map(is_rank, about)):
             return
-        if name != "unique_id":  # there the numbers are of the group
+        if name != "unique_id":  # there the numbers are those of the group
             out.ranks |= about
         key = (name, path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1

@@ -196,7 +196,7 @@ def lost(found: Collected) -> list[Finding]:
 
 
 def _store_wait(found: Collected) -> list[Finding]:
-    """Return the finding on ranks that waited for a key of the store in vain."""
+    """Return the finding on ranks that waited for a key of the store that was never set."""
     waits = [e for e in found.events if e.name == "store_wait"]
     awaited = sorted({int(m[1]) for e in waits if (m := _ADDRESS_KEY.search(e.fields["key"]))})
     if awaited:

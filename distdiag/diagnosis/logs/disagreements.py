@@ -114,9 +114,9 @@ def _fingerprints(events: list[Event]) -> Finding:
 
 
 def _models(counts: list[Event], shapes: list[Event]) -> Finding:
-    """DDP compares the number of parameters, then their sizes.
+    """Return the finding on models that differ: DDP compares the number of parameters, then their sizes.
 
-    A count of 0, or of millions, is not the other rank's: it has read what another collective of that rank sent.
+    A count of 0, or of millions, is not the other rank's number: DDP read the data of another collective of that rank.
     """
     site = _site(shapes or counts)
     if shapes:
@@ -226,7 +226,7 @@ def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
 
 
 def _unique_id(found: Collected, events: list[Event]) -> Finding:
-    """The first rank of a group makes the communicator's id in its first collective; the others wait for it in the store."""
+    """Return the finding on a missing communicator id: a group's first rank creates it in its first collective, the others wait for it."""
     awaited = Counter(int(e.fields["awaited"][:6]) for e in events).most_common(1)[0][0]
     waiters = tuple(sorted({e.rank if e.rank is not None else int(e.fields["waiter"][:6]) for e in events}))
     reason = shortened(events[0].fields.get("reason", ""), 100)

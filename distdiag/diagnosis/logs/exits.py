@@ -1,4 +1,4 @@
-"""How processes ended, by their launchers: what ended by itself, and what only followed."""
+"""How processes ended, by their launchers: which failed first, and which only followed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdiag.diagnosis.logs.tables import Exit
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
-_HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # of a rank that was ended, or that its watchdog aborted
+_HANDLED = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")  # signals of a rank that was ended, or aborted by its watchdog
 _OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
 EXIT_CODE = "ended with exit code"
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")

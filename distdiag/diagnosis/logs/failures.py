@@ -15,9 +15,9 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.terms.untrusted import is_rank
 
-# of the device, or of how the job was started: no consequence of another failure
+# failures of the device or of the launch: never a consequence of another failure
 _ALWAYS = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice")
-HANDLED_LINES = 500  # a log that goes on for so long shows that an exception was caught
+HANDLED_LINES = 500  # a log that continues for this many lines shows that an exception was caught
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -26,7 +26,7 @@ class Reason:
     """One reason for which ranks failed.
 
     Attributes:
-        ranks: Those known to have failed so.
+        ranks: Ranks known to have failed for this reason.
         unnamed: Writers without a known rank, as text.
     """
 
@@ -77,7 +77,7 @@ def of_events(found: Collected) -> list[Reason]:
 
 
 def handled(found: Collected) -> list[Event]:
-    """Return the exceptions that a rank caught: its log goes on for long, and nothing in it says that the job failed."""
+    """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
     if found.exits or any(e.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for e in found.events):
         return []
     return [e for e in found.events if e.name == "exception" and e.lines_after >= HANDLED_LINES]
@@ -100,7 +100,7 @@ class _Fields(dict[str, str]):
 
 
 def _first_waits(events: Iterable[Event]) -> dict[tuple[object, ...], int]:
-    """Return the order of each writer's first wait or lost connection: what it raises after that follows from it."""
+    """Return the order of each writer's first wait or lost connection: its later exceptions are consequences."""
     out: dict[tuple[object, ...], int] = {}
     for e in events:
         if e.role in (Role.WAIT, Role.VICTIM):
@@ -119,7 +119,7 @@ def _writers(e: Event) -> list[tuple[object, ...]]:
 
 
 def _followed(e: Event, before: dict[tuple[object, ...], int]) -> bool:
-    """True if this writer had already waited in vain, or lost a connection."""
+    """True if this writer had already timed out, or lost a connection."""
     if e.name in _ALWAYS:
         return False
     return any(before.get(w, e.order) < e.order for w in _writers(e))
@@ -134,7 +134,7 @@ def _unnamed(e: Event) -> str:
 
 
 def number(reasons: list[Reason], ended: list[Reason]) -> None:
-    """Name the ranks of the one exception that has none: those that ended with an exit code, if as many raised it."""
+    """Set the ranks of the one exception without ranks: those that ended with an exit code, if their number is equal."""
     nameless = [r for r in reasons if not r.ranks and not r.unnamed and r.meaning.cause == "crashed"]
     ranks = {q for r in ended for q in r.ranks}
     if len(nameless) == 1 and len(nameless[0].events) == len(ranks):

@@ -1,7 +1,7 @@
-"""Log files of a job: finding them, and reading their lines in bounded memory.
+"""Finds the log files of a job, and reads their lines in bounded memory.
 
-Plain or compressed, of any encoding. Most lines of a log are of no interest: a block without any needle is skipped
-without being split into lines.
+Plain or compressed, of any encoding. Most lines of a log do not matter: a block without any needle (a literal part of a
+known message) is skipped without being split into lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_BYTES = 1 << 16
 DENSE = 256  # needles in one block, above which it is split as a whole
 LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
-MAX_BYTES = 32 << 30  # of one file, unpacked
+MAX_BYTES = 32 << 30  # limit of one unpacked file
 MAX_FILES = 1 << 16
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
@@ -68,7 +68,7 @@ def _named_like_a_log(path: Path) -> bool:
 
 
 def is_log(path: Path) -> bool:
-    """True if the file begins with text, in whatever encoding, that is no JSON document (but may be JSON records, one a line)."""
+    """True if the file begins with text in any encoding that is not one JSON document; JSON records, one per line, count."""
     try:
         with opened(path) as f:
             head = f.read(BLOCK_BYTES)
@@ -100,7 +100,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, unpacked if it is compressed, by its first bytes.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as raw:  # a FIFO must not block
         if not S_ISREG(os.fstat(raw.fileno()).st_mode):
@@ -150,7 +150,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _regions(block: bytes) -> list[tuple[int, int]]:
-    """Return the parts of a block to look at, as (start, end) of whole lines, in order and apart."""
+    """Return the parts of a block to read, as (start, end) of whole lines, in order and disjoint."""
     found: list[tuple[int, int]] = []
     for needle in NEEDLES:
         at = block.find(needle)
@@ -185,7 +185,7 @@ def _blocks(f: IO[bytes]) -> Iterator[bytes]:
     while read < MAX_BYTES:
         try:
             block = f.read(BLOCK_BYTES)
-        except (EOFError, zlib.error, lzma.LZMAError) as e:  # cut short: what was read before is judged
+        except (EOFError, zlib.error, lzma.LZMAError) as e:  # truncated: the part before is judged
             if rest:
                 yield rest
             raise OSError(f"damaged: {e}") from e
@@ -208,7 +208,7 @@ def _blocks(f: IO[bytes]) -> Iterator[bytes]:
 
 
 def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
-    """Return the rank of each file that holds one rank's lines: by `rank3` in its name or path, or by its number among others."""
+    """Return the rank of each file with one rank's lines: by `rank3` in its name or path, or by its number among others."""
     files = [DumpFile(path, None, "", {}, {}, []) for path in dict.fromkeys(paths)]
     out: dict[Path, int] = {}
     workers = {f.path: int(m[2]) for f in files if (m := _WORKER.search(f.path.as_posix()))}

@@ -1,4 +1,4 @@
-"""The messages of torch, NCCL, launchers, Slurm and the kernel that tell what happened to a job: one table.
+"""The messages of torch, NCCL, launchers, Slurm and the kernel that show what happened to a job: one table.
 
 Each row is a fixed format of a library, with the fields that a rule uses. Wording differs between versions of torch
 (1.9 to 2.10); where it does, one row matches all. `role` says what such a line means for the rank that wrote it.
@@ -13,12 +13,12 @@ from enum import StrEnum
 
 class Role(StrEnum):
     CAUSE = "cause"  # this rank, or its device, failed by itself
-    WAIT = "wait"  # this rank waited for others in vain
+    WAIT = "wait"  # this rank waited for others until a timeout
     VICTIM = "victim"  # another process ended first, or the network did
     START = "start"  # the ranks did not find each other
     STOP = "stop"  # stopped from outside
     EXIT = "exit"  # how a process ended, by its launcher
-    FACT = "fact"  # nothing is wrong: who is who
+    FACT = "fact"  # not an error: which process is which rank
     ECHO = "echo"  # repeats another message
     HINT = "hint"  # what went wrong below an exception
 
@@ -28,8 +28,8 @@ class Pattern:
     """One message format.
 
     Attributes:
-        name: What rules call it.
-        needle: A literal part of every such line: most lines are dismissed by these alone.
+        name: Name used by the rules.
+        needle: A literal part of every such line, by which most lines are dismissed.
         regex: Searched in the line; its named groups are the event's fields.
     """
 
@@ -61,7 +61,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
-    # -- the communicator could not be made
+    # -- the communicator could not be created
     _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
          r".{0,200}?got error: (?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
@@ -136,7 +136,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
     _row("echo", O, "NCCL WARN", r"NCCL WARN (?:\[(?:Proxy )?Service|\[Rem Allocator|Socket recv failed while polling|Failed to CUDA calloc|\[Proxy)"),
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?P<what>.{1,200})"),
-    # -- who is who
+    # -- which process is which rank
     _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)"),
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
     _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),

@@ -34,11 +34,11 @@ class Writer:
     """Who wrote a line, as far as the line shows it.
 
     Attributes:
-        rank: In the whole job; from torch's own prefix, a launcher's, or the name of the default group.
+        rank: Rank in the job; from torch's own prefix, a launcher's, or the name of the default group.
         group: (number, description) of the process group whose watchdog wrote it.
         in_group: The rank in that group.
         local: The rank on its node.
-        task: Of srun: a rank only if it started the ranks, not torchrun.
+        task: Task of srun; a rank only if srun started the ranks, not torchrun.
         process: Host and pid, or a label with pid: the same for all lines of one process.
     """
 
@@ -50,7 +50,7 @@ class Writer:
     host: str = ""
     device: int | None = None
     process: str = ""
-    mild: bool = False  # torch itself takes it for a warning at most
+    mild: bool = False  # torch itself logs it as info or warning
 
 
 def plain(text: str) -> str:
@@ -82,7 +82,7 @@ def is_object(text: str) -> bool:
 
 
 def _record(text: str) -> dict[str, Any]:
-    """Return the JSON object that a line consists of; empty if it is none."""
+    """Return the JSON object in a line; empty if the line is not one."""
     stripped = text.strip()
     if not (stripped.startswith("{") and stripped.endswith("}") and '"' in stripped):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distdiag.terms.untrusted import is_rank
 
-# torchrun writes `rank : 3 (local_rank: 3)`, `exitcode : -9 (pid: 71)`; a prefix may stand in front
+# torchrun writes `rank : 3 (local_rank: 3)`, `exitcode : -9 (pid: 71)`; a prefix may precede it
 _FIELD = re.compile(r"(?:^|\s)(?P<key>time|host|rank|exitcode|error_file|traceback)\s{1,9}: (?P<value>.{0,400})$")
 _LOCAL = re.compile(r"(-?\d+) \(local_rank: (\d+)\)")
 _CODE = re.compile(r"(-?\d+) \(pid: (\d+)\)")
@@ -27,7 +27,7 @@ class Exit:
     code: int | None = None
     pid: int | None = None
     time: str = ""
-    what: str = ""  # of torchrun's error file: the exception
+    what: str = ""  # the exception, from torchrun's error file
     path: str = ""
     line: int = 0
 
@@ -39,7 +39,7 @@ class Tables:
         self._found: list[Exit] = []
         self._now: Exit | None = None
         self._seen: set[tuple[object, ...]] = set()
-        self.rank: int | None = None  # that the table was about last
+        self.rank: int | None = None  # rank of the table's newest entry
 
     def take(self) -> list[Exit]:
         self._close()

@@ -14,8 +14,8 @@ from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time
 from distdiag.terms.untrusted import MAX_INT
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
-LATE_FACTOR, LATE_S = 2.0, 60.0  # a watchdog that ran looks ten times a second
-SAME_SIZES = ("all_reduce", "reduce", "broadcast")  # every rank brings as many elements
+LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
+SAME_SIZES = ("all_reduce", "reduce", "broadcast")  # every rank has the same number of elements
 
 _OPS = {
     "allreduce": "all_reduce", "_allreduce": "all_reduce", "_allgather_base": "all_gather_into_tensor", "allgather": "all_gather",
@@ -29,7 +29,7 @@ class Waiting:
     """One rank in one group: the first operation that timed out there, and how far it was.
 
     Attributes:
-        seq, op, size: Of the operation; None if only the counters were written.
+        seq, op, size: Fields of the operation; None if only the counters were written.
         issued, completed: The newest operation, by the rank's own counters.
     """
 
@@ -155,7 +155,7 @@ def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[i
 
 
 def absent_ranks(found: Collected, waiting: Collection[int]) -> tuple[int, ...]:
-    """Return the few ranks of the job that are not among those that waited; empty if they are no minority."""
+    """Return the ranks of the job that did not wait, if they are a minority; else empty."""
     known = {*found.ranks, *range(max(waiting, default=-1) + 1), *range(found.world_size or 0)}
     absent = known - set(waiting)
     return tuple(sorted(absent)) if len(absent) * 2 <= len(waiting) else ()

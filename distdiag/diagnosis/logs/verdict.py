@@ -1,7 +1,7 @@
 """Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
 
-What failed by itself comes first: a rank that raised, was killed, or whose GPU failed; then what torch reports about several
-ranks; then who waited for whom; then lost connections. A later kind is reported only if no earlier one explains it.
+First come ranks that raised, were killed, or whose GPU failed; then what torch reports about several ranks; then who waited
+for whom; then lost connections. A later kind is reported only if no earlier one explains it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
-    """Return one report: what the logs show to have failed by itself, then what the dumps show."""
+    """Return one report: the logs' first failures, then the dumps' findings."""
     own = tuple(
         f
         for f in logs.findings
