@@ -42,7 +42,7 @@ class Limits:
     training_s: float = 60.0
     """The same for a rank that still makes steps, ahead of all ranks that wait for it."""
     first_step_s: float = 60.0
-    """Seconds before the first step: compilation, lazy initialisation, reading an index."""
+    """Seconds before the first step: compilation, lazy initialisation, unpickling an index (which holds the GIL)."""
     second_step_s: float = 30.0
     """The same, after the first few collectives."""
     few_calls: int = 4
@@ -217,7 +217,7 @@ def patience_s(r: RankState) -> float:
     if doing in ("user_code", "sleep") and _validates(r):
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
-    if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock"):
+    if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock", "gil_held"):
         base = max(base, _start_s(len(r.calls)))
     return max(base, limits.usual_factor * r.longest_usual_s)
 
