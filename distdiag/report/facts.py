@@ -364,8 +364,8 @@ _STATE_WORDS = {
     State.WAITING: "not every rank has reported",
     State.RUNNING: "the job is running",
     State.STALLED: "ranks wait, unusually long for this job, for one that is alive and busy",
-    State.DEADLOCKED: "proved: the job will not go on",
-    State.DEGRADED: "the job goes on, with an error or a lost rank",
+    State.DEADLOCKED: "proved: the job cannot continue",
+    State.DEGRADED: "the job continues with an error or without a rank",
     State.ENDED: "the job ended",
     State.FAILED: "the job failed",
 }

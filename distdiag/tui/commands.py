@@ -48,7 +48,7 @@ def system_commands(app: DistdiagApp) -> Iterable[SystemCommand]:
         yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(app.set_filter, text))
     yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", app.action_follow)
     yield SystemCommand("Group by node", "or by rank again (g)", app.action_group)
-    yield SystemCommand("Pause or resume", "hold this moment; the job goes on (space)", app.action_pause)
+    yield SystemCommand("Pause or resume", "hold this moment; the job keeps running (space)", app.action_pause)
     yield SystemCommand("Go to the first moment", "replay from the beginning", app.action_first_moment)
     yield SystemCommand("Go to rank …", "type the number of the rank instead", app.action_command_palette)
     yield SystemCommand("Export snapshot", "as JSON (e)", app.action_export)

@@ -66,7 +66,7 @@ KEYS: tuple[Key, ...] = (
     Key("plus,equals_sign", "zoom(1)", "Zoom", "fewer steps, or less time, in one cell", "+", ("heat", "timeline")),
     Key("minus", "zoom(-1)", "", "more steps, or more time, in one cell", "-", ("heat", "timeline")),
     Key("m", "metric", "Metric", "next metric of the heat map", "m", ("heat",)),
-    Key("space", "pause", "Pause", "hold this moment; the job goes on", "space", (), "running"),
+    Key("space", "pause", "Pause", "hold this moment; the job keeps running", "space", (), "running"),
     Key("space", "pause", "Resume", "follow the job again", "space", (), "paused"),
     Key("left_square_bracket", "step(-1)", "", "one moment back (a finished run replays)", "["),
     Key("right_square_bracket", "step(1)", "", "one moment forward", "]"),

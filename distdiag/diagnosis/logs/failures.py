@@ -176,7 +176,7 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
     if everyone and r.meaning.cause == "crashed":
         message += f": the same on all {len(ranks):,} ranks in the log"
     elif others:
-        message += f"; {rank_list(others)} then waited in vain or lost their connections"
+        message += f"; {rank_list(others)} then timed out waiting or lost their connections"
     todo = advice.SAME_EVERYWHERE if everyone and not r.advice else r.advice
     return Finding(
         kind=r.meaning.kind,

@@ -138,7 +138,7 @@ def _notes(found: Collected) -> list[str]:
         e = caught[0]
         who = f"rank {e.rank}" if e.rank is not None else "a rank"
         notes.append(
-            f"{who} printed {e.fields.get('type')} on line {e.line:,} and went on: taken as caught ({len(caught):,} such exceptions)"
+            f"{who} printed {e.fields.get('type')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
         )
     if found.restarts:
         notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
