@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.rows import Collectives
-from distdiag.page.layout import page_path
+from distdiag.page.layout import Blocked, page_path
 from distdiag.page.writer import PageWriter
 
 
@@ -67,3 +67,23 @@ def test_the_waits_of_a_job_on_a_device_are_not_measured_after_its_groups_are_de
         view.page = None
         view.reader.close()
     assert measured == {"gloo": True, "nccl": False, "cpu:gloo,cuda:nccl": False}
+
+
+def test_what_ddp_waits_in_has_the_operation_that_python_saw_the_reducer_issue(tmp_path: Path) -> None:
+    """The reducer calls a process group written in Python, so its all_reduce is recorded; no flight recorder has it."""
+    page = PageWriter(page_path(tmp_path, 0))
+    slot = page.page.groups[0]
+    slot.name, slot.backend, slot.enqueued, slot.completed = page.text("0"), page.text("lanes"), 7, 6
+    page.h.n_groups, page.h.blocked, page.h.blocked_since_ns, page.h.counted_ns = 1, Blocked.DDP, 1, 2
+    page.publish()
+    view = RankView.open(page.path, 0)
+    view.refresh(1.0)
+    assert view.page is not None
+    group = view.group_key(view.page, 0)
+    view.calls.append(replace(issued(7)[0], group=group, completed_s=None, left_s=None))
+    call = view.state(1.0, True, "S", None).blocked
+    assert call is not None
+    assert (call.op, call.seq, call.dtype, call.shape, call.on_device) == ("all_reduce", 7, "float32", (2,), True)
+    assert call.left_s is not None  # else the host would be inside the call, making the communicator
+    view.page = None
+    view.reader.close()

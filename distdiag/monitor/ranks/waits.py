@@ -135,6 +135,9 @@ class Waits(PageView):
         if record is not None and group < page.header.n_groups:
             slot = page.groups[group]
             entry = record.entries.get((self.text(slot.name), done + 1 + slot.offset))
+        seen = next((c for c in reversed(self.calls) if (c.group, c.seq) == (key, done + 1) and not c.p2p), None)
+        if entry is None and seen is not None:  # C++ issued it through a process group written in Python
+            return replace(seen, site=site or seen.site, entered_s=since, left_s=since, completed_s=None)
         return Call(
             op=entry.op if entry else "",
             group=key,
