@@ -255,3 +255,16 @@ def test_a_traceback_without_a_rank_explains_an_exit_code(tmp_path: Path) -> Non
     f = only(diagnose(tmp_path, once * 3 + table(1, 1, "To enable traceback see: x")))
     assert f.culprits == () and "(3 times)" in f.message
     assert only(diagnose(tmp_path, once + table(1, 1, "To enable traceback see: x"))).culprits == (1,)
+
+
+@pytest.mark.parametrize("prefix", ["[default{}]:", "{}: ", "[rank{}]: ", "(Actor pid={}) "])
+def test_interleaved_tracebacks(tmp_path: Path, prefix: str) -> None:
+    each = [
+        raised(r, f"ValueError: {word}", file=f"/w/{word}.py", prefix=prefix).splitlines()
+        for r, word in ((1, "one"), (2, "two"))
+    ]
+    text = "".join(f"{a}\n{b}\n" for a, b in zip(*each, strict=True))
+    assert [f.message.partition(" raised ")[2] for f in diagnose(tmp_path, text).findings] == [
+        "ValueError: one at one.py:7 in main",
+        "ValueError: two at two.py:7 in main",
+    ]

@@ -144,7 +144,7 @@ class Collector:
             who.rank = rank
         if who.rank is not None and len(self._by_path) < MAX_WRITERS:
             self._by_path.setdefault(path, set()).add(who.rank)
-        source = (path, who.rank, who.process or who.task)
+        source = _source(path, who)
         if self._table.line(text, str(path), number):
             if "Traceback (most recent call last)" in text:
                 self._traces[source] = _Trace(rank=self._table.rank)
@@ -295,13 +295,14 @@ class Collector:
                 e.rank = e.who.task
             if e.rank is None and e.who.local is not None and len(out.files) == 1:
                 e.rank = e.who.local
-            if (
-                (call := self._stacks.get((e.path, e.rank, e.who.process or e.who.task)))
-                and e.site is None
-                and e.name == "timeout"
-            ):
+            if (call := self._stacks.get(_source(e.path, e.who))) and e.site is None and e.name == "timeout":
                 e.site = user_site(call)
         out.ranks |= {r for e in out.events if (r := e.rank) is not None and is_rank(r)}
         out.ranks |= {r for ranks in self._by_path.values() for r in ranks if is_rank(r)}
         out.ranks |= set(of_process.values()) | set(of_file.values())
         out.ranks |= {x.rank for x in out.exits if x.rank is not None}
+
+
+def _source(path: Path, who: Writer) -> tuple[object, ...]:
+    """Return what lines of one process have in common: tracebacks of several processes may be interleaved."""
+    return path, who.rank, who.process, who.task, who.local
