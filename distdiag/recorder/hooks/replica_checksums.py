@@ -32,7 +32,7 @@ class ReplicaChecksums:
         self.ledger, self.samples = ledger, samples
         self.reduced = 0  # elements all-reduced since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
-        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int]] = (
+        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int, int]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -40,7 +40,7 @@ class ReplicaChecksums:
         """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
         if not checksum_due(step):
             return
-        params, elements = self._parameters(optimizer)
+        params, elements, which = self._parameters(optimizer)
         if not params:
             return
         # only parameters that are trained now: many jobs leave frozen ones in the optimizer
@@ -48,7 +48,7 @@ class ReplicaChecksums:
         self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
         if self.averaged_elements:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
-        self._checksum(SampleKind.PARAMETERS, params, step)
+        self._checksum(SampleKind.PARAMETERS, params, step, which)
         rates = [g.get("lr") for g in optimizer.param_groups]
         if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
             self.samples.write(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
@@ -56,11 +56,13 @@ class ReplicaChecksums:
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
-    def _parameters(self, optimizer: Any) -> tuple[list[Any], int]:
-        """Return (parameters, their elements) of an optimizer that must be equal on all ranks; cached while their number is unchanged.
+    def _parameters(self, optimizer: Any) -> tuple[list[Any], int, int]:
+        """Return (parameters, their elements, a hash of their names) of an optimizer that must be equal on all ranks; cached while
+        their number is unchanged.
 
         With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design). None if some are sharded
-        (DTensor): shards differ by design.
+        (DTensor): shards differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
+        ZeroRedundancyOptimizer gives the layers of a model to different ranks.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
         mark = (n, len(self.ledger.models))
@@ -70,11 +72,12 @@ class ReplicaChecksums:
                 p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
             ]
             whole = len(params) == n
-            wrapped = {id(p) for m in self.ledger.models.values() for _, p in m.trained()}
-            params = [p for p in params if id(p) in wrapped] or params
-            kept = (mark, params if whole else [], sum(p.numel() for p in params) if whole else 0)
+            names = {id(p): f"{i}.{name}" for i, m in enumerate(self.ledger.models.values()) for name, p in m.trained()}
+            params = [p for p in params if id(p) in names] or params
+            which = zlib.crc32(repr([names.get(id(p)) for p in params]).encode())
+            kept = (mark, params, sum(p.numel() for p in params), which) if whole else (mark, [], 0, 0)
             self._parameters_of[optimizer] = kept
-        return kept[1], kept[2]
+        return kept[1:]
 
     def _buffers(self, m: Model) -> list[torch.Tensor]:
         """Return the floating-point buffers of a model. Their owners are cached: there are many modules, and buffers get replaced."""
@@ -86,13 +89,13 @@ class ReplicaChecksums:
         found = [x._buffers.get(name) for x, name in m.buffer_places]
         return [b for b in found if b is not None and b.is_floating_point()]
 
-    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int) -> None:
+    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0) -> None:
         tensors = [t for t in tensors if has_memory(type(t))]
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
         m = self.ledger.averaged_by
         group = dist._world.pg_names.get(m.pg, "") if m is not None else ""
-        what = repr([group, len(tensors), *(tuple(t.shape) for t in chosen)])
+        what = repr([group, len(tensors), which, *(tuple(t.shape) for t in chosen)])
         key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
         buffers = kind is SampleKind.BUFFERS
         value = 0.0
