@@ -58,12 +58,11 @@ def _waiting_for(*late: RankState) -> Snapshot:
 def test_ranks_that_wait_at_one_line_are_one_finding() -> None:
     """All wait for a key that one rank should set: not a finding for each of 63 ranks."""
 
-    def late(number: int, line: int, moved_s: float = 0.0) -> RankState:
+    def late(number: int, line: int, moved_s: float = 0.0, **more: Any) -> RankState:
         made = Call(op="all_reduce", group="default_pg", seq=6, entered_s=moved_s, completed_s=moved_s)
         place = Site(LOOP.file, line, "plan")
-        return rank(
-            number, activity="socket", place=place, user_stack=(place,), enqueued={"default_pg": 6}, calls=(made,)
-        )
+        known = {"activity": "socket", "place": place, "user_stack": (place,), "calls": (made,), **more}
+        return rank(number, enqueued={"default_pg": 6}, **known)
 
     (f,) = findings(_waiting_for(late(1, 30), late(2, 30), late(3, 30)), stall)
     assert (f.culprits, f.victims) == ((1, 2, 3), (0,))
@@ -75,6 +74,8 @@ def test_ranks_that_wait_at_one_line_are_one_finding() -> None:
     assert [f.culprits for f in other_line] == [(1, 2), (3,)]
     assert findings(_waiting_for(late(1, 30), late(2, 30, moved_s=87.5)), stall)[0].culprits == (1, 2)  # nearly as long
     assert findings(_waiting_for(late(1, 30), late(2, 30, moved_s=99.0)), stall)[0].culprits == (1,)  # on its way
+    (f,) = findings(_waiting_for(late(1, 30, activity="user_code"), late(2, 30)), stall)  # one looks busy for a moment
+    assert f.culprits == (1, 2) and "each waits on a socket" in f.message
 
 
 def test_a_rank_that_validates_alone_has_the_patience_of_a_checkpoint() -> None:

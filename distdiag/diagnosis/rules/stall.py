@@ -56,7 +56,7 @@ class Limits:
     error_factor: float = 3.0
     """Multiple of the patience after which a stall is an error."""
     together: float = 0.8
-    """Share of its own patience from which a rank is named with others that exceed theirs at the same line."""
+    """Share of the patience of a rank that exceeds it, from which on others at the same line are named with it."""
 
 
 limits = Limits()
@@ -96,10 +96,6 @@ class _Late:
     waited_s: float
     limit_s: float
 
-    @property
-    def where(self) -> tuple[Site | None, str]:
-        return self.state.place, _doing(self.state)
-
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the stalls: living ranks that others have waited for longer than usual, one for each line that they are at."""
@@ -137,13 +133,18 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
-    """Yield the ranks that exceed their patience, those at one line together, the longest wait first."""
+    """Yield the ranks that exceed their patience, those at one line together, the longest wait first.
+
+    At one line all do the same, although one may look asleep and another busy for a moment: the shortest patience counts.
+    """
     groups: dict[object, list[_Late]] = {}
     for x in late:
-        groups.setdefault(x.where if x.state.place is not None else x.state.rank, []).append(x)
+        groups.setdefault(x.state.place or x.state.rank, []).append(x)
     for group in groups.values():
-        if any(x.waited_s >= x.limit_s for x in group):
-            yield sorted((x for x in group if x.waited_s >= limits.together * x.limit_s), key=lambda x: -x.waited_s)
+        limit_s = min((x.limit_s for x in group if x.waited_s >= x.limit_s), default=None)
+        if limit_s is not None:
+            together = (x for x in group if x.waited_s >= limits.together * limit_s)
+            yield sorted(together, key=lambda x: (x.waited_s < x.limit_s, -x.waited_s))
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
