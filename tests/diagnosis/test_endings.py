@@ -279,6 +279,23 @@ def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual:
     assert "rank 0 8x8, rank 1 9x8" in f.message and "split sizes" in f.advice
 
 
+def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
+    """Stages of a pipeline: no collective is involved."""
+
+    def stage(q: int, op: str, line: int, **end: Any) -> RankState:
+        site = Site("/job/train.py", line, "run")
+        message = Call(op=op, group="default_pg", peer=1 - q, nth=9, shape=(4,), site=site, entered_s=98.0)
+        return rank(q, place=site, ended_waiting=True, ended_s=99.0, calls=(message,), **end)
+
+    s = job(
+        stage(0, "irecv", 49, life="killed", signal=6),
+        stage(1, "isend", 57, life="crashed", exception="RuntimeError: Connection reset by peer"),
+    )
+    f = only(findings(s, mismatch, rank_lost))
+    assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
+    assert "collective" not in f.message + f.advice
+
+
 def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:
     """torchrun's SIGTERM may arrive before the exception of the rank that lost its peer."""
     validate, backward = Site("/job/train.py", 14, "reduce_mean"), Site("/job/train.py", 38, "main")

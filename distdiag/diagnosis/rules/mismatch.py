@@ -102,7 +102,12 @@ def _aborted(facts: Facts) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
     sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].place)}" for side in cascade.sites)
-    if len(cascade.sites) == 1:
+    calls = [call for q in dead if (call := last_wait(s.ranks[q])) is not None]
+    what = "called one collective with tensors"
+    if calls and all(call.p2p for call in calls):
+        what, why = "exchanged messages", ""
+        advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
+    elif len(cascade.sites) == 1:
         why, advice = _sizes(s, cascade.sites[0], odd)
     else:
         why, advice = _why(facts)
@@ -117,7 +122,7 @@ def _aborted(facts: Facts) -> Finding:
         waiting=tuple(where(s.ranks[q]) for q in rest) if odd else (),
         step=s.ranks[killed[0]].step,
         first_seen_s=min((t for q in dead if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
-        message=f"ranks called one collective with tensors of different sizes, and gloo aborted {rank_list(killed)}: {sites}"
+        message=f"ranks {what} of different sizes, and gloo aborted {rank_list(killed)}: {sites}"
         + (f"; {cascade.rhythm.text}" if cascade.rhythm is not None else "")
         + why,
         cost="the job ended",
