@@ -19,7 +19,9 @@ from tests.tui.synthetic import Scenario
 from tests.tui.tmux import terminal
 
 JOB = Path(__file__).with_name("job_with_a_barrier.py")
-LINE = next(i for i, text in enumerate(JOB.read_text().splitlines(), 1) if "the line that the finding must name" in text)
+LINE = next(
+    i for i, text in enumerate(JOB.read_text().splitlines(), 1) if "the line that the finding must name" in text
+)
 DEADLINE_S = 120.0
 
 
