@@ -74,7 +74,7 @@ def test_the_rank_follows_from_the_groups_that_the_recorder_lists(tmp_path: Path
     assert culprits(tmp_path) == {1}
 
 
-def test_a_dump_of_an_unknown_rank_is_reported(tmp_path: Path) -> None:
+def test_a_dump_whose_rank_is_unknown_is_reported(tmp_path: Path) -> None:
     write(tmp_path, hung())
     (tmp_path / "extra").write_bytes(as_pickle(Job(2).dump(0)))
     _, report = load(tmp_path)
