@@ -120,6 +120,52 @@ def test_a_variable_that_holds_the_rank_is_recognised(given: str, asked: bool) -
     assert (found(source, [("A", "<module>")], [("B", "<module>")]) is not None) is asked
 
 
+EXPRESSION = """
+    def evaluate(model):
+        return gather(model(x))  # A
+
+    def main(accelerator):
+        for epoch in range(3):
+            {}  # B
+            accelerator.wait_for_everyone()  # C
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "condition"),
+    [
+        ("score = evaluate(model) if accelerator.is_main_process else None", "if accelerator.is_main_process"),
+        ("score = None if rank != 0 else evaluate(model)", "if rank != 0"),
+        ("score = rank == 0 and evaluate(model)", "rank == 0 and …"),
+        ("score = evaluate(model) if epoch else None", None),
+        ("score = evaluate(model) if rank == 0 else evaluate(other)", None),
+    ],
+)
+def test_a_call_in_an_expression_that_asks_for_the_rank_is_found(line: str, condition: str | None) -> None:
+    text, at = places(EXPRESSION.format(line))
+    mine = [Site(FILE, at["A"], "evaluate"), Site(FILE, at["B"], "main")]
+    c = around(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get)
+    assert c == (None if condition is None else Condition(FILE, at["B"], condition))
+
+
+LEFT = """
+    def main(rank):
+        for epoch in range(3):
+            for x in loader:
+                loss = model(x)
+                loss.backward()  # A
+                if rank == 0 and epoch == 1:
+                    break
+            evaluate(model)  # B
+"""
+
+
+def test_a_rank_that_left_the_loop_by_a_break_is_past_its_condition() -> None:
+    inside, past = [("A", "main")], [("B", "main")]
+    assert found(LEFT, past, inside) == "if rank == 0 and epoch == 1:"
+    assert found(LEFT, inside, past) is None
+
+
 def test_a_call_in_both_branches_is_not_an_extra_call() -> None:
     source = """
     def share(rank):

@@ -46,7 +46,7 @@ def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Cond
         text = source(frame.file)
         found = _condition(text, frame.line, their_line) if text else None
         if text and found is not None:
-            return Condition(frame.file, found, text.splitlines()[found - 1].strip())
+            return Condition(frame.file, found.lineno, _text_of(found, text))
     return None
 
 
@@ -98,13 +98,22 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _condition(text: str, line: int, their_line: int | None) -> int | None:
-    """Return the line of the condition that is true at `line` and not at `their_line`, another line of the same function."""
+def _text_of(node: ast.expr | ast.stmt, text: str) -> str:
+    """Return a condition as the program has it: the line of an `if` or a decorator, or what a conditional expression tests."""
+    if isinstance(node, ast.IfExp):
+        return f"if {ast.get_source_segment(text, node.test)}"
+    if isinstance(node, ast.BoolOp):
+        return f"{ast.get_source_segment(text, node.values[0])} {'and' if isinstance(node.op, ast.And) else 'or'} …"
+    return text.splitlines()[node.lineno - 1].strip()
+
+
+def _condition(text: str, line: int, their_line: int | None) -> ast.expr | ast.stmt | None:
+    """Return the condition that leads to `line` and not to `their_line`, another line of the same function."""
     tree = parsed(text)
     if tree is None:
         return None
     ranks = _names_of_the_rank(text)
-    found = None
+    found: ast.expr | ast.stmt | None = None
     for block, at in path(tree, line):
         statement = block[at]
         if isinstance(statement, _Function):  # a condition around a function's definition does not apply to its calls
@@ -113,12 +122,54 @@ def _condition(text: str, line: int, their_line: int | None) -> int | None:
         guards = (g for g in block[:at] if isinstance(g, ast.If) and _leaves(g) and _asks_for_rank(g.test, ranks))
         for guard in guards:
             if their_line is None or their_line <= (guard.end_lineno or guard.lineno):
-                found = guard.lineno
+                found = guard
+        if their_line is not None and (left := _left_by_break(block[:at], their_line, ranks)) is not None:
+            found = left
         if isinstance(statement, ast.If) and not statement.orelse and _asks_for_rank(statement.test, ranks):
             inside = their_line is not None and statement.lineno <= their_line <= (statement.end_lineno or their_line)
             if not inside and line > statement.test.lineno:
-                found = statement.lineno
+                found = statement
+        if _simple(statement) and (
+            their_line is None or not statement.lineno <= their_line <= (statement.end_lineno or their_line)
+        ):
+            found = next(_in_expression(statement, ranks), found)
     return found
+
+
+def _simple(statement: ast.stmt) -> bool:
+    """True if the statement holds no block of others."""
+    return not hasattr(statement, "body") and not hasattr(statement, "cases")
+
+
+def _in_expression(statement: ast.stmt, ranks: Collection[str]) -> Iterator[ast.expr]:
+    """Yield expressions that call something on some ranks only: `f() if rank == 0 else None`, `rank == 0 and f()`."""
+    for node in ast.walk(statement):
+        if (
+            isinstance(node, ast.IfExp)
+            and _asks_for_rank(node.test, ranks)
+            and _calls(node.body) != _calls(node.orelse)
+        ) or (
+            isinstance(node, ast.BoolOp) and _asks_for_rank(node.values[0], ranks) and any(map(_calls, node.values[1:]))
+        ):
+            yield node
+
+
+def _calls(node: ast.expr) -> bool:
+    return any(isinstance(n, ast.Call) for n in ast.walk(node))
+
+
+def _left_by_break(before: Sequence[ast.stmt], their_line: int, ranks: Collection[str]) -> ast.If | None:
+    """Return the `if` on the rank that ended a loop here while the other rank is still in it; None if there is none."""
+    for loop in before:
+        if isinstance(loop, (ast.For, ast.While)) and loop.lineno <= their_line <= (loop.end_lineno or loop.lineno):
+            for node in ast.walk(loop):
+                if (
+                    isinstance(node, ast.If)
+                    and any(isinstance(x, ast.Break) for x in node.body)
+                    and _asks_for_rank(node.test, ranks)
+                ):
+                    return node
+    return None
 
 
 def path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
@@ -136,11 +187,11 @@ def path(node: ast.AST, line: int) -> Iterator[tuple[list[ast.stmt], int]]:
                 return
 
 
-def _decorators(node: ast.AST, ranks: Collection[str]) -> Iterator[int]:
-    """Yield the lines of decorators that let a function run on some ranks only: `@rank_zero_only`, `@on_main_process`."""
+def _decorators(node: ast.AST, ranks: Collection[str]) -> Iterator[ast.expr]:
+    """Yield decorators that let a function run on some ranks only: `@rank_zero_only`, `@on_main_process`."""
     for decorator in getattr(node, "decorator_list", ()):
         if _asks_for_rank(decorator, ranks):
-            yield decorator.lineno
+            yield decorator
 
 
 def asks_for_rank(condition: str, text: str) -> bool:
