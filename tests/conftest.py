@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -32,6 +33,10 @@ sys.dont_write_bytecode = False
 
 # The recorder counts its failures and continues; in our own tests it raises them. Set before the package is imported.
 os.environ["DISTDIAG_RAISE"] = "1"
+
+# A busy machine must not fail a property: its examples have no time limit, and are the same in every run (`make fuzz` draws others).
+settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 _GRACE_S = 5.0  # a monitor writes its last rows after the last rank has ended
 
