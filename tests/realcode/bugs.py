@@ -44,7 +44,7 @@ BUGS = (
         "accelerate_eval_on_main", "accelerate_loop", "only the main process evaluates; gather_for_metrics waits for all",
         (("evaluate(accelerator, model, test_loader)\n        accelerator.print",
           "evaluate(accelerator, model, test_loader) if accelerator.is_main_process else (0, 0)\n        accelerator.print"),),
-        HANG, (0,), "gather_for_metrics((",
+        HANG, (0,), "logits = model(input_ids=ids).logits",
     ),
     Bug(
         "accelerate_debug_break", "accelerate_loop", "a debugging break is left in, and only the main process takes it",
