@@ -49,7 +49,7 @@ def critical_path(
 
     Args:
         collectives: As `analyse.joined` returns them.
-        computes, windows: By rank: its compute and its steps, on the clock of its own trace.
+        computes, windows: By rank: its compute and its steps, on the clock of that trace.
         offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
     """
     if not collectives:

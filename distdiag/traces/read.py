@@ -210,7 +210,7 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
 def _name_modules(comms: Iterable[Comm], marks: Sequence[Mark]) -> None:
     """Give each collective the module of the innermost mark that it begins in, on the same thread or stream.
 
-    gloo runs collectives on threads of its own: there, the marks of all threads count.
+    gloo runs collectives on other threads: there, the marks of all threads count.
     """
     by_thread: dict[int | str | None, list[Mark]] = defaultdict(list)
     ordered = sorted(marks, key=lambda m: m.start)

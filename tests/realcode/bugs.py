@@ -151,7 +151,7 @@ BUGS = (
         HANG, (0,), "accuracy.compute().item()",
     ),
     Bug(
-        "metric_learning_rates", "metric_callbacks", "each rank has a learning rate of its own",
+        "metric_learning_rates", "metric_callbacks", "the ranks have different learning rates",
         (("lr=2e-3", "lr=2e-3 * (rank + 1)"),), ("replica_drift",), any_rank=True, ends="ok",
     ),
 )  # fmt: skip

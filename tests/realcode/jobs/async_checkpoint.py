@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def main():
     dist.init_process_group("gloo")
-    saver = dist.new_group(backend="gloo")  # saving runs in a thread, so it needs a group of its own
+    saver = dist.new_group(backend="gloo")  # saving runs in a thread, so it needs a separate group
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
