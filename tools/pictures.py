@@ -106,12 +106,9 @@ def wait_for_finding(run: Path, kinds: tuple[str, ...], process: subprocess.Pope
     """Wait until the run has an open finding of one of these kinds, or for a healthy job, for some steps."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(DistdiagError), open_run(run) as opened:
-            if _found(run, kinds) or (
-                not kinds and (opened.query("SELECT max(step) FROM step")[0][0] or 0) >= HEALTHY_STEPS
-            ):
-                time.sleep(2)  # until its frames are written
-                return
+        if _found(run, kinds) if kinds else _steps(run) >= HEALTHY_STEPS:
+            time.sleep(2)  # until its frames are written
+            return
         time.sleep(0.5)
     raise SystemExit(f"pictures: error: no {' or '.join(kinds)} within {DEADLINE_S} s\n{Path('job.log').read_text()}")
 
@@ -130,7 +127,7 @@ async def draw(directory: Path, run: Path, pictures: dict[str, tuple[str, ...]])
 async def record(directory: Path, run: Path, kinds: tuple[str, ...], process: subprocess.Popen[bytes]) -> None:
     """Write the recording of a running job: its ranks until the finding, then the screens that explain it."""
     deadline = time.monotonic() + DEADLINE_S
-    while not _readable(run):
+    while not _steps(run):
         if time.monotonic() > deadline or process.poll() is not None:
             raise SystemExit(f"pictures: error: the job did not start\n{Path('job.log').read_text()}")
         await asyncio.sleep(0.2)
@@ -164,10 +161,11 @@ def film(pictures: list[tuple[str, int]], beat_s: float) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
-def _readable(run: Path) -> bool:
+def _steps(run: Path) -> int:
+    """Return the newest step of a run; 0 if it has none, or cannot be read yet."""
     with contextlib.suppress(DistdiagError), open_run(run) as opened:
-        return bool(opened.query("SELECT count(*) FROM step")[0][0])
-    return False
+        return opened.query("SELECT max(step) FROM step")[0][0] or 0
+    return 0
 
 
 def _found(run: Path, kinds: tuple[str, ...]) -> bool:

@@ -110,18 +110,19 @@ def rank_times(
     trace: Trace,
     window: Window,
     steps: int,
+    compute: Spans,
     offsets_us: Mapping[int, float],
     collectives: Mapping[Key, Mapping[int, Comm]],
 ) -> RankTimes:
     """Return where one rank's time goes, in ms per step.
 
     Args:
+        compute: As `compute_of` returns it.
         offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
         collectives: As `joined` returns them.
     """
     low, high = window
     comm = union(((c.start, c.end) for c in trace.comms), low, high)
-    compute = compute_of(trace, window)
     busy = union([*compute, *comm], low, high)
     waits = []
     for of_rank in collectives.values():

@@ -70,14 +70,14 @@ def profile_of(
     collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
     if usable and not same_clock and (moved := analyse.align(collectives, offsets)):
         notes.append(f"clocks of ranks {fold_ranks(moved)} were aligned: all ranks leave a collective together")
+    computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
     ranks = []
     for q, r in sorted(usable.items()):
-        times = analyse.rank_times(q, r.trace, windows[q], steps, offsets, collectives)
+        times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], offsets, collectives)
         recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
         ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
     by_kind = analyse.collective_times(collectives, offsets, steps)
-    computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
     profile = Profile(
         run=run,
         number=number,

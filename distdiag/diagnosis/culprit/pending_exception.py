@@ -15,7 +15,7 @@ CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit"
 
 
 def of(states: Mapping[int, RankState], ranks: Collection[int], others: Collection[int]) -> RankState | None:
-    """Return the first of `ranks` that handles an exception of its own; None if one of `others` handles such an exception, too."""
+    """Return the first of `ranks` that handles an exception; None if one of `others` handles the same one."""
     found = [states[q] for q in sorted(ranks) if q in states and _own(states[q])]
     theirs = {name(states[q]) for q in others if q in states and _own(states[q])}
     return next((state for state in found if name(state) not in theirs), None)

@@ -14,7 +14,7 @@ from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import components
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, other_end_of
 
 
 @dataclass
@@ -184,7 +184,7 @@ def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
     """Return the members that have this operation in flight, too."""
     if w.p2p:
         rank, peer = w.key[3], w.key[4]
-        return frozenset((rank, peer)) if _other_end(snapshot, w) is not None else frozenset((rank,))
+        return frozenset((rank, peer)) if other_end_of(snapshot, w) is not None else frozenset((rank,))
     states = snapshot.ranks
     return frozenset(
         q
@@ -193,21 +193,9 @@ def _in_it(snapshot: Snapshot, w: Wait) -> frozenset[int]:
     )
 
 
-def _other_end(snapshot: Snapshot, w: Wait) -> Call | None:
-    """Return the matching call of a message, if it is in flight."""
-    group, nth, direction, rank, peer, tag = w.key
-    st = snapshot.ranks.get(peer) if peer is not None else None
-    other = "recv" if direction == "send" else "send"
-    calls = st.calls if st is not None else ()
-    fitting = (
-        c for c in calls if c.op == other and c.peer == rank and c.group == group and c.tag == tag and c.nth == nth
-    )
-    return next(fitting, None)
-
-
 def _not_met(snapshot: Snapshot, w: Wait) -> frozenset[int]:
     """Return the peer of a message if this rank's device has begun it and the peer's has not."""
-    mine, theirs = w.calls.get(w.key[3]), _other_end(snapshot, w)
+    mine, theirs = w.calls.get(w.key[3]), other_end_of(snapshot, w)
     waits = mine is not None and mine.started and theirs is not None and theirs.started is False
     return frozenset((w.key[4],)) if waits else frozenset()
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, RankState, Snapshot
-from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.graph import WaitGraph
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, other_end_of
 
 _IN_STEP = ("forward", "backward", "optimizer")
 
@@ -77,12 +76,9 @@ def _members(s: Snapshot, wait: Wait) -> dict[int, Call]:
 
 def _ends(s: Snapshot, wait: Wait) -> dict[int, Call]:
     """Return both ends of a message; nothing if the other one is not known, or its process has ended."""
-    _, nth, direction, rank, peer, _ = wait.key
-    call, other = wait.calls.get(rank), s.ranks.get(peer)
-    if call is None or other is None or other.life in DEAD:
-        return {}
-    end = messages.other_end(other, rank, direction, call, nth)
-    return {} if end is None else {rank: call, peer: end}
+    rank, peer = wait.key[3], wait.key[4]
+    end = other_end_of(s, wait)
+    return {} if end is None or s.ranks[peer].life in DEAD else {rank: wait.calls[rank], peer: end}
 
 
 def _moved_s(r: RankState) -> float | None:

@@ -128,3 +128,10 @@ def _judge_message(snapshot: Snapshot, w: Wait) -> None:
     w.conflict = "shape" if sizes[0] != sizes[1] else "dtype"
     w.sides = (frozenset((rank,)), frozenset((peer,)))
     w.calls = {rank: w.calls[rank], peer: b}
+
+
+def other_end_of(s: Snapshot, wait: Wait) -> Call | None:
+    """Return the matching call of the message that ranks wait in; None if it is not known, or the source is any rank."""
+    rank, peer = wait.key[3], wait.key[4]
+    call, other = wait.calls.get(rank), s.ranks.get(peer) if peer is not None else None
+    return None if call is None or other is None else messages.other_end(other, rank, wait.key[2], call, wait.seq)
