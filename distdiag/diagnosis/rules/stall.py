@@ -268,7 +268,7 @@ _DOES = {
     "queue": "waits on a queue",
     "socket": "waits on a socket, a pipe or a key of a store",
     "process": "waits for a process that it started",
-    "worker": "waits for another of its threads or processes",
+    "worker": "waits for another thread or process of its own",
     "event_loop": "waits in an event loop in which no task can run",
     "data": "waits for its data loader",
     "checkpoint": "writes a checkpoint",
