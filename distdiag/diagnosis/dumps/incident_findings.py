@@ -8,11 +8,11 @@ from distdiag.diagnosis.dumps.culprits import Blame
 from distdiag.diagnosis.dumps.late_ranks import LateRanks
 from distdiag.diagnosis.dumps.load_report import LoadReport
 from distdiag.diagnosis.dumps.missing import any_call, where_of
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label, verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, at
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, where_at
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait, call_at
 from distdiag.terms.units import rough_duration
@@ -36,10 +36,7 @@ def late_rank(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRa
         severity=Severity.ERROR,
         culprits=culprits,
         victims=others,
-        where=tuple(
-            Where(q, s.file, s.line, s.function or None) if (s := sites.get(q)) is not None else Where(q)
-            for q in culprits
-        ),
+        where=tuple(where_at(q, sites.get(q)) for q in culprits),
         waiting=where_of(snapshot, others, blame),
         message=f"{rank_list(culprits)} issued {what} {rough_duration(max(late.late_s.values()))} after the first rank of its "
         f"group; the timeout is {rough_duration(late.timeout_s)}, so the others had given up",
@@ -208,7 +205,7 @@ def unmatched_messages(snapshot: Snapshot, loaded: LoadReport) -> Finding | None
         for r, c in sorted(calls, key=lambda x: x[0] not in culprits)[:3]
     ]
     victims = [r for r, st in snapshot.ranks.items() if st.calls and r not in culprits]
-    where = {r: c.site for r, c in reversed(calls)}
+    sites = {r: c.site for r, c in reversed(calls)}
     return Finding(
         kind="deadlock",
         cause="p2p_cycle",
@@ -216,10 +213,7 @@ def unmatched_messages(snapshot: Snapshot, loaded: LoadReport) -> Finding | None
         severity=Severity.ERROR,
         culprits=culprits,
         victims=tuple(sorted(victims)),
-        where=tuple(
-            Where(r, site.file, site.line, site.function or None, "waiting") if (site := where.get(r)) else Where(r)
-            for r in culprits or members
-        ),
+        where=tuple(where_at(r, sites.get(r), "waiting" if sites.get(r) else None) for r in culprits or members),
         message=f"no matching call for {', '.join(texts)} ({group_label(snapshot, calls[0][1].group)}), and the other "
         f"{verb(texts, 'end has', 'ends have')} issued later messages",
         cost=NO_PROGRESS,

@@ -10,7 +10,7 @@ from distdiag.diagnosis.dumps.load_report import LoadReport
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, where_at
 from distdiag.diagnosis.waits.wait import Wait
 
 
@@ -21,8 +21,7 @@ def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Wh
         call = blame.oldest.get(r)
         st = snapshot.ranks.get(r)
         site = (call.site if call is not None else None) or (st.place if st is not None else None)
-        state = "waiting" if call is not None else None
-        out.append(Where(r, site.file, site.line, site.function or None, state) if site else Where(r, state=state))
+        out.append(where_at(r, site, "waiting" if call is not None else None))
     return tuple(out)
 
 

@@ -306,3 +306,13 @@ class Collector:
 def _source(path: Path, who: Writer) -> tuple[object, ...]:
     """Return what lines of one process have in common: tracebacks of several processes may be interleaved."""
     return path, who.rank, who.process, who.task, who.local
+
+
+def first_site(events: Iterable[Event]) -> Site | None:
+    """Return the first known site of these events."""
+    return next((e.site for e in events if e.site is not None), None)
+
+
+def evidence(events: Iterable[Event]) -> tuple[str, ...]:
+    """Return `file:line` of the first events."""
+    return tuple(dict.fromkeys(f"{e.path}:{e.line}" for e in list(events)[:8]))

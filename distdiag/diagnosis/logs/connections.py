@@ -6,13 +6,12 @@ import re
 from collections import Counter
 
 from distdiag.diagnosis.logs import advice
-from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.collect import Collected, Event, evidence, first_site
 from distdiag.diagnosis.logs.patterns import Role
-from distdiag.diagnosis.logs.timeouts import absent_ranks, evidence
+from distdiag.diagnosis.logs.timeouts import absent_ranks
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
-from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened, where_at
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = re.compile(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
@@ -32,10 +31,6 @@ def who(events: list[Event]) -> tuple[tuple[int, ...], str]:
     return (), ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "") if names else "a rank"
 
 
-def _site(events: list[Event]) -> Site | None:
-    return next((e.site for e in events if e.site is not None), None)
-
-
 def _finding(
     events: list[Event],
     message: str,
@@ -45,9 +40,9 @@ def _finding(
     cause: str = "silent",
 ) -> Finding:
     ranks, _ = who(events)
-    site = _site(events)
+    site = first_site(events)
     victims = tuple(r for r in ranks if r not in culprits)
-    at_site = tuple(Where(r, site.file, site.line, site.function or None) if site else Where(r) for r in victims)
+    at_site = tuple(where_at(r, site) for r in victims)
     return Finding(
         kind=kind,
         cause=cause,
@@ -86,13 +81,13 @@ def starts(found: Collected) -> list[Finding]:
         e = max(events, key=lambda x: int(x.fields["joined"][:7]))
         joined, expected = int(e.fields["joined"][:7]), int(e.fields["expected"][:7])
         left = expected - joined
-        message = f"{left:,} of {expected:,} ranks had not joined after {rough_time(float(e.fields['after'][:9]))}{at(_site(events))}: the log does not say which"
+        message = f"{left:,} of {expected:,} ranks had not joined after {rough_time(float(e.fields['after'][:9]))}{at(first_site(events))}: the log does not say which"
         todo = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
         return [_finding(events, message, todo)]
     if (f := _store_barrier(by_name.get("store_barrier", []))) is not None:
         return [f]
     if events := by_name.get("name"):
-        message = f"{who(events)[1]} could not resolve a host name{at(_site(events))}: the job's first node, or its name, does not exist (yet)"
+        message = f"{who(events)[1]} could not resolve a host name{at(first_site(events))}: the job's first node, or its name, does not exist (yet)"
         todo = "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"
         return [_finding(events, message, todo)]
     if events := by_name.get("store_connect"):
@@ -100,7 +95,7 @@ def starts(found: Collected) -> list[Finding]:
         peer, port = e.fields["peer"], e.fields["port"]
         _, text = who(events)
         here = peer in LOCAL_ADDRESSES
-        message = f"{text} could not reach the job's store at {shortened(peer, 80)}:{port}{at(_site(events))}: rank 0, or torchrun's first node, does not listen there"
+        message = f"{text} could not reach the job's store at {shortened(peer, 80)}:{port}{at(first_site(events))}: rank 0, or torchrun's first node, does not listen there"
         todo = (
             "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start"
             if here
@@ -187,7 +182,7 @@ def lost(found: Collected) -> list[Finding]:
         first = next((w.fields["what"] for w in warnings), "")
         reason = f": {shortened(first, 160)}" if first else ""
         name = shortened(errors[0].fields.get("what", ""), 160)
-        message = f"NCCL failed on {text}{at(_site(errors))}: {name}{reason}"
+        message = f"NCCL failed on {text}{at(first_site(errors))}: {name}{reason}"
         todo = "run again with NCCL_DEBUG=WARN, which prints the reason"
         if first:
             todo = "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow"
@@ -200,7 +195,7 @@ def _store_wait(found: Collected) -> list[Finding]:
     waits = [e for e in found.events if e.name == "store_wait"]
     awaited = sorted({int(m[1]) for e in waits if (m := _ADDRESS_KEY.search(e.fields["key"]))})
     if awaited:
-        message = f"{rank_list(awaited)} did not join a gloo group{at(_site(waits))} in {rough_time(int(waits[0].fields['limit'][:12]) / 1e3)}, where {who(waits)[1]} waited"
+        message = f"{rank_list(awaited)} did not join a gloo group{at(first_site(waits))} in {rough_time(int(waits[0].fields['limit'][:12]) / 1e3)}, where {who(waits)[1]} waited"
         todo = (
             f"see whether {rank_list(awaited)} has started, what it did before that call, and whether all ranks make it"
         )
@@ -208,7 +203,7 @@ def _store_wait(found: Collected) -> list[Finding]:
     if waits:
         e = waits[0]
         s = int(e.fields["limit"][:12]) / 1e3
-        message = f"{who(waits)[1]} waited {rough_time(s)} in the job's store{at(_site(waits))} for {shortened(e.fields['key'], 80)}, which no process has set"
+        message = f"{who(waits)[1]} waited {rough_time(s)} in the job's store{at(first_site(waits))} for {shortened(e.fields['key'], 80)}, which no process has set"
         todo = "see what the other side did: the rank or service that sets this key has failed, or never made the matching call"
         return [_finding(waits, message, todo, kind="timeout", cause="late_rank")]
     return []
@@ -223,7 +218,7 @@ def _gloo_timeout(found: Collected, gloo: list[Event], closed: list[Event]) -> F
     culprits = absent_ranks(found, waiting) if len(waiting) > 1 else ()
     _, text = who([*gloo, *closed])
     limits = [int(e.fields["limit"][:12]) / 1e3 for e in gloo if "limit" in e.fields]
-    message = f"a gloo collective timed out{f' after {rough_time(limits[0])}' if limits else ''}: {text} waited in it{at(_site(gloo))}"
+    message = f"a gloo collective timed out{f' after {rough_time(limits[0])}' if limits else ''}: {text} waited in it{at(first_site(gloo))}"
     if culprits:
         message += f"; {rank_list(culprits)} reported no timeout, and may be what they waited for"
         todo = f"read the log of {rank_list(culprits)}, and take {verb(culprits, 'its', 'their')} stack the next time: it did not make that call"
@@ -243,7 +238,7 @@ def _closed(found: Collected, events: list[Event], warnings: list[Event]) -> Fin
     store = all(e.name == "store_lost" for e in events)
     what = "the job's store" if store else "a connection"
     refused = all(REFUSED in e.fields.get("reason", e.text) for e in events)
-    message = f"{text} {'could not make' if refused else 'lost'} {what}{to}{at(_site(events))}: "
+    message = f"{text} {'could not make' if refused else 'lost'} {what}{to}{at(first_site(events))}: "
     if refused:
         message += "nothing listens there (any more), or a firewall is between them"
     elif store:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from distdiag.diagnosis.logs.collect import Collected, Event
-from distdiag.diagnosis.logs.timeouts import evidence, op_name
-from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, Where, rank_list
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.logs.collect import Collected, Event, evidence, first_site
+from distdiag.diagnosis.logs.timeouts import op_name
+from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened, where_at
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.untrusted import is_rank
 
@@ -48,14 +47,6 @@ def late(found: Collected) -> list[Finding]:
     return [_unique_id(found, ids)] if ids else []
 
 
-def _site(events: list[Event]) -> Site | None:
-    return next((e.site for e in events if e.site is not None), None)
-
-
-def _where(ranks: tuple[int, ...], site: Site | None) -> tuple[Where, ...]:
-    return tuple(Where(r, site.file, site.line, site.function or None) if site else Where(r) for r in ranks)
-
-
 def _call(text: str) -> dict[str, str]:
     """Return operation, shape, type and number of a fingerprint."""
     out: dict[str, str] = {}
@@ -89,13 +80,11 @@ def _fingerprints(events: list[Event]) -> Finding:
     few, *many = sorted(sides.values(), key=len)
     culprits = tuple(sorted(few)) if len(many) == 1 and len(few) < len(many[0]) else ()
     sites = {x.rank: x.site for x in events if x.rank is not None and x.site is not None}
-    site = next((sites[r] for r in culprits if r in sites), _site(events))
+    site = next((sites[r] for r in culprits if r in sites), first_site(events))
     numbers = {c["number"] for c in (a, b) if "number" in c}
     skipped = "; their numbers differ, so one rank has made a call more or less before" if len(numbers) > 1 else ""
     victims = tuple(r for r in ranks if r not in culprits)
-    where = [
-        Where(r, s.file, s.line, s.function or None) if (s := sites.get(r)) is not None else Where(r) for r in ranks
-    ]
+    where = [where_at(r, sites.get(r)) for r in ranks]
     return Finding(
         kind="mismatch",
         cause=cause,
@@ -118,7 +107,7 @@ def _models(counts: list[Event], shapes: list[Event]) -> Finding:
 
     A count of 0, or of millions, is not the other rank's number: DDP read the data of another collective of that rank.
     """
-    site = _site(shapes or counts)
+    site = first_site(shapes or counts)
     if shapes:
         e = shapes[0]
         ranks = tuple(sorted({int(x.fields[k]) for x in shapes for k in ("a", "b")}))
@@ -154,7 +143,7 @@ def _models(counts: list[Event], shapes: list[Event]) -> Finding:
         certainty=Certainty.PROVED if shapes or "differs" in message else Certainty.SUSPECTED,
         severity=Severity.ERROR,
         victims=ranks,
-        where=_where(ranks[:1], site),
+        where=tuple(where_at(r, site) for r in ranks[:1]),
         message=f"{message} (DDP is made{at(site)})" if site else message,
         cost="the job ends before its first step",
         advice=advice,
@@ -175,7 +164,7 @@ def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Findi
         what = f"other parameters on each of {rank_list(ranks)} got no gradient; on rank {ranks[0]}: {shown}"
     else:
         what = f"{count:,} {'parameter' if count == 1 else 'parameters'} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
-    site = _site([e for e in found.events if e.name == "exception" and "finished reduction" in e.text])
+    site = first_site([e for e in found.events if e.name == "exception" and "finished reduction" in e.text])
     call = f"; the next forward was called{at(site)}" if site else ""
     how = "" if names else "; TORCH_DISTRIBUTED_DEBUG=DETAIL prints their names"
     return Finding(
@@ -185,7 +174,7 @@ def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Findi
         severity=Severity.ERROR,
         victims=ranks,
         names=tuple(names[:50]),
-        where=_where(ranks[:1], site),
+        where=tuple(where_at(r, site) for r in ranks[:1]),
         message=f"DDP stopped: {what}{call}",
         cost="the job ended",
         advice=f"use them in the loss, freeze them (requires_grad=False before DDP), or pass find_unused_parameters=True{how}",
@@ -198,7 +187,7 @@ def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
     culprits = tuple(sorted(filter(is_rank, late)))
     waiting = {int(e.fields["waiter"]) for e in reached} | {e.rank for e in barrier if e.rank is not None}
     victims = tuple(sorted(waiting - set(culprits)))
-    site = _site([*barrier, *reached])
+    site = first_site([*barrier, *reached])
     limit_s = next((int(e.fields["limit"]) / 1e3 for e in barrier), None)
     if culprits:
         message = f"{rank_list(culprits)} did not reach monitored_barrier in {rough_time(limit_s or 0)}{at(site)}"
@@ -216,8 +205,8 @@ def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
         culprits=culprits,
         victims=victims,
         collective=CollectiveRef("monitored_barrier", ""),
-        where=_where(culprits, None),
-        waiting=_where(victims, site),
+        where=tuple(where_at(r, None) for r in culprits),
+        waiting=tuple(where_at(r, site) for r in victims),
         message=message,
         cost=NO_PROGRESS_MADE,
         advice=advice,
@@ -230,7 +219,7 @@ def _unique_id(found: Collected, events: list[Event]) -> Finding:
     awaited = Counter(int(e.fields["awaited"][:6]) for e in events).most_common(1)[0][0]
     waiters = tuple(sorted({e.rank if e.rank is not None else int(e.fields["waiter"][:6]) for e in events}))
     reason = shortened(events[0].fields.get("reason", ""), 100)
-    site = _site(events)
+    site = first_site(events)
     lost = bool(LOST.search(reason))
     culprits = () if lost or awaited in waiters else (awaited,)
     if lost:
@@ -249,8 +238,8 @@ def _unique_id(found: Collected, events: list[Event]) -> Finding:
         severity=Severity.ERROR,
         culprits=culprits,
         victims=waiters,
-        where=_where(culprits, None),
-        waiting=_where(waiters, site),
+        where=tuple(where_at(r, None) for r in culprits),
+        waiting=tuple(where_at(r, site) for r in waiters),
         message=message,
         cost=NO_PROGRESS_MADE,
         advice=advice,

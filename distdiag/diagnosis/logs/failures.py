@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.logs import advice
-from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.collect import Collected, Event, evidence
 from distdiag.diagnosis.logs.patterns import Role
-from distdiag.diagnosis.logs.timeouts import evidence
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.text.phrases import at, shortened
+from distdiag.diagnosis.text.phrases import at, shortened, where_at
 from distdiag.terms.untrusted import is_rank
 
 # failures of the device or of the launch: never a consequence of another failure
@@ -185,10 +184,7 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
         severity=Severity.ERROR,
         culprits=ranks,
         victims=others,
-        where=tuple(
-            Where(q, s.file, s.line, s.function or None) if (s := r.sites.get(q, site)) is not None else Where(q)
-            for q in ranks
-        ),
+        where=tuple(where_at(q, r.sites.get(q, site)) for q in ranks),
         message=message,
         cost="the job ended, or hangs without it",
         advice=todo,

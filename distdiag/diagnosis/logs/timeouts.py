@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.logs.collect import Collected, Event
+from distdiag.diagnosis.logs.collect import Collected, Event, evidence
 from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, where_at
 from distdiag.terms.untrusted import MAX_INT
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
@@ -227,12 +227,7 @@ def _site(waiting: dict[int, Waiting]) -> Site | None:
 
 
 def _where(waiting: dict[int, Waiting]) -> tuple[Where, ...]:
-    return tuple(
-        Where(r, w.site.file, w.site.line, w.site.function or None, "waiting")
-        if w.site is not None
-        else Where(r, state="waiting")
-        for r, w in sorted(waiting.items())
-    )
+    return tuple(where_at(r, w.site, "waiting") for r, w in sorted(waiting.items()))
 
 
 def _overslept(waiting: dict[int, Waiting]) -> str:
@@ -349,8 +344,3 @@ def _elsewhere(found: Collected, ranks: set[int], by_group: dict[Group, dict[int
         advice="give the logs of all ranks from the first `Watchdog caught` on, or the flight recorder's dumps",
         evidence=evidence(e for waits in by_group.values() for w in waits.values() for e in w.events[:1]),
     )
-
-
-def evidence(events: Iterable[Event]) -> tuple[str, ...]:
-    """Return `file:line` of the first events."""
-    return tuple(dict.fromkeys(f"{e.path}:{e.line}" for e in list(events)[:8]))

@@ -19,11 +19,11 @@ from distdiag.diagnosis.culprit import paths
 from distdiag.diagnosis.endings import End, last_wait
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import LockCycle
-from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, reference, where
 
 kind = kinds.DEADLOCK
 
@@ -69,7 +69,7 @@ def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
         severity=Severity.ERROR,
         culprits=holders,
         victims=tuple(q for q in lock.members if q not in holders),
-        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes),
+        collective=reference(call),
         where=(*(where(s.ranks[h], "waiting") for h in holders), where(r, "lock")),
         waiting=tuple(where(s.ranks[v]) for v in lock.members if v != r.rank and v not in holders),
         step=r.step,
@@ -93,7 +93,7 @@ def _finished(facts: Facts) -> Finding:
         severity=Severity.ERROR,
         culprits=culprits,
         victims=victims,
-        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call else None,
+        collective=reference(call) if call else None,
         where=tuple(where(r, "finished") for r in finished),
         waiting=tuple(where(s.ranks[q]) for q in victims),
         step=finished[0].step,

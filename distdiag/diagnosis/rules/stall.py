@@ -17,11 +17,11 @@ from types import MappingProxyType
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
-from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
+from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, outpaced
 from distdiag.terms.units import rough_duration, size_text
 
@@ -163,7 +163,7 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
         severity=Severity.WARNING,
         culprits=(r.rank,),
         victims=tuple(victims),
-        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
+        collective=reference(call) if call.op else None,
         where=where_stack(r, stack, "user_code"),
         waiting=tuple(where(facts.snapshot.ranks[v]) for v in victims),
         step=r.step,
@@ -197,7 +197,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
             certainty=Certainty.SUSPECTED,
             severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
             victims=tuple(ranks),
-            collective=CollectiveRef(first.op, first.group, first.seq, first.bytes),
+            collective=reference(first),
             waiting=tuple(where(s.ranks[r], "waiting", calls[r].site) for r in ranks),
             step=max(s.ranks[r].step for r in ranks),
             first_seen_s=since_s,
@@ -321,7 +321,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         severity=Severity.ERROR if far_beyond else Severity.WARNING,
         culprits=tuple(state.rank for state in by_rank),
         victims=tuple(victims),
-        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call.op else None,
+        collective=reference(call) if call.op else None,
         where=(
             *(w for state in by_rank for w in where_stack(state, state.user_stack, state.activity)),
             *(

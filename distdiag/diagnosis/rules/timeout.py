@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import End, last_wait, timed_out
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
-from distdiag.diagnosis.text.phrases import at, op_text, where, where_stack
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
 from distdiag.terms.units import rough_duration
 
 kind = kinds.TIMEOUT
@@ -47,7 +47,7 @@ def _finding(facts: Facts) -> Finding:
         severity=Severity.ERROR,
         culprits=late,
         victims=tuple(r.rank for r in victims),
-        collective=CollectiveRef(call.op, call.group, call.seq, call.bytes) if call else None,
+        collective=reference(call) if call else None,
         where=tuple(w for r in ranks for w in where_stack(r, r.user_stack, None, 3)),
         waiting=tuple(where(r) for r in victims),
         step=first.step,

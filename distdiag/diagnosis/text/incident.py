@@ -6,7 +6,7 @@ from collections.abc import Collection, Sized
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.text.phrases import place_text
+from distdiag.diagnosis.text.phrases import place_text, where_at
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.units import size_text
@@ -33,9 +33,7 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
         state = str(st.life)
     else:
         state = "waiting" if st.blocked is not None or call is not None else st.activity
-    if site is None:
-        return Where(rank, state=state)
-    return Where(rank, site.file, site.line, site.function or None, state)
+    return where_at(rank, site, state)
 
 
 def collective_ref(snapshot: Snapshot, wait: Wait, call: Call | None) -> CollectiveRef:
@@ -88,7 +86,7 @@ def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wa
         out.append(where_of(state, r, calls[r][1] if r in calls else None))
         host = host_site(state)
         if host is not None and (host.file, host.line) != (out[-1].file, out[-1].line):
-            out.append(Where(r, host.file, host.line, host.function or None, "waits_for_device"))
+            out.append(where_at(r, host, "waits_for_device"))
     return tuple(out)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.model.findings import Where
+from distdiag.diagnosis.model.findings import CollectiveRef, Where
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
@@ -52,16 +52,19 @@ def op_text(call: Call) -> str:
     return f"{call.op or 'a collective'}{number} ({call.group})"
 
 
+def reference(call: Call) -> CollectiveRef:
+    """Return a call as a finding names it."""
+    return CollectiveRef(call.op, call.group, call.seq, call.bytes)
+
+
+def where_at(rank: int, site: Site | None, state: str | None = None) -> Where:
+    """Return a rank and its site, which may be unknown."""
+    return Where(rank, site.file, site.line, site.function or None, state) if site else Where(rank, state=state)
+
+
 def where(r: RankState, state: str | None = None, site: Site | None = None) -> Where:
-    """Return a `Where` for one rank."""
-    s = site or r.place
-    return Where(
-        rank=r.rank,
-        file=s.file if s else None,
-        line=s.line if s else None,
-        function=s.function if s else None,
-        state=state or r.activity,
-    )
+    """Return a rank with what it does, at `site` or where it is."""
+    return where_at(r.rank, site or r.place, state or r.activity)
 
 
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:
