@@ -11,6 +11,7 @@ from pathlib import Path
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
+from distdiag.files import replacing
 from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
 
 
@@ -95,9 +96,7 @@ class Voice:
         lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
         text = "".join(f"[distdiag] {line}\n" for line in lines)
         self._write("\n" + text)
-        part = self.run_dir / f".{VERDICT}.{os.getpid()}"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), replacing(self.run_dir / VERDICT) as part:
             part.write_text(text, encoding="utf-8", errors="replace")
             if not self.quiet:
                 (self.run_dir / PRINTED_ON).write_text(stream_id(2))
-            os.replace(part, self.run_dir / VERDICT)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 import distdiag
+from distdiag import procfs
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
@@ -245,7 +246,7 @@ class Monitor:
         if v.ending is None:
             ticks = v.page.header.process_start_ticks
             end = self.endings.ended.get(pid)
-            if end is None and ticks and not self.endings.sure(pid) and processes.start_ticks(pid) not in (None, ticks):
+            if end is None and ticks and not self.endings.sure(pid) and procfs.start_ticks(pid) not in (None, ticks):
                 end = processes.Ending(time.monotonic_ns())  # the pid has been reused
             if end is not None:
                 v.refresh(self.now_s)  # what it wrote after our last poll

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Group, Life, RankState, Snapshot
+from distdiag.files import replacing
 
 VERSION = 1
 PERIOD_S, WAITING_PERIOD_S = (
@@ -81,9 +82,8 @@ class Nodes:
         path = self.directory / f"{self.node}.state"
         try:
             self.directory.mkdir(exist_ok=True)
-            fresh = path.with_suffix(f".new{os.getpid()}")
-            fresh.write_bytes(msgspec.msgpack.encode(state))
-            fresh.replace(path)
+            with replacing(path) as part:
+                part.write_bytes(msgspec.msgpack.encode(state))
         except OSError as e:
             self.failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from distdiag.monitor.host import processes
+from distdiag import procfs
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import place
 from distdiag.page.layout import Header, page_path
@@ -89,7 +89,7 @@ class Pages:
 
     def unjudged_alive(self) -> bool:
         """True if the process of a rank with a damaged page still runs."""
-        return any(processes.start_ticks(h.pid) == h.process_start_ticks for h in self._unjudged)
+        return any(procfs.start_ticks(h.pid) == h.process_start_ticks for h in self._unjudged)
 
     def close(self) -> None:
         """Remove the directories, unless a rank still uses them."""

@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distdiag.files import replacing
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
 from distdiag.recorder.frames import absolute, user_frame
@@ -279,15 +280,10 @@ class Profile:
             self._failed = f"less than {SPARE_BYTES >> 20} MiB are free on the disk of {path.parent}"
             return
         began = time.perf_counter()
-        part = path.with_suffix(".part")
-        try:
+        with replacing(path) as part:
             self._result.save(str(part))
             if not _complete(part):
                 raise OSError(f"the trace could not be written completely to {path.parent}")
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
         found.save_ms = (time.perf_counter() - began) * 1e3
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdiag import procfs
 from distdiag.page import place
 from distdiag.page.layout import page_path
 
@@ -46,14 +47,6 @@ class Claim:
     overflow: Path  # page directory for a rank whose page does not fit into `pages`
 
 
-def _stat_fields(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty if it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return []
-
-
 def _launcher() -> tuple[int, int] | None:
     """Return (pid, start time in ticks since boot) of the nearest ancestor without our rank's variables; None if unknown."""
     given = {os.fsencode(f"{k}={os.environ[k]}") for k in _RANK if k in os.environ}
@@ -61,14 +54,14 @@ def _launcher() -> tuple[int, int] | None:
     for _ in range(16 if given else 0):
         try:
             theirs = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-        except OSError:
+            above = int(procfs.stat_fields(pid)[procfs.PARENT])
+        except (OSError, IndexError):
             break  # another user's process: the launcher
-        above = _stat_fields(pid)
-        if not given <= theirs or len(above) < 2 or int(above[1]) <= 1:
+        if not given <= theirs or above <= 1:
             break
-        pid = int(above[1])
-    fields = _stat_fields(pid)
-    return (pid, int(fields[19])) if len(fields) > 19 else None
+        pid = above
+    started = procfs.start_ticks(pid)
+    return (pid, started) if started is not None else None
 
 
 def launcher_id() -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from distdiag import procfs
 from distdiag.page import place, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
@@ -285,7 +286,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     h.started_wall_ns, h.started_mono_ns = time.time_ns(), now_ns()
     h.phase_since_ns = h.started_mono_ns
     h.heartbeat_ns = h.started_mono_ns
-    h.process_start_ticks = _own_start_ticks()
+    h.process_start_ticks = procfs.start_ticks("self") or 0
     h.host = writer.text(socket.gethostname())
     h.script = writer.text(label)
     recorder = Recorder(writer)
@@ -308,13 +309,6 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     session.pulse.asked = session.profile_asked
     session.pulse.start()
     return session
-
-
-def _own_start_ticks() -> int:
-    try:
-        return int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def _command() -> str:

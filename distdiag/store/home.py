@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from distdiag.files import replacing
 from distdiag.store import filesystem, rundir
 
 RESERVE_BYTES = 2**20  # disk space reserved for the last rows of the run
@@ -84,14 +85,8 @@ class Home:
         """
         if self._local is None:
             return
-        part = self.run_dir / f".{rundir.DATABASE}.{os.getpid()}"
-        try:
+        with replacing(self.run_dir / rundir.DATABASE) as part:
             shutil.copyfile(self.path, part)
-            os.replace(part, self.run_dir / rundir.DATABASE)
-            (self.run_dir / rundir.POINTER).unlink(missing_ok=True)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
+        (self.run_dir / rundir.POINTER).unlink(missing_ok=True)
         shutil.rmtree(self._local, ignore_errors=True)
         self.path = self.run_dir / rundir.DATABASE

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.store import rundir
+from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.checked import Connection, fetch, harden
 from distdiag.terms.untrusted import visible
 
@@ -154,6 +154,35 @@ def connect(database: Path) -> tuple[Connection, str | None]:
         return attempt("mode=ro&immutable=1"), note
 
 
+def check_version(con: Connection, database: Path) -> None:
+    """Refuse a run whose schema this version cannot read.
+
+    Raises:
+        RunUnreadable: an older or a newer distdiag wrote it, or the monitor has written nothing yet.
+        sqlite3.Error: it is not a run.
+    """
+    version = con.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    if version is None:
+        raise _empty(database)
+    found = int(version[0]) if re.fullmatch(r"[0-9]{1,6}", str(version[0])) else 0
+    if found == SCHEMA_VERSION:
+        return
+    status, whose, hint = ReadStatus.NEWER, "a newer", "`pip install -U distdiag`"
+    if found < SCHEMA_VERSION:
+        wrote = (con.execute("SELECT value FROM meta WHERE key = 'distdiag'").fetchone() or ["?"])[0]
+        status, whose, hint = (
+            ReadStatus.OLDER,
+            "an older",
+            f"`pip install {shlex.quote(f'distdiag=={wrote}')}` reads it",
+        )
+    text = f"{database} was written by {whose} distdiag (schema {found}, this one reads {SCHEMA_VERSION})"
+    raise RunUnreadable(status, text, hint)
+
+
+def _empty(database: Path) -> RunUnreadable:
+    return RunUnreadable(ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again")
+
+
 def _roll_back(database: Path, quoted: str) -> bool:
     """Undo what a monitor that was killed while it closed the run has left half done; False if it cannot be.
 
@@ -197,9 +226,7 @@ def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadabl
         )
     if "no such table" in text or "no such column" in text:
         if not size_of(database):
-            return RunUnreadable(
-                ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
-            )
+            return _empty(database)
         return RunUnreadable(
             ReadStatus.OLDER,
             f"{database} is not a run of this version ({text})",

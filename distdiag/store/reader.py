@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
-import shlex
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -19,12 +17,12 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State
 from distdiag.errors import need
-from distdiag.store import SCHEMA_VERSION, rundir
+from distdiag.store import rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
 from distdiag.store.gradients import read_gradients
 from distdiag.store.liveness import Monitor, heartbeat_age_s, monitor_of, number
-from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, connect, locate, unreadable
+from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, check_version, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
     DdpRow,
@@ -350,28 +348,10 @@ def open_run(path: Path | str) -> Run:
     try:
         con, note = connect(database)
         try:
-            version = con.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+            check_version(con, database)
         except BaseException:
             con.close()
             raise
     except sqlite3.Error as e:
         raise unreadable(e, path, database) from e
-    if version is None:
-        con.close()
-        raise RunUnreadable(
-            ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
-        )
-    found = int(version[0]) if re.fullmatch(r"[0-9]{1,6}", str(version[0])) else 0
-    if found != SCHEMA_VERSION:
-        wrote = (con.execute("SELECT value FROM meta WHERE key = 'distdiag'").fetchone() or ["?"])[0]
-        con.close()
-        status = ReadStatus.OLDER if found < SCHEMA_VERSION else ReadStatus.NEWER
-        raise RunUnreadable(
-            status,
-            f"{database} was written by {'an older' if status is ReadStatus.OLDER else 'a newer'} distdiag"
-            f" (schema {found}, this one reads {SCHEMA_VERSION})",
-            "`pip install -U distdiag`"
-            if status is ReadStatus.NEWER
-            else f"`pip install {shlex.quote(f'distdiag=={wrote}')}` reads it",
-        )
     return Run(path, database, con, note)

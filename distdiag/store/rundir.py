@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.files import replacing
 from distdiag.page import place
 from distdiag.terms.untrusted import visible
 
@@ -181,17 +182,14 @@ def mark_latest(run_dir: Path) -> bool:
     without symlinks, or if a directory has this name, there is no link.
     """
     link = run_dir.parent / "latest"
-    part = run_dir.parent / f".latest.{os.getpid()}"
     try:
         if not _replaceable(link):
             return False
-        part.unlink(missing_ok=True)
-        part.symlink_to(run_dir.name, target_is_directory=True)
-        os.replace(part, link)
+        with replacing(link) as part:
+            part.unlink(missing_ok=True)
+            part.symlink_to(run_dir.name, target_is_directory=True)
         return True
     except (OSError, NotImplementedError):
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         return False
 
 
@@ -232,14 +230,11 @@ def write_run_json(run_dir: Path, info: Any) -> bool:
     Args:
         info: Any value that msgspec can encode; keys have units.
     """
-    part = run_dir / f".run.{os.getpid()}.json"
     try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
-        os.replace(part, run_dir / "run.json")
+        with replacing(run_dir / "run.json") as part:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
         return True
     except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         return False
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from pathlib import Path
 
 import msgspec
+
+from distdiag.files import replacing
 
 NAME = "stacks/latest.json"
 MAX_FRAMES = 400  # of one stack; each is a level of the tree
@@ -66,9 +67,8 @@ def write(run_dir: Path, stacks: Stacks) -> Path:
     """
     path = run_dir / NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".latest.{os.getpid()}.json")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(stacks), indent=1))
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(stacks), indent=1))
     return path
 
 

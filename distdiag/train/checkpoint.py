@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
+from distdiag.files import replacing
 from distdiag.train.config import TrainConfig
 from distdiag.train.ranks import Ranks
 
@@ -62,15 +63,10 @@ class Checkpoints:
 
 def _write(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())  # else a power failure could leave the name without the content
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as part, part.open("wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())  # else a power failure could leave the name without the content
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from distdiag import procfs
 from distdiag.cli import main as distdiag
 from distdiag.monitor.evidence import ask, native
-from distdiag.monitor.host import processes
 from distdiag.monitor.loop import Monitor
 from distdiag.page import place
 from distdiag.page.layout import Header, Page, page_path
@@ -295,7 +295,7 @@ def _dump_own(path: Path, run: Path) -> None:
         page = mmap.mmap(f.fileno(), 0)
         for field, value in (
             (Header.pid, os.getpid()),
-            (Header.process_start_ticks, processes.start_ticks(os.getpid())),
+            (Header.process_start_ticks, procfs.start_ticks(os.getpid())),
         ):
             at = Page.header.offset + field.offset
             page[at : at + field.size] = int(value or 0).to_bytes(field.size, "little")

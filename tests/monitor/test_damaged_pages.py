@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.monitor.host import processes
+from distdiag import procfs
 from distdiag.monitor.loop import Monitor
 from distdiag.page.layout import PAGE_BYTES, Header, LifeWord, Page, page_path
 from distdiag.page.writer import PageWriter
@@ -24,7 +24,7 @@ def a_page(pages: Path, rank: int) -> PageWriter:
     page = PageWriter(page_path(pages, rank))
     h = page.h
     h.pid, h.rank, h.world_size, h.local_world_size = os.getpid(), rank, 2, 2
-    h.process_start_ticks = processes.start_ticks(os.getpid()) or 0
+    h.process_start_ticks = procfs.start_ticks(os.getpid()) or 0
     h.started_mono_ns, h.started_wall_ns, h.heartbeat_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
     h.life, h.facts = LifeWord.RUNNING, page.text('{"torch": "2.9"}')
     slot = page.page.groups[0]

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from distdiag import procfs
 from distdiag.errors import DistdiagError
 from distdiag.monitor.evidence import dump
-from distdiag.monitor.host import processes
 from distdiag.page import place
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
@@ -155,7 +155,7 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
         place.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
         writer = PageWriter(page_path(pages, 0))
         writer.h.pid, writer.h.trace_signal = victim.pid, int(signal.SIGTERM)
-        writer.h.process_start_ticks = processes.start_ticks(victim.pid) or 0
+        writer.h.process_start_ticks = procfs.start_ticks(victim.pid) or 0
         writer.h.started_mono_ns = 1
         writer.publish()
         with pytest.raises(DistdiagError, match="is alive"):
@@ -177,7 +177,7 @@ def test_a_dump_of_a_damaged_page_has_the_other_ranks(tmp_path: Path) -> None:
     for rank in (0, 1):
         page = PageWriter(page_path(pages, rank))
         page.h.pid, page.h.rank, page.h.world_size, page.h.local_world_size = os.getpid(), rank, 2, 2
-        page.h.process_start_ticks = processes.start_ticks(os.getpid()) or 0
+        page.h.process_start_ticks = procfs.start_ticks(os.getpid()) or 0
         page.h.stack[0], page.h.stack_depth = page.site("/job/train.py", 7, "main"), 1
         if rank == 1:
             page.h.stack[0] = 1 << 63

@@ -22,7 +22,7 @@ from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, reference, where
 
 kind = kinds.DEADLOCK
@@ -42,16 +42,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield _finished(facts)
     yield from (f for f in facts.kept if f.kind == kind.name)
     yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
-    yield from proved(facts)
+    yield from incident_findings(facts, kind)
     if facts.graph.stuck and not facts.waits_settled:
         yield Abstained("ranks are stuck, but one made progress since the last poll")
-
-
-def proved(facts: Facts) -> Iterator[Finding]:
-    """Yield the deadlocks that the wait-for graph proves."""
-    for verdict in facts.verdicts:
-        if verdict.kind is kind:
-            yield incident_finding(facts.snapshot, verdict, facts.source)
 
 
 # -- wording: deadlocks that are not read from the wait-for graph ----------------------------------------------------

@@ -19,7 +19,7 @@ from distdiag.diagnosis.endings import Cascade, End, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Site, Snapshot
-from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import at, count, where
 
 kind = kinds.MISMATCH
@@ -41,15 +41,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         case End.ABORTED:
             yield _aborted(facts)
     yield from (f for f in facts.kept if f.kind == kind.name)
-    yield from proved(facts)
+    yield from incident_findings(facts, kind)
     yield from completed(facts.snapshot)
-
-
-def proved(facts: Facts) -> Iterator[Finding]:
-    """Yield the mismatches that the wait-for graph proves."""
-    for verdict in facts.verdicts:
-        if verdict.kind is kind:
-            yield incident_finding(facts.snapshot, verdict, facts.source)
 
 
 def completed(s: Snapshot) -> list[Finding]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import conflict, cycle, gone
 from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, places
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
 from distdiag.diagnosis.waits.incidents import Root
+
+
+def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding]:
+    """Yield the findings of this kind that the wait-for graph proves."""
+    for verdict in facts.verdicts:
+        if verdict.kind is kind:
+            yield incident_finding(facts.snapshot, verdict, facts.source)
 
 
 def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> Finding:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdiag import procfs
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
@@ -90,7 +91,7 @@ def is_alive(v: RankView) -> bool:
     The page may come from elsewhere, and the process it names gets requests and a signal.
     """
     h = v.reader.header()
-    return processes.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
+    return procfs.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
 
 
 def maps_page(pid: int, page: Path) -> bool:

@@ -10,6 +10,8 @@ import os
 import time
 from dataclasses import dataclass
 
+from distdiag import procfs
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -69,11 +71,10 @@ def _children() -> list[int]:
 
 def _process_cpu_s(pid: int) -> float:
     try:
-        with open(f"/proc/{pid}/stat") as f:
-            fields = f.read().rsplit(")", 1)[1].split()
+        fields = procfs.stat_fields(pid)
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return (int(fields[procfs.USER_TICKS]) + int(fields[procfs.SYSTEM_TICKS])) / _TICKS_PER_S
 
 
 def parse_busy_ticks(stat: str, cpus: set[int]) -> int:

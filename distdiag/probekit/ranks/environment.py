@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distdiag import procfs
 from distdiag.errors import DistdiagError
 
 
@@ -66,13 +67,10 @@ def detect(env: Mapping[str, str] | None = None) -> RankPlace | None:
 
 def process_started_s() -> float:
     """Return when this process began, on time.monotonic()'s clock; now if the kernel does not report it."""
-    try:
-        with open("/proc/self/stat") as f:
-            ticks = int(f.read().rsplit(")", 1)[1].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.monotonic() - age
-    except (OSError, ValueError, IndexError, AttributeError):
+    ticks = procfs.start_ticks("self")
+    if ticks is None:
         return time.monotonic()
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def first_host(node_list: str) -> str:

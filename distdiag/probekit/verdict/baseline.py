@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from distdiag.errors import DistdiagError
+from distdiag.files import replacing
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
 from distdiag.terms import statistics
 from distdiag.terms.units import message_size
@@ -66,10 +66,9 @@ def save(path: str, results: list[Result]) -> None:
             if r.measures
         ],
     }
-    part = Path(f"{path}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(data) + "\n")
-        part.replace(path)
+        with replacing(Path(path)) as part:
+            part.write_text(json.dumps(data) + "\n")
     except OSError as e:
         raise DistdiagError(f"cannot write {path}: {e.strerror}", "choose another file with --save") from e
 
