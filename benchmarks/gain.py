@@ -2,14 +2,16 @@
 
     python benchmarks/gain.py [--trials 20]
 
-Each trial is one job of two to four ranks. In every other block of 50 steps rank 1 is delayed by 3 to 30 ms; steps take about 25 ms.
-The prediction is computed from the delayed blocks alone; the truth is how much less the other blocks take. Columns: prediction with
-its interval, and truth, as shares of the delayed step time.
+Each trial is one job of two to four ranks, with its own random numbers. In every other block of 20 steps rank 1 is delayed by 3 to
+30 ms; steps take about 25 ms. The prediction is computed from the delayed blocks alone; the truth is how much less the other blocks
+take. Blocks are short, so that both see the same load of the machine. Columns: prediction with its interval, and truth, as shares of
+the delayed step time.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
@@ -26,16 +28,16 @@ from distdiag.diagnosis.step_times import Window
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import open_run
 
-BLOCK, PAIRS, WARM_UP, SETTLE = 50, 4, 10, 3
+BLOCK, PAIRS, WARM_UP, SETTLE = 20, 10, 10, 3
 JOB = f"""
 import random, sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-delay_s = float(sys.argv[1]) / 1e3
+delay_s, seed = float(sys.argv[1]) / 1e3, int(sys.argv[2])
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
-rng = random.Random(dist.get_rank())
+rng = random.Random(1000 * seed + dist.get_rank())
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -72,7 +74,7 @@ def steps_of(path: Path, ranks: int) -> dict[int, dict[int, Step]]:
     return found
 
 
-def trial(delay_ms: float, ranks: int) -> tuple[float, float, float, float]:
+def trial(delay_ms: float, ranks: int, seed: int) -> tuple[float, float, float, float]:
     """Return (prediction, its low end, its high end, truth), shares of the delayed step time."""
     with tempfile.TemporaryDirectory() as made:
         script, path = Path(made, "job.py"), Path(made, "run")
@@ -85,7 +87,7 @@ def trial(delay_ms: float, ranks: int) -> tuple[float, float, float, float]:
             "--nproc-per-node",
             str(ranks),
         ]
-        job = ["-m", "distdiag.run", "--run-dir", str(path), str(script), str(delay_ms)]
+        job = ["-m", "distdiag.run", "--run-dir", str(path), str(script), str(delay_ms), str(seed)]
         subprocess.run([*launch, *job], check=True, capture_output=True, timeout=600)
         steps = steps_of(path, ranks)
     on, off = [], []
@@ -103,18 +105,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=int, default=20)
     given = parser.parse_args()
-    rng, held, errors = random.Random(1), 0, []
+    rng, held, errors, widths = random.Random(1), 0, [], []
     for n in range(given.trials):
         delay_ms, ranks = rng.uniform(3, 30), (2, 2, 3, 4)[n % 4]
-        share, low, high, truth = trial(delay_ms, ranks)
+        share, low, high, truth = trial(delay_ms, ranks, n + 1)
         held += low <= truth <= high
         errors.append(share - truth)
+        widths.append((high - low) / 2)
         print(
             f"{ranks} ranks, +{delay_ms:.1f} ms: predicted {share:.1%} ({low:.1%} to {high:.1%}), true {truth:.1%}"
             f"{'' if low <= truth <= high else '  outside'}",
             flush=True,
         )
-    print(f"the interval contains the truth in {held} of {given.trials}; mean error {statistics.mean(errors):+.2%}")
+    print(
+        f"the interval contains the truth in {held} of {given.trials}; mean error {statistics.mean(errors):+.2%}, "
+        f"median half width {statistics.median(widths):.2%}; load {os.getloadavg()[2]:.1f} on {os.cpu_count()} cores"
+    )
 
 
 if __name__ == "__main__":
