@@ -10,7 +10,9 @@ import pytest
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
+    Buckets,
     Call,
+    DdpTime,
     Model,
     Sample,
     Site,
@@ -229,6 +231,19 @@ def test_a_search_that_never_found_unused_parameters_is_reported_with_its_cost()
     assert (f.culprits, f.victims, f.names) == ((), (0, 1), ())  # caused by the script, not by a rank
     assert [(w.rank, w.file, w.line) for w in f.where] == [(0, "/job/train.py", 12), (1, "/job/train.py", 12)]
     assert "2.0 ms per step (2 % of it)" in f.cost
+
+
+def test_the_gain_without_a_search_is_between_the_search_and_all_exposed_communication() -> None:
+    slower = msgspec.structs.replace(SEARCHED, search_ms=3.0)
+    assert "without the flag, a step would take at least 2.0 % less" in only(not_needed(SEARCHED, slower)).cost
+    bucket = Buckets(bytes=1 << 20, buckets=1, bucket_bytes=(1 << 20,))
+    times = tuple(DdpTime(8 * k, 100.0, 30.0, 10.0) for k in range(1, 5))
+    ranks = [
+        rank(q, models=(msgspec.structs.replace(m, buckets=bucket),), ddp_times=times)
+        for q, m in enumerate((SEARCHED, slower))
+    ]
+    f = only(of_kind(found_in(job(*ranks, usual_step_s=0.1)), "unused_parameters"))
+    assert "a step would take 2.0 to 13.0 % less" in f.cost
 
 
 def test_a_search_set_by_a_library_is_info() -> None:

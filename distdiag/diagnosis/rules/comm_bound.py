@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.exposed import PARTS, Gradients, gradients
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
@@ -30,8 +31,6 @@ class Limits:
     """Share of its time that even the least affected rank loses."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
-    measured: int = 3
-    """Steps after the warm-up that DDP must have timed on all ranks before its times count."""
     small_bucket_bytes: int = 1 << 20
     """Mean bytes of a bucket below which the latency of each all-reduce matters more than its bytes."""
 
@@ -41,52 +40,26 @@ limits = Limits()
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the share of time that all ranks lose to communication."""
-    window, gradients = facts.window, _gradients(facts.snapshot)
+    window, ddp = facts.window, gradients(facts.snapshot)
     if isinstance(window, Abstained):
         ranks, late = sorted(facts.snapshot.ranks), any(f.kind == kinds.STRAGGLER.name for f in facts.found)
         on_device = not all(r.wait_measured for r in facts.snapshot.ranks.values())
         if not late and (share := _shared_waits(facts.snapshot)) >= limits.share:
-            yield _finding(ranks, share, "the time", None)
-        elif not late and on_device and gradients is not None and gradients.share >= limits.share:
-            yield _finding(
-                ranks, gradients.share, "step time", gradients
-            )  # hosts run ahead, DDP's times are the device's
+            yield _finding(facts.snapshot, ranks, share, "the time", None)
+        elif not late and on_device and ddp is not None and ddp.share >= limits.share:
+            # hosts run ahead, DDP's times are the device's
+            yield _finding(facts.snapshot, ranks, ddp.share, "step time", ddp)
         else:
             yield window
     elif facts.shadows:
         yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
     elif window.inferred:
-        if gradients is None:
+        if ddp is None:
             yield Abstained("communication is on the device, and DDP has timed too few steps")
-        elif gradients.share >= limits.share:
-            yield _finding(window.ranks, gradients.share, "step time", gradients)
+        elif ddp.share >= limits.share:
+            yield _finding(facts.snapshot, window.ranks, ddp.share, "step time", ddp)
     elif share := share_of_all(window, lambda x: x.wait_ms, limits.share):
-        yield _finding(window.ranks, share, "step time", gradients)
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """What DDP's gradients cost every rank, over the steps that DDP timed."""
-
-    share: float  # exposed communication as a share of step time, on the rank with the least
-    buckets: Buckets
-    sums_bf16: bool  # torch refuses the bf16 hook on other backends
-
-
-def _gradients(s: Snapshot) -> _Gradients | None:
-    """Return DDP's own timings; None if it has timed too few steps."""
-    shares = []
-    for rank in s.ranks.values():
-        times = [x for x in rank.ddp_times if x.step > STEPS.warm_up]
-        total_ms = sum(x.step_ms for x in times)
-        if len(times) < limits.measured or total_ms <= 0:
-            return None
-        shares.append(sum(x.exposed_ms for x in times) / total_ms)
-    known = [m.buckets for r in s.ranks.values() for m in r.models if m.buckets is not None]
-    if not shares or not known:
-        return None
-    sums_bf16 = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
-    return _Gradients(min(shares), max(known, key=lambda b: b.bytes), sums_bf16)
+        yield _finding(facts.snapshot, window.ranks, share, "step time", ddp)
 
 
 def _shared_waits(s: Snapshot) -> float:
@@ -99,17 +72,16 @@ def _shared_waits(s: Snapshot) -> float:
     return min(sum(a.shared_ms for a in recent[:-1]) / span_ms, 1.0) if span_ms > limits.least_span_ms else 0.0
 
 
-def _finding(ranks: list[int], share: float, of: str, gradients: _Gradients | None) -> Finding:
+def _finding(snapshot: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None) -> Finding:
     message = f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late"
     advice = (
         "`distdiag probe allreduce` measures what this machine can do; communicate less often, or in larger messages"
     )
-    if gradients is not None and gradients.share >= share / 2:  # the gradients are most of it
-        b = gradients.buckets
-        message += (
-            f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(gradients.share)}"
-        )
-        advice = "; ".join(_advice(gradients))
+    if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
+        b = ddp.buckets
+        message += f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
+        on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in snapshot.groups.values())
+        advice = "; ".join(_advice(ddp, b, on_nccl))
     return Finding(
         kind=kind.name,
         certainty=Certainty.SUSPECTED,
@@ -121,18 +93,23 @@ def _finding(ranks: list[int], share: float, of: str, gradients: _Gradients | No
     )
 
 
-def _advice(gradients: _Gradients) -> Iterator[str]:
-    """Yield what reduces the exposed time of gradients. Only for accumulation there is an estimate: one exchange for k batches."""
-    b = gradients.buckets
+def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
+    """Yield what reduces the exposed time of gradients, with the gain. For most changes there is only an upper limit:
+    how much of the rest will overlap is not known before it is tried."""
+    low, high = ddp.interval or (0.0, 0.0)
+    interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
     yield (
         "accumulate gradients over 2 batches, the first under `no_sync()`: "
-        f"about {percent(gradients.share / 2)} less time per batch"
+        f"about {percent(ddp.accumulated)} less time per batch{interval}"
     )
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
-        hook = "bf16_compress_hook" if gradients.sums_bf16 else "fp16_compress_hook"
-        yield f"`register_comm_hook(None, {hook})` halves the bytes"
+        hook = "bf16_compress_hook" if on_nccl else "fp16_compress_hook"  # torch refuses bf16 on other backends
+        yield f"`register_comm_hook(None, {hook})` halves the bytes: at most {percent(ddp.halved)} less time"
     if b.buckets == 1 and b.bytes > limits.small_bucket_bytes:
-        yield f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}"
+        yield (
+            f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}; "
+            f"{PARTS} buckets save at most {percent(ddp.split)}"
+        )
     elif b.buckets > 1 and b.bytes / b.buckets < limits.small_bucket_bytes:
         yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"
     if not b.gradient_as_bucket_view:

@@ -17,10 +17,12 @@ from msgspec.structs import replace
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.rank_condition import Source, only_under
 from distdiag.diagnosis.endings import UNUSED
+from distdiag.diagnosis.exposed import gradients
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, where
+from distdiag.terms.units import percent
 
 kind = kinds.UNUSED_PARAMETERS
 
@@ -184,7 +186,7 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
     cost_ms = max(m.search_ms or 0.0 for m in models)
     if cost_ms < limits.not_needed_share * s.usual_step_s * 1e3:
         return Abstained(f"find_unused_parameters costs {cost_ms:.1f} ms per step only", checked=True)
-    return _not_needed_finding(s, models[0], checks, cost_ms, cost_ms / s.usual_step_s / 10)
+    return _not_needed_finding(s, models[0], checks, cost_ms, s.usual_step_s * 1e3)
 
 
 # -- wording ----------------------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:
     )
 
 
-def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, cost_pct: float) -> Finding:
+def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step_ms: float) -> Finding:
     return Finding(
         kind=kind.name,
         cause="flag_not_needed",
@@ -276,8 +278,21 @@ def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, cost
         victims=tuple(sorted(s.ranks)),
         where=tuple(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
         message=f"find_unused_parameters=True{at(m.site)}, but every parameter got a gradient in all {checks} checks",
-        cost=f"{cost_ms:.1f} ms per step ({cost_pct:.0f} % of it) spent searching the graph",
+        cost=f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it) spent searching the graph{_gain_text(s, step_ms)}",
         advice="switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)"
         if m.flag_of_library
         else "drop the flag if no branch of the model is ever skipped",
     )
+
+
+def _gain_text(s: Snapshot, step_ms: float) -> str:
+    """Return what a step would gain without the flag: at least the search of the fastest rank, which is measured.
+
+    With the flag, DDP also sums the used parameters over the ranks and never sorts its buckets by the order of the gradients.
+    Both lengthen the exposed communication, and cannot cost more than all of it.
+    """
+    searched = [[m.search_ms or 0.0 for m in r.models if m.find_unused] for r in s.ranks.values()]
+    of_rank = [max(ms) / step_ms for ms in searched if ms]
+    least, ddp = f"{100 * min(of_rank):.1f}", gradients(s)
+    limit = f"at least {least}" if ddp is None else f"{least} to {100 * min(1.0, max(of_rank) + ddp.share):.1f}"
+    return f"; without the flag, a step would take {limit} % less (DDP also exchanges which parameters are used)"

@@ -1,0 +1,79 @@
+"""DDP's own timings of its gradients: the share of step time that their communication costs, and what can be gained.
+
+A gain is at most what is exposed: communication that overlaps with the computation of gradients costs no time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Snapshot
+from distdiag.diagnosis.step_times import LIMITS as STEPS
+
+LEAST = 3  # steps after the warm-up that DDP must have timed on all ranks
+BLOCKS, T_95 = 5, 2.78  # of an interval, as in `gain`
+LEAST_OF_INTERVAL = 2 * BLOCKS
+PARTS = 4  # buckets that one bucket of all gradients is split into
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What DDP's gradients cost, as shares of step time, over the steps that DDP timed."""
+
+    share: float  # exposed communication on the rank with the least: the others also wait for late ranks
+    interval: tuple[float, float] | None  # 95 % of what as many later steps would show; None: too few steps
+    comm_share: float  # exposed or not, on the same rank
+    buckets: Buckets
+
+    @property
+    def accumulated(self) -> float:
+        """Return the share of time per batch that one exchange for two batches saves."""
+        return self.share / 2
+
+    @property
+    def halved(self) -> float:
+        """Return the largest share of step time that half the bytes can save."""
+        return min(self.share, self.comm_share / 2)
+
+    @property
+    def split(self) -> float:
+        """Return the largest share that `PARTS` buckets instead of one can save: the last one is always exposed."""
+        return min(self.share, self.comm_share * (PARTS - 1) / PARTS)
+
+
+def gradients(s: Snapshot) -> Gradients | None:
+    """Return what DDP has timed; None if that are too few steps of a rank."""
+    of_rank = []
+    for rank in s.ranks.values():
+        times = [x for x in rank.ddp_times if x.step > STEPS.warm_up]
+        if len(times) < LEAST or sum(x.step_ms for x in times) <= 0:
+            return None
+        of_rank.append(times)
+    known = [m.buckets for r in s.ranks.values() for m in r.models if m.buckets is not None]
+    if not of_rank or not known:
+        return None
+    least = min(of_rank, key=_share)
+    comm = sum(x.comm_ms for x in least) / sum(x.step_ms for x in least)
+    return Gradients(_share(least), _interval(least), comm, max(known, key=lambda b: b.bytes))
+
+
+def _share(times: Sequence[DdpTime]) -> float:
+    return sum(x.exposed_ms for x in times) / sum(x.step_ms for x in times)
+
+
+def _interval(times: Sequence[DdpTime]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the share in as many later steps, from the shares of a few blocks of steps."""
+    n = len(times)
+    if n < LEAST_OF_INTERVAL:
+        return None
+    ends = [round(k * n / BLOCKS) for k in range(BLOCKS + 1)]
+    blocks = [times[a:b] for a, b in itertools.pairwise(ends)]
+    if any(sum(x.step_ms for x in block) <= 0 for block in blocks):
+        return None
+    half = T_95 * math.sqrt(2 / BLOCKS) * statistics.stdev([_share(block) for block in blocks])
+    share = _share(times)
+    return max(0.0, share - half), min(1.0, share + half)
