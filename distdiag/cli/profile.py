@@ -13,7 +13,7 @@ from distdiag.errors import DistdiagError, ExitCode
 if TYPE_CHECKING:
     from distdiag.monitor.evidence.profile import Asked, Taken
     from distdiag.monitor.ranks.state import RankView
-    from distdiag.traces.analyse import Entry
+    from distdiag.traces.analyse import Entry, Message
     from distdiag.traces.model import Profile
     from distdiag.traces.profile import Recorded
     from distdiag.traces.read import Trace
@@ -190,6 +190,7 @@ def _recorded(a: Asked, trace: Trace, entries: list[Entry]) -> Recorded:
         trace=trace,
         boundaries=[(step, ns) for step, ns in answer.boundaries],
         entries=entries,
+        messages=_messages(a),
         lines=[(file, line, function, n) for file, line, function, n in answer.lines],
         samples=answer.samples,
         measured={
@@ -197,3 +198,16 @@ def _recorded(a: Asked, trace: Trace, entries: list[Entry]) -> Recorded:
             for key in ("start_ms", "stop_ms", "save_ms", "rss_peak_bytes", "device_peak_bytes")
         },
     )
+
+
+def _messages(a: Asked) -> list[Message]:
+    from distdiag.traces.analyse import Message
+    from distdiag.traces.read import message_ends
+
+    out = []
+    for c, entered_ns in a.messages:
+        if c.peer is not None and c.nth:
+            sends = c.op.endswith("send")
+            ends = message_ends(*((a.rank, c.peer) if sends else (c.peer, a.rank)), c.tag)
+            out.append(Message("send" if sends else "recv", c.group, ends, c.nth, entered_ns, c.bytes))
+    return out

@@ -9,23 +9,23 @@ input pipeline, a sleep. *wait* is the part of communication before the last ran
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.traces.intervals import Spans, both, length, union, without
 from distdiag.traces.model import CollectiveTimes, Difference, LineTime, ModuleTimes, Operator, RankTimes
-from distdiag.traces.read import Comm, Op, Trace, is_comm_call
+from distdiag.traces.read import Comm, Op, Trace, is_comm_call, is_message
 
 Key = tuple[str, int, str]  # group, sequence number, operation
 Window = tuple[float, float]
 
 TOP = 12
+CALL_US, ISSUED_US = 20.0, 50_000.0  # between the clocks of a call and its event; between a call and its event
 MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
 CLOCK_US, LEAST_ENDS = 5_000.0, 3
 LEAST_SAMPLES = 3  # of a line; fewer show nothing
-_MESSAGES = ("send", "recv")
 _TOGETHER = ("allreduce", "allgather", "barrier", "reducescatter", "alltoall")
 
 
@@ -38,6 +38,36 @@ class Entry:
     seq: int
     created_ns: int
     bytes: int | None
+
+
+@dataclass(slots=True)
+class Message:
+    """One send or recv as the recorder saw its call: what the trace of a gloo job does not tell."""
+
+    op: str  # send or recv
+    group: str
+    ends: str  # as `read.message_ends` returns them
+    number: int  # among those with these ends
+    entered_ns: int  # wall clock
+    bytes: int | None
+
+
+def number_messages(trace: Trace, messages: Sequence[Message]) -> None:
+    """Give each message of the trace the ends and the number of the call that issued it: the newest one before it.
+
+    If two messages follow one call, a call between them is not known, and neither is the second one's.
+    """
+    for op in ("send", "recv"):
+        calls = sorted((trace.us(m.entered_ns), i) for i, m in enumerate(messages) if m.op == op)
+        newest = -1
+        for c in trace.comms:
+            if not c.op.startswith(op) or c.ends is not None:
+                continue
+            at = bisect_right(calls, (c.start + CALL_US, -1)) - 1
+            if at <= newest or c.start - calls[at][0] > ISSUED_US:
+                continue
+            newest, m = at, messages[calls[at][1]]
+            c.group, c.seq, c.ends, c.bytes = m.group, m.number, m.ends, m.bytes
 
 
 def number_collectives(trace: Trace, entries: Sequence[Entry]) -> None:
@@ -62,21 +92,23 @@ def number_collectives(trace: Trace, entries: Sequence[Entry]) -> None:
 
 
 def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[Key, dict[int, Comm]]:
-    """Return by collective what each rank recorded of it.
+    """Return by collective, or message, what each rank recorded of it.
 
-    Collectives are joined by group and number; those without a number by their order, if all ranks have as many.
+    They are joined by group and number; those without a number by their order, if all ranks have as many. A message without
+    known ends is left out.
     """
     found: dict[Key, dict[int, Comm]] = defaultdict(dict)
     unnumbered: dict[tuple[str, str], dict[int, list[Comm]]] = defaultdict(lambda: defaultdict(list))
     for rank, trace in traces.items():
         low, high = windows[rank]
         for c in trace.comms:
-            if c.end <= low or c.start >= high or c.op.startswith(_MESSAGES):
+            if c.end <= low or c.start >= high or (is_message(c.op) and c.ends is None):
                 continue
+            op = c.op if c.ends is None else f"send {c.ends}"
             if c.seq is not None:
-                found[c.group or "", c.seq, c.op][rank] = c
+                found[c.group or "", c.seq, op][rank] = c
             elif low <= c.start:
-                unnumbered[c.group or "", c.op][rank].append(c)
+                unnumbered[c.group or "", op][rank].append(c)
     for (group, op), of_rank in unnumbered.items():
         if len(of_rank) > 1 and len({len(cs) for cs in of_rank.values()}) == 1:
             for rank, cs in of_rank.items():

@@ -1,7 +1,7 @@
 """The critical path of the recorded steps across ranks: which rank's work, and which transfers, set how long a step takes.
 
 From the end of the last step we go back in time, through the compute and the idle time of one rank, to the moment when it waited
-for communication and had nothing to compute. There the path is the collective that was in flight: *transfer* back to the moment
+for communication and had nothing to compute. There the path is the collective or message that was in flight: *transfer* back to the moment
 when its last rank came, and from there on the work of that rank. A collective that begins where another one ends was queued
 behind it. Communication that compute hides delays nothing and is not on the path.
 """

@@ -92,7 +92,7 @@ def _of_rank(rank: int, path: Path, offset_us: float, name: str) -> Iterator[Eve
 
 
 def _joins(offsets_us: Mapping[int, float], collectives: Mapping[Key, Mapping[int, Comm]]) -> Iterator[Event]:
-    """Return tracks of collectives in each rank's process, with arrows from the last rank to the others."""
+    """Return tracks of collectives in each rank's process, with arrows from the last rank, or the sender, to the others."""
     lanes: dict[
         int, list[float]
     ] = {}  # by rank: when the last slice of each track ends; slices of one track must not overlap
@@ -101,6 +101,8 @@ def _joins(offsets_us: Mapping[int, float], collectives: Mapping[Key, Mapping[in
         starts = {q: c.start + offsets_us[q] for q, c in of_rank.items()}
         late = max(starts, key=lambda q: starts[q])
         title = visible(f"{op} #{seq}" if seq >= 0 else op)
+        sender = next((q for q, c in of_rank.items() if c.op.startswith("send")), None)
+        source = late if sender is None else sender
         place = {}
         for rank, c in sorted(of_rank.items()):
             pid, at, span = FIRST_RANK + rank, starts[rank], c.end - c.start
@@ -115,7 +117,7 @@ def _joins(offsets_us: Mapping[int, float], collectives: Mapping[Key, Mapping[in
             yield {
                 "ph": "X",
                 "name": title,
-                "cat": "collective",
+                "cat": "collective" if sender is None else "message",
                 "pid": pid,
                 "tid": FIRST_TRACK + lane,
                 "ts": round(at, 3),
@@ -129,8 +131,15 @@ def _joins(offsets_us: Mapping[int, float], collectives: Mapping[Key, Mapping[in
                 },
             }
         for rank, (pid, tid, at, span) in place.items():
-            if rank != late:
-                arrow = {"name": "last rank", "cat": "join", "id": f"c{nth}.{rank}"}
-                yield {**arrow, "ph": "s", "pid": place[late][0], "tid": place[late][1], "ts": round(starts[late], 3)}
-                end = max(starts[late], at + span * 0.999)
+            if rank != source:
+                name = "last rank" if sender is None else "message"
+                arrow = {"name": name, "cat": "join", "id": f"c{nth}.{rank}"}
+                yield {
+                    **arrow,
+                    "ph": "s",
+                    "pid": place[source][0],
+                    "tid": place[source][1],
+                    "ts": round(starts[source], 3),
+                }
+                end = max(starts[source], at + span * 0.999)
                 yield {**arrow, "ph": "f", "bp": "e", "pid": pid, "tid": tid, "ts": round(end, 3)}

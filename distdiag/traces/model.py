@@ -128,7 +128,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str | None  # the rank that the others wait for, if it is mostly the same one
     collectives: list[CollectiveTimes]
     modules: list[ModuleTimes] = []
-    critical_path: CriticalPath | None = None  # None: ranks share no collective whose times are known
+    critical_path: CriticalPath | None = None  # None: ranks share no collective or message whose times are known
     comparison: Comparison | None
     trace: str | None  # merged, for ui.perfetto.dev
     notes: list[str]

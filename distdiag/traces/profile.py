@@ -10,10 +10,10 @@ import msgspec
 
 from distdiag.terms.ranks import fold_ranks
 from distdiag.traces import analyse
-from distdiag.traces.analyse import Entry, Key, Window
+from distdiag.traces.analyse import Entry, Key, Message, Window
 from distdiag.traces.critical_path import critical_path
 from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes
-from distdiag.traces.read import Comm, Trace
+from distdiag.traces.read import Comm, Trace, is_message
 from distdiag.traces.text import ms_text, place
 
 LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not listed
@@ -37,6 +37,7 @@ class Recorded:
     lines: Sequence[tuple[str, int, str, int]] = ()
     samples: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
 
 
 def profile_of(
@@ -64,6 +65,7 @@ def profile_of(
     windows: dict[int, Window] = {}
     for q, r in usable.items():
         analyse.number_collectives(r.trace, r.entries)
+        analyse.number_messages(r.trace, r.messages)
         ends = dict(r.boundaries)
         windows[q] = r.trace.us(ends[before]), r.trace.us(ends[last])
     steps = last - before
@@ -85,7 +87,7 @@ def profile_of(
         steps=steps,
         ranks=ranks,
         missing=missing,
-        verdict=_verdict(ranks, by_kind),
+        verdict=_verdict(ranks, [c for c in by_kind if not is_message(c.op)]),
         collectives=by_kind,
         modules=analyse.module_times({q: r.trace.comms for q, r in usable.items()}, computes, windows, steps),
         critical_path=critical_path(collectives, computes, windows, offsets, steps),

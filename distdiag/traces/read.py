@@ -41,6 +41,8 @@ class _Args(msgspec.Struct, gc=False):
     collective: Any = msgspec.field(default=None, name="Collective name")
     elements: Any = msgspec.field(default=None, name="In msg nelems")
     dtype: Any = msgspec.field(default=None, name="dtype")
+    src: Any = msgspec.field(default=None, name="Src Rank")
+    dst: Any = msgspec.field(default=None, name="Dst Rank")
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -71,7 +73,12 @@ class Op:
 
 @dataclass(slots=True)
 class Comm:
-    """One collective or message as one rank saw it."""
+    """One collective or message as one rank saw it.
+
+    Attributes:
+        seq: Its number in the group; of a message, among those with the same ends.
+        ends: Of a message: sender and receiver, `0->1`, and the tag if it is not 0.
+    """
 
     op: str
     start: float
@@ -81,6 +88,7 @@ class Comm:
     bytes: int | None = None
     thread: int | str | None = None
     module: str | None = None
+    ends: str | None = None
 
 
 @dataclass(slots=True)
@@ -229,4 +237,19 @@ def _comm(e: _Event, end: float) -> Comm:
     seq = a.seq if type(a.seq) is int and 0 <= a.seq < MAX_NS else None
     _, item = SCALAR_TYPES.get(a.dtype, ("", 0)) if isinstance(a.dtype, str) else ("", 0)
     size = a.elements * item if item and type(a.elements) is int and 0 <= a.elements < MAX_NS else None
-    return Comm(op, e.ts, end, short_text(a.group) or None, seq, size, e.tid)
+    ends = None
+    if is_message(op):
+        seq = None  # the two ends count differently
+        if is_rank(a.src) and is_rank(a.dst):
+            ends = message_ends(a.src, a.dst)
+    return Comm(op, e.ts, end, short_text(a.group) or None, seq, size, e.tid, ends=ends)
+
+
+def is_message(op: str) -> bool:
+    """True for a send or recv between two ranks."""
+    return op.startswith(("send", "recv"))
+
+
+def message_ends(src: int, dst: int, tag: int = 0) -> str:
+    """Return `0->1`, or `0->1 tag 3`."""
+    return f"{src}->{dst}" + (f" tag {tag}" if tag else "")

@@ -133,13 +133,15 @@ def test_other_strategies_are_profiled(tmp_path: Path, strategy: str) -> None:
         assert [r["rank"] for r in found["ranks"]] == [0, 1]
         assert all(r["compute_ms"] > 0 and r["comm_ms"] > 0 for r in found["ranks"])
         modules = {m["module"] for m in found["modules"]}
+        path = found["critical_path"]
+        parts = path["transfer_ms"] + sum(r["compute_ms"] + r["idle_ms"] for r in path["ranks"])
+        assert parts == pytest.approx(path["step_ms"])
         if strategy == "fsdp":
             assert {"features", "hidden", "classifier"} <= modules
-            path = found["critical_path"]
-            parts = path["transfer_ms"] + sum(r["compute_ms"] + r["idle_ms"] for r in path["ranks"])
-            assert parts == pytest.approx(path["step_ms"])
         else:
             assert modules == set()
+            assert {"send 0->1", "send 1->0"} <= {c["op"] for c in found["collectives"]}
+            _check_merged(Path(found["trace"]))
 
 
 def test_no_failure_of_a_profile_reaches_the_job(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distdiag.traces import merge, text
-from distdiag.traces.analyse import Entry
+from distdiag.traces.analyse import Entry, Message
 from distdiag.traces.intervals import both, length, union, without
 from distdiag.traces.profile import Recorded, profile_of
 from distdiag.traces.read import BadTrace, Trace, parse, read
@@ -229,6 +229,73 @@ def test_the_merged_trace_has_a_process_per_rank_and_arrows_from_the_late_one(tm
     for start, end in zip(arrows[::2], arrows[1::2], strict=True):
         assert start["id"] == end["id"]
         assert start["ts"] <= end["ts"]
+
+
+def pipeline(lost: int = 0) -> dict[int, Recorded]:
+    """Return two steps of 1,000 µs of two stages, two messages a step: rank 0 works for 300 µs before each.
+
+    Rank 0 is a message ahead when the recording begins. The first `lost` calls of rank 1 are not in its page any more.
+    """
+    note, ends = "user_annotation", [(9 + i, BASE_NS + i * 1_000_000) for i in range(3)]
+    sent, received, sends, recvs = [], [], [], []
+    for nth in range(4):
+        t = nth * 500.0
+        sent += [op("aten::mm", t, t + 300), op("gloo:send", t + 305, t + 330, cat=note)]
+        received += [op("gloo:recv", t + 100, t + 320, cat=note), op("aten::mm", t + 320, t + 450)]
+        sends.append(Message("send", "0", "0->1", 8 + nth, BASE_NS + int((t + 303) * 1e3), 4096))
+        recvs.append(Message("recv", "0", "0->1", 8 + nth, BASE_NS + int((t + 98) * 1e3), 4096))
+    return {
+        0: Recorded(parse(trace_file(*sent)), ends, messages=sends),
+        1: Recorded(parse(trace_file(*received)), [(n, ns + 10_000) for n, ns in ends], messages=recvs[lost:]),
+    }
+
+
+def test_messages_are_joined_and_on_the_critical_path(tmp_path: Path) -> None:
+    ranks = pipeline()
+    profile, messages, offsets = profile_of("run", 1, ranks, [], None, same_clock=True)
+    assert sorted(messages) == [("0", 8 + nth, "send 0->1") for nth in range(4)]
+    (row,) = profile.collectives
+    assert (row.op, row.per_step, row.bytes_per_step, row.late_rank) == ("send 0->1", 2, 8192, 0)
+    assert profile.ranks[1].wait_ms == pytest.approx(2 * 0.205)  # from its recv to the send
+    path = profile.critical_path
+    assert path is not None
+    by_rank = {r.rank: r for r in path.ranks}
+    assert by_rank[0].compute_ms == pytest.approx(4 * 0.3 / 2)  # each message waits for the first stage
+    assert by_rank[1].compute_ms == pytest.approx(0.13 / 2)  # its last work only
+    assert profile.verdict is None  # a stage waits for the one before it by design
+    files = {}
+    for rank in ranks:
+        files[rank] = tmp_path / f"rank_{rank}.json"
+        files[rank].write_bytes(trace_file(op("aten::mm", 0, 1)))
+    merge.write(tmp_path / "trace.json.gz", files, offsets, {}, messages)
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {e["name"] for e in events if e.get("cat") == "message"} == {f"send 0->1 #{8 + nth}" for nth in range(4)}
+    assert [(e["ph"], e["pid"]) for e in events if e.get("cat") == "join"] == [("s", 100), ("f", 101)] * 4
+
+
+def test_a_message_whose_call_is_not_known_is_not_joined_with_another() -> None:
+    _, messages, _ = profile_of("run", 1, pipeline(lost=2), [], None, same_clock=True)
+    assert sorted(messages) == [("0", 10, "send 0->1"), ("0", 11, "send 0->1")]
+    ranks = pipeline()
+    for r in ranks.values():
+        r.messages = ()
+    profile, messages, _ = profile_of("run", 1, ranks, [], None, same_clock=True)
+    assert (messages, profile.critical_path) == ({}, None)
+
+
+def test_messages_of_a_device_are_joined_by_the_ranks_in_their_events() -> None:
+    ranks = {}
+    for rank, name in enumerate(("send", "recv")):
+        ends = {"Collective name": name, "Src Rank": 0, "Dst Rank": 1, "Seq": 5 + rank, "Process Group Name": "pp"}
+        trace = parse(
+            trace_file(
+                op("gemm", 0, 100, cat="kernel"),
+                op("ncclDevKernel_SendRecv", 200 - 50 * rank, 300, tid=9, cat="kernel", **ends),
+            )
+        )
+        ranks[rank] = Recorded(trace, [(0, BASE_NS), (1, BASE_NS + 1_000_000)])
+    _, messages, _ = profile_of("run", 1, ranks, [], None)
+    assert [(key, sorted(of_rank)) for key, of_rank in messages.items()] == [(("pp", -1, "send 0->1"), [0, 1])]
 
 
 @pytest.mark.parametrize(

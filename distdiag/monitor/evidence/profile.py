@@ -12,16 +12,18 @@ import math
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distdiag.diagnosis.model.snapshot import Call
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask, dump
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import profile_files
-from distdiag.page.layout import LifeWord, Phase
+from distdiag.page.layout import CALLS, LifeWord, Phase
 from distdiag.page.profile_files import DONE, FAILED, MAX_NUMBER, RECORDING, SAVING, Answer, Request
 from distdiag.terms.ranks import fold_ranks
 
@@ -40,6 +42,9 @@ class Asked:
     entries: dict[tuple[str, int], ask.Entry] = field(
         default_factory=dict
     )  # of its flight recorder, right after the profile
+    messages: list[tuple[Call, int]] = field(
+        default_factory=list
+    )  # its newest sends and recvs, and the wall clock of each
     problem: str = ""  # why there is no trace
     in_time: bool = True
 
@@ -189,6 +194,8 @@ def _settled(a: Asked, v: RankView, taken: Taken, over: bool, deadline_ns: int) 
         if answer.state == FAILED:
             a.problem = answer.detail or "it failed"
             return True
+        if answer.state in (SAVING, DONE) and not a.messages:
+            a.messages = _messages(v)
         if answer.state == DONE:
             a.entries = _flight_entries(v)
             return True
@@ -229,6 +236,18 @@ def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
     except Exception:  # without it, only the collectives' numbers are missing
         return {}
     return record.entries if record is not None else {}
+
+
+def _messages(v: RankView) -> list[tuple[Call, int]]:
+    """Return the sends and recvs in the rank's page, each with the wall clock of its call."""
+    try:
+        view = RankView.open(v.reader.path, v.start_ns)
+        view.calls = deque(maxlen=CALLS)
+        view.refresh(0.0)
+        wall_ns = time.time_ns() - time.monotonic_ns() + v.start_ns
+        return [(c, wall_ns + int(c.entered_s * 1e9)) for c in view.calls if c.p2p and c.entered_s is not None]
+    except Exception:  # a damaged page; only the messages' other ends are missing
+        return []
 
 
 def exit_code(taken: Taken) -> ExitCode:
