@@ -11,7 +11,7 @@ import pytest
 from distdiag.diagnosis.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 from tests.diagnosis.test_dumps import only, quiet, summary, trained
-from tests.diagnosis.test_dumps_more import SECOND_NS, begin, diagnose
+from tests.diagnosis.test_dumps_order import SECOND_NS, begin, diagnose
 
 HOUR_S = 3600.0  # files are copied this much later
 

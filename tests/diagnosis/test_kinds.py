@@ -31,6 +31,11 @@ def test_every_kind_has_one_rule_in_a_file_of_its_name() -> None:
     assert len(set(names)) == len(names) and set(names) == files == set(KINDS) - WITHOUT_RULE
 
 
+def test_every_rule_has_tests_in_a_file_of_its_name() -> None:
+    names = {p.stem.removeprefix("test_") for p in (Path(__file__).parent / "rules").glob("test_*.py")}
+    assert {rule.kind.name for rule in RULES} - {"deadlock"} <= names  # deadlocks have several files
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind.name)
 def test_every_limit_is_frozen_and_documented(rule: rules.Rule) -> None:
     assert dataclasses.is_dataclass(rule.limits) and type(rule.limits).__dataclass_params__.frozen  # pyright: ignore

@@ -14,7 +14,7 @@ from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
 from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
-from tests.diagnosis.test_conditions import FILE, places
+from tests.diagnosis.test_rank_condition import FILE, places
 from tests.diagnosis.waits import call, key, only, rank, snapshot
 
 

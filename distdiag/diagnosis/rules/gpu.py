@@ -1,6 +1,6 @@
 """gpu: errors that a card's driver reports, a slowed card, and one that is idle while the job runs or busy while it hangs.
 
-Faulty jobs: none in the collection, which runs without a GPU (tests/diagnosis/test_gpu_rule.py). Healthy look-alikes: all.
+Faulty jobs: none in the collection, which runs without a GPU (tests/diagnosis/rules/test_gpu.py). Healthy look-alikes: all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks with different calls in one collective, on hand-written snapshots: one situation of a real job each."""
+"""mismatch and deadlock: different calls in one collective, on hand-written snapshots of one situation of a real job each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from distdiag.diagnosis.model.snapshot import (
+    Call,
+    Life,
+    RankState,
+    Site,
+)
 from tests.diagnosis.made import proved
 from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
 

@@ -1,27 +1,17 @@
-"""Rules on memory and cards, and on collectives that completed with mixed-up values."""
+"""memory: growth, imbalance, and how much is left."""
 
 from __future__ import annotations
 
-import msgspec
-import pytest
-
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
-    Call,
-    CompletedConflict,
-    Site,
     Snapshot,
 )
-from distdiag.diagnosis.rules import gpu, memory, mismatch
-from tests.diagnosis.made import CARD, GIB, findings, job, of_kind, only, rank
+from distdiag.diagnosis.rules import memory
+from tests.diagnosis.made import GIB, findings, job, of_kind, only, rank
 
 
 def findings_of(s: Snapshot) -> list[Finding]:
     return findings(s, memory)
-
-
-def cards(s: Snapshot) -> list[Finding]:
-    return findings(s, gpu)
 
 
 def test_growth_needs_steady_growth_after_the_first_steps() -> None:
@@ -100,19 +90,6 @@ def test_imbalance_is_relative_to_the_hosts_memory() -> None:
     assert holds(1e9, host=500e9) == []
 
 
-def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
-    def call(dtype: str, line: int) -> Call:
-        return Call(
-            op="all_reduce", group="default_pg", seq=3, dtype=dtype, shape=(4,), site=Site("/job/m.py", line, "f")
-        )
-
-    conflict = CompletedConflict(
-        "default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)}
-    )
-    f = only(mismatch.completed(job(rank(0), rank(1), rank(2), completed_conflicts=(conflict,))))
-    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9
-
-
 def headroom(*used_gib: float | None, card_gib: float | None = 80.0) -> list[Finding]:
     total = None if card_gib is None else int(card_gib * GIB)
     ranks = [
@@ -132,19 +109,3 @@ def test_a_card_with_room_or_unknown_size_is_no_finding() -> None:
     assert headroom(40.0, 75.0) == []  # 94 %: tuned to be nearly full
     assert headroom(None, None) == []
     assert headroom(78.0, 78.0, card_gib=None) == []
-
-
-def test_a_card_on_fewer_pcie_lanes_is_reported() -> None:
-    f = only(cards(job(rank(0), rank(1), gpus=(CARD,))))
-    assert (f.kind, f.cause, f.severity, f.culprits) == ("gpu", "pcie_degraded", "warning", (1,))
-    assert "x8 of x16" in f.message and "distdiag probe gpu" in f.advice
-    unused = msgspec.structs.replace(CARD, rank=None)  # a card without a rank: reported, and nobody is blamed
-    assert only(cards(job(rank(0), rank(1), gpus=(unused,)))).culprits == ()
-
-
-@pytest.mark.parametrize(
-    ("width", "most"), [(16, 16), (8, 8), (None, 16), (8, None), (None, None)], ids=lambda w: f"x{w}"
-)
-def test_full_or_unknown_pcie_width_is_no_finding(width: int | None, most: int | None) -> None:
-    card = msgspec.structs.replace(CARD, pcie_width=width, pcie_width_max=most)
-    assert cards(job(rank(0), rank(1), gpus=(card,))) == []

@@ -1,4 +1,4 @@
-"""Cycles of waiting ranks, on hand-written snapshots: one situation of a real job each."""
+"""deadlock: cycles of waiting ranks, on hand-written snapshots of one situation of a real job each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlocks with ranks that have ended, on hand-written snapshots: one situation of a real job each."""
+"""deadlock: ranks that have ended, on hand-written snapshots of one situation of a real job each."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import pytest
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.exposed import gradients
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Model
+from distdiag.diagnosis.model.snapshot import Arrival, Buckets, DdpTime, Model
 from distdiag.diagnosis.rules import comm_bound
-from tests.diagnosis.made import findings, job, only, rank, steps
+from tests.diagnosis.made import findings, job, only, rank, speeds, steps
 
 MIB = 1 << 20
 BUCKETS = Buckets(bytes=100 * MIB, buckets=4, bucket_bytes=(25 * MIB,) * 4, dtypes="float")
@@ -115,3 +115,17 @@ def test_a_straggler_explains_comm_bound() -> None:
     shared = Finding(kind="comm_bound", severity="info", victims=(0, 1))
     for new in (True, False):
         assert kinds.explains(straggler, shared, new) and not kinds.explains(shared, straggler, new)
+
+
+def arrivals(shared_ms: float, period_ms: float = 50.0, n: int = 60) -> tuple[Arrival, ...]:
+    return tuple(
+        Arrival("default_pg", k, "all_reduce", k * period_ms / 1e3, 1.0, k % 2, shared_ms + 1, shared_ms)
+        for k in range(1, n + 1)
+    )
+
+
+def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks() -> None:
+    f = only(speeds(job(rank(0), rank(1), arrivals=arrivals(30.0))))
+    assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
+    assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
+    assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second is too little

@@ -1,4 +1,4 @@
-"""Rules on ranks that keep others waiting."""
+"""stall: ranks that keep others waiting, unusually long."""
 
 from __future__ import annotations
 

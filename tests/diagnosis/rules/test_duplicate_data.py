@@ -1,0 +1,121 @@
+"""duplicate_data: ranks or epochs with the same batches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Call, Loader, Sample, Snapshot
+from distdiag.diagnosis.rules import duplicate_data
+from tests.diagnosis.made import findings, job, loader, of_kind, only, rank
+
+
+def data(s: Snapshot, source: str | None) -> list[Finding]:
+    return findings(s, duplicate_data, source=lambda _: source)
+
+
+PLAIN = "def main():\n    for x, y in loader:\n        step(x, y)\n"
+
+
+def prints(seed: int) -> tuple[int, ...]:
+    r = random.Random(seed)
+    return tuple(r.getrandbits(64) | 1 << 40 | 1 for _ in range(6))
+
+
+def duplicates(a: Loader, b: Loader) -> list[Finding]:
+    return [f for f in data(job(rank(0, loaders=(a,)), rank(1, loaders=(b,))), PLAIN) if f.kind == "duplicate_data"]
+
+
+def test_the_same_batches_on_two_ranks_are_reported() -> None:
+    f = only(duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(1))))
+    assert f.cause == "same_batches_on_ranks" and f.victims == (0, 1)
+    assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
+
+
+@pytest.mark.parametrize(
+    ("dataset_length", "severity"),
+    [(1000, "warning"), (None, "info")],
+    ids=["one data set for all", "a stream of each rank's own"],
+)
+def test_the_same_labels_with_other_values_prove_nothing(dataset_length: int | None, severity: str) -> None:
+    a, b = prints(1), prints(2)
+    same_labels = tuple(x >> 32 << 32 | y & 0xFFFFFFFF for x, y in zip(a, b, strict=True))
+    f = only(
+        duplicates(
+            loader(first_fingerprints=a, dataset_length=dataset_length),
+            loader(first_fingerprints=same_labels, dataset_length=dataset_length),
+        )
+    )
+    assert (f.certainty, f.severity) == ("suspected", severity) and "same labels" in f.message
+
+
+def test_synthetic_inputs_that_are_equal_are_info() -> None:
+    fed = loader(fed=True, length=None, first_fingerprints=prints(1))
+    f = only(duplicates(fed, fed))
+    assert (f.severity, f.victims) == ("info", (0, 1)) and "seed" in f.advice
+    assert duplicates(fed, loader(fed=True, length=None, first_fingerprints=prints(2))) == []
+
+
+def test_a_loader_is_preferred_to_inputs_recorded_without_one() -> None:
+    def both(seed: int) -> tuple[Loader, ...]:
+        return loader(fed=True, batches=1000, first_fingerprints=prints(1)), loader(first_fingerprints=prints(seed))
+
+    s = job(rank(0, loaders=both(2)), rank(1, loaders=both(3)))
+    assert [f for f in data(s, PLAIN) if f.kind == "duplicate_data"] == []
+
+
+def test_a_missing_set_epoch_is_reported_only_if_the_sampler_shuffles() -> None:
+    def again(seed: int, shuffle: bool) -> Loader:
+        return loader(
+            distributed_sampler=True, shuffle=shuffle, iterations_started=2, first_fingerprints=prints(seed),
+            previous_fingerprints=prints(seed), sampler_epoch=0,
+        )  # fmt: skip
+
+    assert only(duplicates(again(1, True), again(2, True))).cause == "same_order_every_epoch"
+    assert duplicates(again(1, False), again(2, False)) == []
+
+
+def test_a_sampler_that_stays_at_epoch_0_is_reported_although_values_are_augmented() -> None:
+    def still(epoch: int, changed: int) -> list[Finding]:
+        labels = [7, 7, 8, 9, 9, 7]  # few classes
+        first = tuple(label << 32 | 1 + k for k, label in enumerate(labels))
+        before = tuple(label + changed << 32 | 99 + k for k, label in enumerate(labels))
+        more = {"shuffle": True, "distributed_sampler": True, "iterations_started": 4, "sampler_epoch": epoch}
+        x = loader(first_fingerprints=first, previous_fingerprints=before, **more)
+        found = data(job(*(rank(q, loaders=(x,)) for q in (0, 1))), PLAIN)
+        return [f for f in found if f.cause == "same_order_every_epoch"]
+
+    assert only(still(0, 0)).victims == (0, 1)
+    assert still(3, 0) == [] and still(0, 1) == []
+
+
+def without_group(difference: float, *ops: str) -> list[Finding]:
+    """Return the findings of ranks with the same loader and no DDP; rank 1's checksums differ."""
+    ranks = [
+        rank(
+            q,
+            models=(),
+            loaders=(loader(first_fingerprints=prints(1)),),
+            samples=tuple(Sample("parameters", k, k + q * difference) for k in (2, 4, 8, 16)),
+            calls=tuple(Call(op=op, group="default_pg", seq=None) for op in ops),
+        )
+        for q in (0, 1)
+    ]
+    return of_kind(data(job(*ranks, groups={}), PLAIN), "duplicate_data")
+
+
+def test_ranks_without_a_process_group_that_do_the_same_work_are_reported() -> None:
+    f = only(without_group(0.0))
+    assert f.severity == "warning" and "no process group" in f.message
+    assert without_group(0.1) == []  # a sweep over settings
+    assert without_group(0.0, "init_process_group") == []
+
+
+@pytest.mark.parametrize(("fits", "advice"), [(True, "seed NumPy"), (False, "the right rank and num_replicas")])
+def test_equal_batches_from_a_correct_sampler_come_from_the_dataset(fits: bool, advice: str) -> None:
+    prints = tuple(n << 32 | n for n in range(1, 7))
+    same = loader(distributed_sampler=True, sampler_fits=fits, first_fingerprints=prints)
+    f = only(findings(job(rank(0, loaders=(same,)), rank(1, loaders=(same,))), duplicate_data))
+    assert f.cause == "same_batches_on_ranks" and advice in f.advice

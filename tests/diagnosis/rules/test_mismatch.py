@@ -1,0 +1,161 @@
+"""mismatch: ranks that the backend aborted because their calls did not fit, and collectives that completed although they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
+    Call,
+    CompletedConflict,
+    Group,
+    Life,
+    RankState,
+    Site,
+    Snapshot,
+)
+from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
+from tests.diagnosis.made import LOOP, findings, job, only, proved, rank
+
+
+def ended(s: Snapshot, **known: Any) -> list[Finding]:
+    return findings(s, timeout, mismatch, deadlock, rank_lost, **known)
+
+
+@pytest.mark.parametrize(("log", "culprits"), [((61, 121, 181), (1,)), ((61, 121, 170), (0,)), ((1, 50, 121, 170), ())])
+def test_in_an_abort_by_gloo_the_rhythm_decides_between_two_sites(
+    log: tuple[int, ...], culprits: tuple[int, ...]
+) -> None:
+    """Rank 0 was in a call that both know, rank 1 in the next backward: was that call due, or too early?"""
+    call = Call(op="all_reduce", group="default_pg", seq=log[-1], site=Site("/job/train.py", 8, "log"), shape=(4,))
+    before = {"default_pg": {"/job/train.py:8": log[:-1]}}
+    sites = {"/job/train.py:8": 3, f"{LOOP.file}:{LOOP.line}": 170}
+    s = job(
+        rank(0, life=Life.KILLED, signal=6, ended_s=40.0, ended_waiting=True, place=call.site, calls=(call,), sites=sites,
+             visits={"default_pg": {"/job/train.py:8": log}}),
+        rank(1, life=Life.CRASHED, exception="RuntimeError: Connection reset by peer", ended_s=40.1, place=LOOP, sites=sites,
+             visits=before),
+    )  # fmt: skip
+    s = msgspec.structs.replace(s, groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")})
+    f = only(ended(s))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", culprits)
+    assert ("collectives" in f.message) == bool(culprits)
+
+
+def on_device(q: int, **more: Any) -> RankState:
+    """Return a rank on NCCL whose device had an all_reduce open for 6 seconds until the rank ended at 20.0."""
+    call = Call(op="all_reduce", group="default_pg", seq=7, entered_s=14.0, left_s=14.0, on_device=True)
+    return rank(q, **{
+        "calls": (call,), "queued": (call,), "wait_measured": False, "ended_waiting": True, "life": Life.KILLED, "signal": 6,
+        "ended_s": 20.0, "enqueued": {"default_pg": 7}, "completed": {"default_pg": 6}, **more,
+    })  # fmt: skip
+
+
+def test_a_rank_that_is_killed_before_the_others_watchdogs_abort_them_is_lost() -> None:
+    killed = rank(1, life=Life.KILLED, signal=9, ended_s=13.0, wait_measured=False)
+    f = only(ended(job(on_device(0), killed)))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "killed", (1,))
+
+
+def test_ranks_that_died_of_a_mismatch_are_shown_at_the_call() -> None:
+    metric, backward = Site("/job/train.py", 6, "log_metric"), Site("/job/train.py", 15, "main")
+    calls = {q: Call(op="all_reduce", group="default_pg", seq=7, dtype=d, shape=(1,), site=metric, entered_s=99.0)
+             for q, d in ((0, "int64"), (1, "float32"))}  # fmt: skip
+    s = job(
+        rank(
+            0,
+            life="crashed",
+            place=backward,
+            enqueued={"default_pg": 7},
+            calls=(calls[0],),
+            exception="RuntimeError: reset",
+        ),
+        rank(1, life="killed", signal=6, place=backward, enqueued={"default_pg": 7}, calls=(calls[1],)),
+    )
+    f = only(proved(s))
+    assert (f.kind, f.cause) == ("mismatch", "dtype")
+    assert {(w.rank, w.line) for w in (*f.where, *f.waiting)} == {(0, 6), (1, 6)}
+
+
+@pytest.mark.parametrize(("usual", "odd"), [((8, 8), (1,)), ((9, 8), ())])
+def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual: tuple[int, int], odd: tuple) -> None:
+    route = Site("/job/train.py", 5, "route")
+
+    def call(seq: int, shape: tuple[int, int], completed_s: float | None) -> Call:
+        return Call(op="all_to_all_single", group="default_pg", seq=seq, shape=shape, site=route, entered_s=seq + 90.0,
+                    completed_s=completed_s)  # fmt: skip
+
+    ends = {
+        0: {"life": "killed", "signal": 6},
+        1: {"life": "crashed", "exception": "RuntimeError: Connection reset by peer"},
+    }
+    last = {0: (8, 8), 1: (9, 8)}
+    before = {0: (8, 8), 1: usual}
+    s = job(
+        *(
+            rank(
+                q, place=route, ended_waiting=True, ended_s=99.0, enqueued={"default_pg": 7}, **ends[q],
+                calls=(*(call(n, before[q], n + 90.1) for n in (4, 5, 6)), call(7, last[q], None)),
+            )
+            for q in (0, 1)
+        )
+    )  # fmt: skip
+    f = only(findings(s, mismatch, rank_lost))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", odd)
+    assert "rank 0 8x8, rank 1 9x8" in f.message and "split sizes" in f.advice
+
+
+def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
+    """Stages of a pipeline: no collective is involved."""
+
+    def stage(q: int, op: str, line: int, **end: Any) -> RankState:
+        site = Site("/job/train.py", line, "run")
+        message = Call(op=op, group="default_pg", peer=1 - q, nth=9, shape=(4,), site=site, entered_s=98.0)
+        return rank(q, place=site, ended_waiting=True, ended_s=99.0, calls=(message,), **end)
+
+    s = job(
+        stage(0, "irecv", 49, life="killed", signal=6),
+        stage(1, "isend", 57, life="crashed", exception="RuntimeError: Connection reset by peer"),
+    )
+    f = only(findings(s, mismatch, rank_lost))
+    assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
+    assert "collective" not in f.message + f.advice
+
+
+def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:
+    """torchrun's SIGTERM may arrive before the exception of the rank that lost its peer."""
+    validate, backward = Site("/job/train.py", 14, "reduce_mean"), Site("/job/train.py", 38, "main")
+    aborted = rank(
+        0,
+        life="killed",
+        signal=6,
+        ended_s=99.0,
+        ended_waiting=True,
+        place=validate,
+        sites={validate.key: 1, backward.key: 60},
+    )
+    swept = rank(
+        1, life="killed", signal=15, ended_s=99.1, ended_waiting=True, place=backward, sites={backward.key: 60}
+    )
+    f = only(findings(job(aborted, swept), mismatch, rank_lost))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("mismatch", "shape", (0,), (1,))
+    busy = msgspec.structs.replace(
+        swept, ended_waiting=False
+    )  # killed in its own code, which shows nothing about the call
+    assert only(findings(job(aborted, busy), mismatch, rank_lost)).kind == "rank_lost"
+
+
+def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
+    def call(dtype: str, line: int) -> Call:
+        return Call(
+            op="all_reduce", group="default_pg", seq=3, dtype=dtype, shape=(4,), site=Site("/job/m.py", line, "f")
+        )
+
+    conflict = CompletedConflict(
+        "default_pg", 3, "dtype", {0: call("float64", 5), 1: call("int64", 9), 2: call("float64", 5)}
+    )
+    f = only(mismatch.completed(job(rank(0), rank(1), rank(2), completed_conflicts=(conflict,))))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9

@@ -1,0 +1,37 @@
+"""nonfinite: values that are not finite, by the rank that had them first."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
+    Sample,
+    Snapshot,
+)
+from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
+from tests.diagnosis.made import LOOP, findings, job, only, rank
+
+
+def found_in(s: Snapshot) -> list[Finding]:
+    return findings(s, unused_parameters, replica_drift, nonfinite)
+
+
+def test_the_rank_with_the_first_nonfinite_loss_is_named() -> None:
+    s = job(
+        rank(0, samples=(Sample("nonfinite_gradient", 12, float("nan")), Sample("nonfinite_loss", 13, float("nan")))),
+        rank(1, samples=(Sample("nonfinite_loss", 12, float("inf"), site=LOOP),)),
+    )
+    f = only([f for f in found_in(s) if f.kind == "nonfinite"])
+    assert (f.cause, f.culprits, f.step) == ("loss", (1,), 12) and "inf" in f.message
+    both = job(*(rank(q, samples=(Sample("nonfinite_loss", 12, float("nan")),)) for q in range(2)))
+    f = only([f for f in found_in(both) if f.kind == "nonfinite"])
+    assert (f.culprits, f.victims) == ((), (0, 1))  # a collective in forward, or a too high rate: no rank was first
+
+
+def test_a_nonfinite_loss_in_a_trial_of_one_rank_is_info() -> None:
+    """It is an error once others have it, too: then the ranks train one model after all."""
+    mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
+    f = only([f for f in found_in(job(rank(0), mine)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("info", (1,)) and "trains alone" in f.message
+    other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
+    f = only([f for f in found_in(job(other, mine)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("error", (1,))

@@ -1,0 +1,149 @@
+"""rank_lost: which of several ended ranks is the cause, and of what it died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distdiag.diagnosis.job_state import job_state
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
+    Life,
+    RankState,
+    Site,
+    Snapshot,
+)
+from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
+from distdiag.diagnosis.waits.graph import build
+from tests.diagnosis.made import findings, job, only, rank
+
+
+def ended(s: Snapshot, **known: Any) -> list[Finding]:
+    return findings(s, timeout, mismatch, deadlock, rank_lost, **known)
+
+
+def how_it_ended(*ranks: RankState) -> str:
+    s = job(*ranks)
+    return job_state(s, build(s), [], final=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [
+        ({"life": Life.KILLED, "signal": 15}, "SIGTERM"),
+        ({"life": Life.KILLED, "signal": 2}, "SIGINT"),
+        ({"life": Life.CRASHED, "exception": "KeyboardInterrupt"}, "SIGINT"),
+    ],
+)
+def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, Any], name: str) -> None:
+    text = how_it_ended(rank(0, ended_s=9.0, **end), rank(1, life=Life.KILLED, signal=15, ended_s=9.2))
+    assert text == f"stopped by {name} (from the launcher or a person)"
+    crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
+    assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
+
+
+def test_the_text_of_an_exception_is_cut_between_words() -> None:
+    text = how_it_ended(rank(0, life=Life.CRASHED, exception="ValueError: " + "label " * 60, ended_s=9.0))
+    assert text.endswith("label label …; 1 of 1 failed") and len(text) < 160
+
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"
+
+
+def test_ranks_that_could_not_connect_blame_nobody() -> None:
+    text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
+    crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
+    s = job(crashed, rank(1, life=Life.KILLED, signal=15, ended_s=9.5))
+    f = only(ended(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
+    assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+
+
+def test_the_first_end_that_is_not_an_echo_is_the_cause() -> None:
+    s = job(
+        rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
+        rank(1, life=Life.CRASHED, exception="IndexError: list index out of range", ended_s=9.1),
+        rank(2, life=Life.KILLED, signal=15, ended_s=9.5),
+    )
+    f = only(ended(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (1,), (0, 2))
+    assert "IndexError" in f.message
+
+
+def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
+    s = job(
+        *(rank(q, life=Life.CRASHED, exception="NameError: name 'x' is not defined", ended_s=9.0) for q in range(3))
+    )
+    assert only(ended(s)).culprits == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
+def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
+    s = job(
+        rank(0, life=Life.KILLED, signal=number, ended_s=9.0), rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2)
+    )
+    f = only(ended(s))
+    assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
+
+
+@pytest.mark.parametrize(("last_beat_s", "culprits"), [(8.9, (1,)), (9.3, ())])
+def test_a_kill_after_a_later_heartbeat_is_not_the_cause_of_a_closed_connection(
+    last_beat_s: float, culprits: tuple[int, ...]
+) -> None:
+    s = job(
+        rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),
+        rank(1, life=Life.KILLED, signal=9, ended_s=9.4, heartbeat_age_s=10.0 - last_beat_s),
+        t_s=10.0,
+    )
+    assert tuple(q for f in ended(s) for q in f.culprits) == culprits
+
+
+@pytest.mark.parametrize("number", [2, 9, 15])
+def test_a_job_ended_from_outside_has_no_finding(number: int) -> None:
+    s = job(*(rank(q, life=Life.KILLED, signal=number, ended_s=9.0 + q / 10) for q in range(3)))
+    assert ended(s) == []
+
+
+def test_a_rank_that_finished_early_is_the_cause_of_the_others_errors() -> None:
+    s = job(
+        rank(0, life=Life.FINISHED, ended_s=8.0, step=48),
+        rank(
+            1,
+            life=Life.CRASHED,
+            exception=CLOSED,
+            ended_s=9.0,
+            enqueued={"default_pg": 60},
+            completed={"default_pg": 59},
+        ),
+    )
+    f = only(ended(s))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "rank_finished", (0,), (1,))
+
+
+UNUSED = "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss"
+
+
+def test_a_failed_job_always_has_a_finding() -> None:
+    """DDP's refusal without names, in a library's words; and a job of which only the echoes were seen."""
+    refused = job(*(rank(q, life=Life.CRASHED, exception=UNUSED, ended_s=9.0, models=()) for q in range(2)))
+    f = only(ended(refused))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "crashed", (0, 1))
+    assert "find_unused_parameters" in f.advice
+    echoes = job(*(rank(q, life=Life.CRASHED, exception=CLOSED, ended_s=9.0) for q in range(2)))
+    f = only(ended(echoes))
+    assert (f.kind, f.culprits, f.victims) == ("rank_lost", (), (0, 1))
+    assert f.certainty == "suspected"
+
+
+def test_a_job_that_was_ended_from_outside_blames_nobody() -> None:
+    assert ended(job(*(rank(q, life=Life.KILLED, signal=15, ended_s=9.0) for q in range(2)))) == []
+
+
+def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
+    source = "def train():\n    if not isfinite(loss):\n        print(loss)\n        sys.exit(1)\n"
+    place = Site("/job/engine.py", 4, "train")
+    s = job(rank(0), rank(1, life=Life.CRASHED, exit_code=1, ended_s=9.0, place=place, user_stack=(place,)))
+    f = only(ended(s, source=lambda _: source))
+    assert (f.kind, f.culprits) == ("rank_lost", (1,))
+    assert "exit code 1 at engine.py:4 in train, under `if not isfinite(loss)` at line 2" in f.message

@@ -1,0 +1,119 @@
+"""uneven_batches: ranks with other numbers or sizes of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Call, Life, Snapshot, Step
+from distdiag.diagnosis.rules import deadlock, straggler, uneven_batches
+from tests.diagnosis.made import LOOP, MODEL, findings, job, loader, of_kind, only, rank, steps
+
+
+def data(s: Snapshot, source: str | None) -> list[Finding]:
+    return findings(s, uneven_batches, source=lambda _: source)
+
+
+PLAIN = "def main():\n    for x, y in loader:\n        step(x, y)\n"
+
+
+def uneven(source: str, **second: Any) -> list[Finding]:
+    s = job(rank(0, loaders=(loader(),)), rank(1, loaders=(loader(length=90),), **second))
+    return [f for f in data(s, source) if f.cause == "count"]
+
+
+def test_unequal_loader_lengths_are_reported_before_the_hang() -> None:
+    f = only(uneven(PLAIN))
+    assert (f.culprits, f.victims, f.severity) == ((1,), (0,), "error")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def main():\n    for x, y in loader:\n        if step(x, y):\n            break\n",
+        "def main():\n    for x, y in islice(loader, 50):\n        step(x, y)\n",
+        "def main():\n    for i, b in zip(range(50), loader):\n        step(b)\n",
+        "def main():\n    for x, y in loader:\n        try:\n            return step(x)\n        finally:\n            pass\n",
+        "not python at all (",
+    ],
+)
+def test_a_loop_that_may_end_early_is_not_judged(source: str) -> None:
+    assert uneven(source) == []
+
+
+def test_a_break_of_an_inner_loop_does_not_end_the_outer_one() -> None:
+    assert uneven("def main():\n    for x, y in loader:\n        for _ in range(3):\n            break\n")
+
+
+def test_join_makes_uneven_inputs_legal() -> None:
+    assert uneven(PLAIN, in_join=True) == []
+
+
+def of_size(*sizes: int, n: int = 40) -> tuple[Step, ...]:
+    """Return steps with these local batch sizes, repeated."""
+    return tuple(
+        msgspec.structs.replace(x, batch=sizes[k % len(sizes)], samples=sizes[k % len(sizes)])
+        for k, x in enumerate(steps(n=n))
+    )
+
+
+def of_sizes(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
+    ranks = [rank(q, steps=x, loaders=(loader(),), **more) for q, x in enumerate(of_ranks)]
+    return of_kind(data(job(*ranks), None), "uneven_batches")
+
+
+def test_the_rank_with_another_batch_size_is_named() -> None:
+    f = only(of_sizes(of_size(8), of_size(8), of_size(2)))
+    assert (f.cause, f.severity, f.certainty) == ("size", "warning", "proved")
+    assert (f.culprits, f.victims) == ((2,), (0, 1))
+    assert (f.where[0].rank, f.where[0].line) == (2, 2)  # the site of its loader
+    assert "4.0x" in f.cost
+
+
+def test_a_rank_that_shadows_collectives_has_no_wrong_batch_size() -> None:
+    """Its steps have a loss of zero (a batch of one), and take no time, so that the others need not wait for it."""
+
+    def shadow(zeros: int) -> tuple[Step, ...]:
+        xs = of_size(1)
+        return tuple(msgspec.structs.replace(x, loss=0.0 if k >= len(xs) - zeros else 1.0) for k, x in enumerate(xs))
+
+    assert of_sizes(of_size(8), shadow(60)) == []
+    assert [f.cause for f in of_sizes(of_size(8), shadow(1))] == ["size"]  # a loss may occasionally be zero
+    late = rank(1, steps=steps(80.0, "other", seed=1))
+    idle = [msgspec.structs.replace(x, loss=0.0) for x in steps(wait_ms=80.0)]
+    assert of_kind(findings(job(rank(0, steps=tuple(idle)), late), straggler), "straggler") == []
+    assert of_kind(findings(job(rank(0, steps=steps(wait_ms=80.0)), late), straggler), "straggler") != []
+
+
+def test_two_ranks_with_different_batch_sizes_blame_nobody() -> None:
+    f = only(of_sizes(of_size(8), of_size(4)))
+    assert (f.cause, f.culprits, f.victims) == ("size", (), (0, 1)) and {w.rank for w in f.where} == {0, 1}
+
+
+def test_equal_varying_or_unknown_batch_sizes_are_no_finding() -> None:
+    assert of_sizes(of_size(8), of_size(8)) == []
+    assert of_sizes(of_size(8), of_size(*[8] * 19, 3)) == []  # the last batch of each epoch is smaller
+    assert of_sizes(of_size(8, 5), of_size(6, 3)) == []  # a token budget
+    assert of_sizes(of_size(8), of_size(4, n=20)) == []  # too few steps
+    assert of_sizes(of_size(8), of_size(0)) == []  # not measured
+    apart = msgspec.structs.replace(MODEL, synced_backwards=0)
+    assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged
+
+
+def test_the_rank_that_ran_out_first_is_named_although_lengths_are_equal() -> None:
+    """Rank 0 has left the loop after 45 batches; rank 1 is in the step of its 45th and has more."""
+    out, more = loader(length=None, batches=45, exhausted=True), loader(length=None, batches=45)
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=5.0, site=LOOP)
+    crashed = {"life": Life.CRASHED, "exception": "RuntimeError: Connection closed by peer", "ended_s": 99.0}
+    s = job(
+        rank(0, loaders=(out,), life=Life.FINISHED, ended_s=98.0), rank(1, loaders=(more,), calls=(waits,), **crashed)
+    )
+    f = only(findings(s, deadlock, uneven_batches))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("uneven_batches", "count", (0,), (1,))
+    assert (
+        f.message.startswith("rank 0 ran out of batches after 45")
+        and "rank 1 hangs: rank 0 has no batch left" in f.cost
+    )

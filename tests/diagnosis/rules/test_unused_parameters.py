@@ -1,0 +1,182 @@
+"""unused_parameters: parameters without gradient, and a search for them that never finds any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import (
+    Buckets,
+    Call,
+    DdpTime,
+    Model,
+    Site,
+    Snapshot,
+)
+from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
+from tests.diagnosis.made import MODEL, findings, job, of_kind, only, rank
+
+
+def found_in(s: Snapshot) -> list[Finding]:
+    return findings(s, unused_parameters, replica_drift, nonfinite)
+
+
+def test_unused_parameters_are_named_and_are_errors_only_where_ddp_will_refuse() -> None:
+    unused = msgspec.structs.replace(
+        MODEL, unused=(("head.weight", 40), ("head.bias", 4)), unused_hits=3, unused_step=9
+    )
+    f = only(
+        [
+            f
+            for f in found_in(job(rank(0, models=(unused,)), rank(1, models=(unused,))))
+            if f.kind == "unused_parameters"
+        ]
+    )
+    assert (f.cause, f.severity, f.names) == ("never_used", "error", ("head.weight", "head.bias"))
+
+
+@pytest.mark.parametrize(
+    ("never", "checks", "of_library", "severity"),
+    [
+        ((("head.weight", 40),), 120, False, "warning"),
+        ((("head.weight", 40),), 120, True, "info"),  # a library set the flag, perhaps without knowing the model
+        ((("head.weight", 40),), 50, False, "info"),
+        ((("head.weight", 40),), 10, False, None),
+        ((), 120, False, None),  # every parameter is used occasionally: the purpose of the flag
+    ],
+)
+def test_expected_unused_parameters_are_reported_if_never_used(
+    never: tuple[tuple[str, int], ...], checks: int, of_library: bool, severity: str | None
+) -> None:
+    m = msgspec.structs.replace(
+        MODEL, find_unused=True, flag_of_library=of_library, unused=(("head.weight", 40), ("body.bias", 4)),
+        unused_hits=3, unused_step=9, unused_checks=checks, never_trained=never,
+    )  # fmt: skip
+    other = msgspec.structs.replace(
+        m, unused=(("body.weight", 9), ("head.weight", 40))
+    )  # another branch at its last check
+    found = [f for f in found_in(job(rank(0, models=(m,)), rank(1, models=(other,)))) if f.kind == "unused_parameters"]
+    if severity is None:
+        assert found == []
+    else:
+        f = only(found)
+        assert (f.cause, f.severity, f.names) == ("never_used", severity, ("head.weight",))
+        assert f"({checks} checks)" in f.message
+
+
+SEARCHED = msgspec.structs.replace(
+    MODEL, find_unused=True, site=Site("/job/train.py", 12, "build"), unused_checks=60, search_ms=2.0
+)
+
+
+def not_needed(*models: Model, usual_step_s: float | None = 0.1) -> list[Finding]:
+    ranks = [rank(q, models=(m,)) for q, m in enumerate(models)]
+    return of_kind(found_in(job(*ranks, usual_step_s=usual_step_s)), "unused_parameters")
+
+
+def test_a_search_that_never_found_unused_parameters_is_reported_with_its_cost() -> None:
+    f = only(not_needed(SEARCHED, SEARCHED))
+    assert (f.cause, f.severity, f.certainty) == ("flag_not_needed", "warning", "suspected")
+    assert (f.culprits, f.victims, f.names) == ((), (0, 1), ())  # caused by the script, not by a rank
+    assert [(w.rank, w.file, w.line) for w in f.where] == [(0, "/job/train.py", 12), (1, "/job/train.py", 12)]
+    assert "2.0 ms per step (2 % of it)" in f.cost
+
+
+def test_the_gain_without_a_search_is_between_the_search_and_all_exposed_communication() -> None:
+    slower = msgspec.structs.replace(SEARCHED, search_ms=3.0)
+    assert "without the flag, a step would take at least 2.0 % less" in only(not_needed(SEARCHED, slower)).cost
+    bucket = Buckets(bytes=1 << 20, buckets=1, bucket_bytes=(1 << 20,))
+    times = tuple(DdpTime(8 * k, 100.0, 30.0, 10.0) for k in range(1, 5))
+    ranks = [
+        rank(q, models=(msgspec.structs.replace(m, buckets=bucket),), ddp_times=times)
+        for q, m in enumerate((SEARCHED, slower))
+    ]
+    f = only(of_kind(found_in(job(*ranks, usual_step_s=0.1)), "unused_parameters"))
+    assert "a step would take 2.0 to 13.0 % less" in f.cost
+
+
+def test_a_search_set_by_a_library_is_info() -> None:
+    f = only(not_needed(*[msgspec.structs.replace(SEARCHED, flag_of_library=True)] * 2))
+    assert (f.cause, f.severity) == ("flag_not_needed", "info") and "ddp_find_unused_parameters" in f.advice
+
+
+def test_a_search_that_found_unused_parameters_once_is_needed() -> None:
+    hit = msgspec.structs.replace(SEARCHED, unused=(("head.weight", 40),), unused_hits=1, unused_step=9)
+    assert of_kind(not_needed(SEARCHED, hit), "unused_parameters", "flag_not_needed") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"unused_checks": 39}, {"search_ms": None}, {"search_ms": 0.05}, {"find_unused": False}],
+    ids=["few checks", "not timed", "costs nothing", "no flag"],
+)
+def test_a_search_with_few_checks_or_low_cost_is_not_reported(change: dict[str, Any]) -> None:
+    assert not_needed(*[msgspec.structs.replace(SEARCHED, **change)] * 2) == []
+
+
+def test_the_cost_of_a_search_needs_the_step_time_and_all_ranks() -> None:
+    for unknown in ({"unused_checks": 3}, {"search_ms": None}):
+        assert not_needed(SEARCHED, msgspec.structs.replace(SEARCHED, **unknown)) == []
+    assert not_needed(SEARCHED, SEARCHED, usual_step_s=None) == []
+    s = job(rank(0, models=(SEARCHED,)), rank(1, models=(SEARCHED,)), usual_step_s=0.1, world_size=3)
+    assert of_kind(found_in(s), "unused_parameters") == []  # the third has not reported
+
+
+def unused(*names: str) -> Model:
+    return msgspec.structs.replace(MODEL, unused=tuple((n, 10) for n in names), unused_hits=3, unused_step=9)
+
+
+def test_a_branch_skipped_by_one_rank_differs_from_one_skipped_by_all() -> None:
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=90.0)
+    s = job(rank(0), rank(1, models=(unused("aux.weight", "aux.bias"),)), rank(2, blocked=waits, phase="backward"))
+    f = only(of_kind(found_in(s), "unused_parameters"))
+    assert (f.cause, f.severity, f.certainty) == ("differs_between_ranks", "error", "proved")
+    assert (f.culprits, f.victims, f.names) == ((1,), (0, 2), ("aux.weight", "aux.bias"))
+    assert "(20 elements) got no gradient on rank 1" in f.message
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "        return self.trunk(x), self.aux(x) if with_boxes else None\n",
+        "        if with_boxes:\n            return self.aux(x)\n",
+    ],
+)
+def test_the_condition_under_which_a_skipped_head_is_used_is_named(forward: str) -> None:
+    text = f"class Net(Module):\n    def forward(self, x, with_boxes):\n{forward}"
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=90.0)
+    m = msgspec.structs.replace(unused("aux.weight"), unused_site=Site("/job/net.py", 9, "main"))
+    s = job(rank(0, blocked=waits, phase="backward"), rank(1, models=(m,)))
+
+    def message(source: str) -> str:
+        return only(findings(s, unused_parameters, source={"/job/net.py": source}.get)).message
+
+    assert "they are used only `if with_boxes` (net.py:3)" in message(text)
+    assert "used only" not in message(text + "        return self.aux(x)\n"), "it is called elsewhere, too"
+    assert "used only" not in message("")
+
+
+def test_ranks_that_skip_different_branches_are_all_culprits() -> None:
+    s = job(rank(0, models=(unused("left.weight"),)), rank(1, models=(unused("right.weight"),)))
+    f = only(of_kind(found_in(s), "unused_parameters"))
+    assert (f.cause, f.culprits, f.victims) == ("differs_between_ranks", (), (0, 1))
+    assert f.names == ("left.weight", "right.weight")
+
+
+def test_a_difference_without_consequences_is_no_error() -> None:
+    """The two ranks may have been checked at different steps."""
+    f = only(of_kind(found_in(job(rank(0), rank(1, models=(unused("aux.weight"),)))), "unused_parameters"))
+    assert (f.cause, f.severity) == ("differs_between_ranks", "info")
+
+
+def test_an_unchecked_rank_does_not_differ() -> None:
+    unknown = msgspec.structs.replace(MODEL, unused_checks=0)
+    for s in (
+        job(rank(0, models=(unknown,)), rank(1, models=(unused("aux.weight"),))),
+        job(rank(0, models=()), rank(1, models=(unused("aux.weight"),))),
+    ):
+        assert only(of_kind(found_in(s), "unused_parameters")).cause == "never_used"
+    assert of_kind(found_in(job(rank(0), rank(1))), "unused_parameters") == []
