@@ -34,11 +34,11 @@ def run_dir_option(argv: list[str]) -> str | None:
 
 def started_run(argv: list[str], since_unix_s: float) -> Path | None:
     """Return the run directory that a rank of this launch has claimed; None if no rank has started."""
-    from distdiag.page import place
+    from distdiag.page import directories
 
     chosen = run_dir_option(argv) or os.environ.get("DISTDIAG_RUN_DIR")
     newest: tuple[float, Path] | None = None
-    for root in [Path(chosen)] if chosen else [Path("reports"), place.fallback_root()]:
+    for root in [Path(chosen)] if chosen else [Path("reports"), directories.fallback_root()]:
         for record in (root / ".jobs").glob("[0-9a-f]*"):
             changed = record.stat().st_mtime
             if changed < since_unix_s or (newest is not None and changed < newest[0]):

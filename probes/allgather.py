@@ -11,7 +11,7 @@ import sys
 from distdiag.probekit.command.main import main
 from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
 from distdiag.probekit.measure.patterns import Pattern, Segment
-from distdiag.probekit.measure.renamed import all_gather_single
+from distdiag.probekit.measure.torch_names import all_gather_single
 
 
 class AllGather(Collective):

@@ -10,7 +10,7 @@ import sys
 from distdiag.probekit.command.main import main
 from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
 from distdiag.probekit.measure.patterns import Pattern, Segment
-from distdiag.probekit.measure.renamed import reduce_scatter_single
+from distdiag.probekit.measure.torch_names import reduce_scatter_single
 
 
 class ReduceScatter(Collective):

@@ -112,9 +112,9 @@ def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError
 
 def _finish(path: Path) -> None:
     """Wait until the run is judged: start a monitor if the old one was killed, or wait for its first rank."""
-    from distdiag.page import place
+    from distdiag.page import directories
 
-    if not place.directories(path):
+    if not directories.of_run(path):
         return  # closed, or on another host
     from distdiag.recorder.start_monitor import take_over
     from distdiag.store.opening import RunUnreadable
@@ -122,7 +122,7 @@ def _finish(path: Path) -> None:
 
     taken = take_over(path)
     started = time.time()
-    while time.time() - started < TAKE_OVER_S and place.directories(path):
+    while time.time() - started < TAKE_OVER_S and directories.of_run(path):
         try:
             with open_run(path) as run:
                 meta, ranks = run.meta, run.ranks()

@@ -28,7 +28,7 @@ from distdiag.monitor.rows import loader_rows, rank_rows
 from distdiag.monitor.sampling import Sampling
 from distdiag.monitor.self_check import OwnFaults
 from distdiag.monitor.snapshot import make_snapshot
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import LifeWord
 from distdiag.page.writer import PageError
 from distdiag.store import rundir
@@ -89,7 +89,7 @@ class Monitor:
             started_unix_s=self.started_unix_s, monitor_pid=os.getpid(), node=self.node, distdiag=distdiag.__version__,
             state=State.WAITING, state_since_s=0,
         )  # fmt: skip
-        place.sweep(self.pages.directories[0])
+        directories.sweep(self.pages.directories[0])
         while True:
             began = time.monotonic()
             if self._survive(lambda: not self._all_moving() and self.tick()):
@@ -302,7 +302,7 @@ class Monitor:
 
     def close(self) -> None:
         """Write the last rows, print the summary, and free the pages' memory."""
-        place.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
+        directories.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         now_s = self.now_s
         self.writer.meta(ended_s=now_s)
         self.writer.commit()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distdiag import procfs
 from distdiag.monitor.ranks.state import RankView
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import Header, page_path
 from distdiag.page.writer import PageError
 
@@ -69,7 +69,7 @@ class Pages:
                 out += [d / n for n in sorted(os.listdir(d)) if n.endswith(".page")]
             except OSError:
                 continue
-            if d not in self._held and (fd := place.hold(d)) is not None:
+            if d not in self._held and (fd := directories.hold(d)) is not None:
                 self._held[d] = fd
         return out
 
@@ -98,5 +98,5 @@ class Pages:
         self._held.clear()
         deadline = time.monotonic() + 1.0  # a dead rank's lock is released with its last thread
         for d in self.directories:
-            while not place.remove(d) and d.is_dir() and time.monotonic() < deadline:
+            while not directories.remove(d) and d.is_dir() and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.monitor.device_sight import DeviceSight
+from distdiag.monitor.missing_evidence import MissingEvidence
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
 
@@ -28,7 +28,7 @@ class OwnFaults:
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
-        self._device = DeviceSight()
+        self._device = MissingEvidence()
         self.found: list[Finding] = []  # all so far, for the summary: on a full disk only that can show them
 
     def faults(

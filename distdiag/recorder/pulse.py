@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
-from distdiag.recorder import pending, state
+from distdiag.recorder import pending_exception, state
 from distdiag.recorder.frames import in_backend, raw_name, user_stack
 from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.state import guarded, now_ns
@@ -123,7 +123,7 @@ class Pulse:
         words, at = self.r.page.words, _STACK
         phase = words[_PHASE]
         sites = [self.r.site(f) for f in user_stack(frame, STACK)]
-        exception = pending.handled(self.r) if still else pending.NONE
+        exception = pending_exception.handled(self.r) if still else pending_exception.NONE
         words[_VERSION] += 1  # odd: being written
         for s in sites:
             words[at] = s

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distdiag import procfs
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import page_path
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
@@ -208,8 +208,8 @@ def _directories(option: str | None, name: str) -> Iterator[Path]:
         if not os.access(root / ".jobs", os.W_OK):
             raise PermissionError
     except OSError:  # a read-only working directory
-        root = place.fallback_root()
-        place.private_directory(root.parent)
+        root = directories.fallback_root()
+        directories.private_directory(root.parent)
         (root / ".jobs").mkdir(parents=True, exist_ok=True)
     return _fresh_ones(root, name, job_token())
 
@@ -263,9 +263,9 @@ def _used(path: Path) -> bool:
 def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     """Return this rank's directories in a run directory of its job; None if it must try the next one."""
     node, launcher = node_number(), launcher_id()
-    record = place.node_record(run_dir, node)
+    record = directories.node_record(run_dir, node)
     overflow = run_dir / f"pages.{node}"
-    overflow = place.overflow(run_dir, node)
+    overflow = directories.overflow(run_dir, node)
     if not record.exists():
         pages = _choose_place(run_dir, node, overflow, local_ranks(world_size))
         decide(record, f"{launcher} {pages}")
@@ -273,7 +273,7 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     if owner != launcher:
         return None
     try:
-        if str(rank) in place.ended_record(run_dir, node).read_text().split():
+        if str(rank) in directories.ended_record(run_dir, node).read_text().split():
             return None
     except OSError:
         pass
@@ -296,10 +296,10 @@ def _has_page(pages: Path, rank: int) -> bool:
 def _choose_place(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
     """Return a directory in memory if it is usable and has room for the pages of this node's ranks, else the run directory."""
     key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}|{launcher_id()}".encode()).hexdigest()[:12]
-    memory = place.memory_root() / key
+    memory = directories.memory_root() / key
     try:
-        if place.has_room(place.SHM, ranks):
-            place.make(memory)
+        if directories.has_room(directories.SHM, ranks):
+            directories.make(memory)
             return memory
     except OSError:  # read-only, or another user's directory has this name
         pass

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from distdiag import procfs
-from distdiag.page import place, profile_files
+from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import relayed, run_claim, state
@@ -268,14 +268,14 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     label = name or run_claim.script_name()
     claim = run_claim.claim_rank(run_dir, label, rank, world_size)
     directory, pages = claim.run_dir, claim.pages
-    place.make(pages)
-    held = [place.hold(pages)]
+    directories.make(pages)
+    held = [directories.hold(pages)]
     try:
         writer = PageWriter(page_path(pages, rank))
     except OSError:  # the directory filled up after it was chosen
         pages = claim.overflow
-        place.make(pages)
-        held.append(place.hold(pages))
+        directories.make(pages)
+        held.append(directories.hold(pages))
         writer = PageWriter(page_path(pages, rank))
     h = writer.h
     h.pid = os.getpid()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import distdiag
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.recorder.descriptors import Kept
 
 
@@ -53,7 +53,7 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if quiet and place.ended_record(run_dir, node).exists():
+        if quiet and directories.ended_record(run_dir, node).exists():
             return False  # a monitor has closed the run meanwhile
         if os.fstat(lock).st_size >= STARTS:
             return False
@@ -70,10 +70,10 @@ def take_over(run_dir: Path) -> bool:
     Only for pages of this user on this host: a run directory may come from another user.
     """
     started = False
-    for node, found in place.directories(run_dir).items():
+    for node, found in directories.of_run(run_dir).items():
         try:
-            if place.is_marked(found[0]) and not place.ended_record(run_dir, node).exists():
-                started |= start_monitor(run_dir, found[0], node, place.overflow(run_dir, node), quiet=True)
+            if directories.is_marked(found[0]) and not directories.ended_record(run_dir, node).exists():
+                started |= start_monitor(run_dir, found[0], node, directories.overflow(run_dir, node), quiet=True)
         except OSError:
             continue
     return started

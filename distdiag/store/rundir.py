@@ -14,7 +14,7 @@ import msgspec
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.files import replacing
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.terms.untrusted import visible
 
 ENV = "DISTDIAG_RUN_DIR"
@@ -83,8 +83,8 @@ def resolve(run: str | Path | None = None) -> Path:
     """
     named = run or os.environ.get(ENV)
     path = Path(named) if named else ROOT / "latest"
-    if not named and not path.exists() and (place.fallback_root() / "latest").is_dir():
-        path = place.fallback_root() / "latest"  # the job's working directory was read-only
+    if not named and not path.exists() and (directories.fallback_root() / "latest").is_dir():
+        path = directories.fallback_root() / "latest"  # the job's working directory was read-only
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent
         if has_run(path):

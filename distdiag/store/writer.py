@@ -20,8 +20,7 @@ import msgspec
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.store import SCHEMA_VERSION
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
-from distdiag.store.home import Home
-from distdiag.store.keep import Keeper
+from distdiag.store.location import Location
 from distdiag.store.rows import (
     CollectiveRow,
     DdpRow,
@@ -34,6 +33,7 @@ from distdiag.store.rows import (
     StepRow,
     StepTimesRow,
 )
+from distdiag.store.thinning import Keeper
 from distdiag.terms.ranks import fold_ranks
 
 SCHEMA = Path(__file__).with_name("schema.sql")
@@ -126,11 +126,11 @@ class Writer:
         self._closed = False
         with contextlib.suppress(OSError):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._home = Home(self.run_dir, fs_type, Path(local_dir) if local_dir is not None else None)
-        if self._home.notice is not None:
-            self.event(0.0, "store", *self._home.notice)
-        if self._home.error is not None:
-            self._failed(self._home.error)
+        self._location = Location(self.run_dir, fs_type, Path(local_dir) if local_dir is not None else None)
+        if self._location.notice is not None:
+            self.event(0.0, "store", *self._location.notice)
+        if self._location.error is not None:
+            self._failed(self._location.error)
         self.meta(
             schema_version=SCHEMA_VERSION,
             monitor_pid=os.getpid(),
@@ -138,12 +138,12 @@ class Writer:
             monitor_ended=False,
         )
         self.commit()
-        self._home.hold_reserve()
+        self._location.hold_reserve()
 
     @property
     def path(self) -> Path:
         """Where the database is now."""
-        return self._home.path
+        return self._location.path
 
     # -- opening ----------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Writer:
         self._retry_at = 0.0
         self.meta(monitor_ended=True)
         ok = self.commit() and self.commit()  # the first may add an event
-        self._home.release_reserve()
+        self._location.release_reserve()
         if not ok:
             self._pending = [(sql, rows) for sql, rows in self._pending if sql not in _BULK]
             self._retry_at = 0.0
@@ -378,7 +378,7 @@ class Writer:
             with contextlib.suppress(sqlite3.Error):
                 con.close()
         try:
-            self._home.bring_home()
+            self._location.bring_home()
         except OSError as e:
             self._failed(e)
             return False

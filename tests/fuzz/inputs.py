@@ -23,7 +23,7 @@ from distdiag import procfs
 from distdiag.cli import main as distdiag
 from distdiag.monitor.evidence import ask, native
 from distdiag.monitor.loop import Monitor
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import Header, Page, page_path
 from tests.diagnosis.recordings import Job, as_json, as_pickle
 from tests.diagnosis.test_logs import counters, fingerprint, raised, table, timeout
@@ -199,9 +199,9 @@ class Inputs:
     def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Damage the page of a living process; `distdiag dump` reads it and asks the process."""
         run = self._copy(folder)
-        pages = place.overflow(run, 0)
-        place.make(pages)
-        place.node_record(run, 0).write_text(f"launcher {pages}\n")
+        pages = directories.overflow(run, 0)
+        directories.make(pages)
+        directories.node_record(run, 0).write_text(f"launcher {pages}\n")
         path = page_path(pages, 0)
         path.write_bytes(changed(self.page, rng))
         return lambda: _dump_own(path, run)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.profile_files import read_answer
 from tests.jobs import Job, distdiag, launch, rows, wait_for
 
@@ -64,7 +64,9 @@ def steps(run_dir: Path) -> int:
 
 def recording(run_dir: Path) -> bool:
     """True if both ranks are recording a profile."""
-    found = [read_answer(p) for ds in place.directories(run_dir).values() for d in ds for p in d.glob("r*.profiled")]
+    found = [
+        read_answer(p) for ds in directories.of_run(run_dir).values() for d in ds for p in d.glob("r*.profiled")
+    ]
     return [a.state for a in found if a is not None] == ["recording"] * 2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.profile_files import (
     DONE,
     MAX_WAIT_NS,
@@ -92,8 +92,8 @@ def test_an_answer_round_trips_and_a_damaged_one_is_none(tmp_path: Path) -> None
 
 def test_a_page_directory_with_a_request_and_an_answer_can_be_removed(tmp_path: Path) -> None:
     directory = tmp_path / "pages"
-    place.make(directory)
+    directories.make(directory)
     write(request_path(directory, 0), Request(**GOOD))
     write(answer_path(directory, 0), Answer(1, DONE))
     answer_path(directory, 0).with_suffix(".profiledpart").write_text("")  # left by a killed rank
-    assert place.remove(directory)
+    assert directories.remove(directory)

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import parse
-from distdiag.probekit.in_job import beside_run
+from distdiag.probekit.in_job import running_job
 from distdiag.store.rows import CollectiveRow
 from distdiag.store.writer import Writer
 
@@ -137,7 +137,7 @@ def test_a_process_without_a_group_runs_no_probe():
 
 def test_a_probe_next_to_a_running_job_warns_and_is_recorded_in_its_run(run_dir: Path, make_result: Any, make_row: Any):
     options = parse(["--run", str(run_dir), "--budget", "7"], "allreduce")
-    run = beside_run.find_run(options)
+    run = running_job.find_run(options)
     assert run is not None and run.live and run.name == "mine" and run.world_size == 2
     warning = run.warning(options)
     assert "run mine is running here" in warning and "7 s" in warning and "2 ranks" in warning
@@ -159,15 +159,15 @@ def test_a_finished_run_is_not_written_unless_named(run_dir: Path, monkeypatch: 
     with sqlite3.connect(run_dir / "run.db") as con:
         con.execute("INSERT OR REPLACE INTO meta VALUES ('monitor_ended', '1')")
     con.close()
-    named = beside_run.find_run(parse(["--run", str(run_dir)], "allreduce"))
+    named = running_job.find_run(parse(["--run", str(run_dir)], "allreduce"))
     assert named is not None and not named.live
     monkeypatch.setenv("DISTDIAG_RUN_DIR", str(run_dir))
-    assert beside_run.find_run(parse([], "allreduce")) is None
-    assert beside_run.find_run(parse(["--no-record"], "allreduce")) is None
+    assert running_job.find_run(parse([], "allreduce")) is None
+    assert running_job.find_run(parse(["--no-record"], "allreduce")) is None
 
 
 def test_an_unwritable_run_is_reported_and_does_not_fail_the_probe(run_dir: Path, make_result: Any, make_row: Any):
-    run = beside_run.find_run(parse(["--run", str(run_dir)], "allreduce"))
+    run = running_job.find_run(parse(["--run", str(run_dir)], "allreduce"))
     assert run is not None
     with sqlite3.connect(run_dir / "run.db") as con:
         con.execute("DROP TABLE probe")

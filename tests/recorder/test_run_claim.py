@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.recorder import run_claim
 from distdiag.store import rundir
 from tests.jobs import REPOSITORY, clean_env
@@ -69,14 +69,14 @@ def test_a_restart_and_another_job_get_their_own_directories_and_readers_use_the
 JOIN = """
 import os, sys, time
 from pathlib import Path
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import run_claim
 rank = int(os.environ["RANK"])
 c = run_claim.claim_rank(sys.argv[1] or None, "job", rank, 2)
-place.make(c.pages)
-held = place.hold(c.pages)
+directories.make(c.pages)
+held = directories.hold(c.pages)
 w = PageWriter(page_path(c.pages, rank))
 w.h.pid, w.h.rank, w.h.world_size = os.getpid(), rank, 2
 w.publish()
@@ -106,7 +106,7 @@ def joined(tmp_path: Path, run_dir: str, **env: str) -> list[tuple[str, str]]:
     """Return (run directory, page directory) of two ranks that publish their pages and are then killed with their monitor."""
     out = [(d, pages) for d, _, pages in (line.partition(" ") for line in together(tmp_path, JOIN, run_dir, **env))]
     for _, pages in out:
-        place.remove(Path(pages))
+        directories.remove(Path(pages))
     return out
 
 
@@ -118,9 +118,9 @@ def test_ranks_of_one_launch_share_directory_and_pages(tmp_path: Path) -> None:
 
 ONE_SEES_NO_ROOM = """
 import os, sys
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.recorder import run_claim
-place.has_room = lambda directory, ranks: os.environ["RANK"] == "0"
+directories.has_room = lambda directory, ranks: os.environ["RANK"] == "0"
 sys.stdout.write(f"{run_claim.claim_rank(sys.argv[1], 'job', int(os.environ['RANK']), 2).pages}\\n")
 """
 
@@ -128,16 +128,16 @@ sys.stdout.write(f"{run_claim.claim_rank(sys.argv[1], 'job', int(os.environ['RAN
 def test_the_page_directory_is_chosen_once_for_all_ranks_of_a_node(tmp_path: Path) -> None:
     """Rank 1 finds no space left in memory: pages in two directories would mean two monitors and two databases."""
     pages = together(tmp_path, ONE_SEES_NO_ROOM, "R")
-    place.remove(Path(pages[0]))
+    directories.remove(Path(pages[0]))
     assert len(pages) == 2 and len(set(pages)) == 1
 
 
 def test_pages_are_in_the_run_directory_if_another_user_has_our_name_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(place, "SHM", tmp_path)
+    monkeypatch.setattr(directories, "SHM", tmp_path)
     (tmp_path / "theirs").mkdir()
-    place.memory_root().symlink_to(tmp_path / "theirs")
+    directories.memory_root().symlink_to(tmp_path / "theirs")
     assert run_claim.claim_rank(str(tmp_path / "R"), "job", 0, 1).pages == tmp_path / "R" / "pages.0"
     assert not any((tmp_path / "theirs").iterdir())
 
@@ -198,4 +198,4 @@ def test_the_socket_of_a_rank_fits_into_a_socket_address(monkeypatch: pytest.Mon
     try:
         assert len(str(found.pages / "r4095.sock")) <= 107
     finally:
-        place.remove(found.pages)
+        directories.remove(found.pages)

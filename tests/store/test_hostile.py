@@ -17,7 +17,7 @@ import pytest
 from distdiag import procfs
 from distdiag.errors import DistdiagError
 from distdiag.monitor.evidence import dump
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 from distdiag.store import rundir, stacks
@@ -150,9 +150,9 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
 
     victim = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdin=subprocess.DEVNULL)
     try:
-        pages = place.overflow(tmp_path, 0)
-        place.make(pages)
-        place.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
+        pages = directories.overflow(tmp_path, 0)
+        directories.make(pages)
+        directories.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
         writer = PageWriter(page_path(pages, 0))
         writer.h.pid, writer.h.trace_signal = victim.pid, int(signal.SIGTERM)
         writer.h.process_start_ticks = procfs.start_ticks(victim.pid) or 0
@@ -170,9 +170,9 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
 
 def test_a_dump_of_a_damaged_page_has_the_other_ranks(tmp_path: Path) -> None:
     """The stack of rank 1 points to no text; its process lives and maps the page."""
-    pages = place.overflow(tmp_path, 0)
-    place.make(pages)
-    place.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
+    pages = directories.overflow(tmp_path, 0)
+    directories.make(pages)
+    directories.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
     held = []
     for rank in (0, 1):
         page = PageWriter(page_path(pages, rank))

@@ -12,10 +12,10 @@ import pytest
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
 from distdiag.store import filesystem
 from distdiag.store.frames import RankRow
-from distdiag.store.keep import Keeper, database_bytes
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import open_run
 from distdiag.store.rows import CollectiveRow, GpuRow, GroupRow, HostRow, LoaderRow, ProcessRow, ScalarRow, StepRow
+from distdiag.store.thinning import Keeper, database_bytes
 from distdiag.store.writer import Writer
 from distdiag.terms.ranks import fold_ranks, unfold_ranks
 

@@ -12,7 +12,7 @@ from distdiag.diagnosis.dumps import culprits as dump_stalls
 from distdiag.diagnosis.dumps import guard
 from distdiag.diagnosis.dumps.culprits import Blame
 from distdiag.diagnosis.dumps.files import find, likely
-from distdiag.diagnosis.dumps.incident_findings import in_flight, late_rank, stall, unmatched_messages
+from distdiag.diagnosis.dumps.findings import in_flight, late_rank, stall, unmatched_messages
 from distdiag.diagnosis.dumps.late_ranks import LateRanks
 from distdiag.diagnosis.dumps.load import ANALYSIS, load
 from distdiag.diagnosis.dumps.load_report import LoadReport

@@ -17,7 +17,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.writer import PageError
 from distdiag.recorder.frames import LIBRARY, kind_of_file
 from distdiag.store import stacks
@@ -55,7 +55,9 @@ def living(run_dir: Path) -> list[RankView]:
         DistdiagError: NO_DATA if there is none.
     """
     views: list[RankView] = []
-    for path in sorted(p for found in place.directories(run_dir).values() for d in found for p in d.glob("*.page")):
+    for path in sorted(
+        p for found in directories.of_run(run_dir).values() for d in found for p in d.glob("*.page")
+    ):
         try:
             view = RankView.open(path, 0)
         except (PageError, OSError):

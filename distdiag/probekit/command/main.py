@@ -94,7 +94,7 @@ def _list(as_json: bool) -> int:
 def _run(options: Options, place: RankPlace | None) -> int:
     from distdiag.probekit.command import rendering
     from distdiag.probekit.command.again import measure as measure_again
-    from distdiag.probekit.in_job import beside_run
+    from distdiag.probekit.in_job import running_job
     from distdiag.probekit.verdict import baseline
 
     rendering.check_output(options)
@@ -103,7 +103,7 @@ def _run(options: Options, place: RankPlace | None) -> int:
     if options.save:
         rendering.refuse_overwrite(options.save, options.force)
     reference = baseline.load(options.against) if options.against else None
-    run = beside_run.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
+    run = running_job.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
     if run is not None and run.live:
         print(run.warning(options), file=sys.stderr)
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
-from distdiag.probekit.in_job import beside_run
+from distdiag.probekit.in_job import running_job
 from distdiag.probekit.measure.collective import Collective
 from distdiag.probekit.measure.patterns import Pattern, wrong_elements
-from distdiag.probekit.measure.renamed import all_gather_single
+from distdiag.probekit.measure.torch_names import all_gather_single
 from distdiag.probekit.ranks.clock import clock_identity, clock_ns
 from distdiag.probekit.verdict.collective_result import LATE_SHARE, LATE_US
 from distdiag.probekit.verdict.result import Result, Row, TimeUs, Verdict, WrongValues
@@ -266,10 +266,10 @@ class InTrainingProbe:
         try:
             with contextlib.closing(sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_LOCKED_S)) as con:
                 for result in results:
-                    result.details["job"] = beside_run.job_collectives(con, result.probe)
+                    result.details["job"] = running_job.job_collectives(con, result.probe)
             t_s = time.time() - self._started_unix_s
             rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
-            beside_run.insert(database, rows, _LOCKED_S)
+            running_job.insert(database, rows, _LOCKED_S)
         except sqlite3.Error:
             self.not_recorded += len(results)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Snapshot
-from distdiag.monitor.device_sight import SETTLED_BEATS, DeviceSight
+from distdiag.monitor.missing_evidence import SETTLED_BEATS, MissingEvidence
 from distdiag.monitor.pages import Pages
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import page_path
@@ -29,7 +29,7 @@ class Rank:
         self.native = Path(self.page.path).with_name("r0.native")
         self.native.write_bytes(b"")
         self.view = RankView.open(self.page.path, 0)
-        self.sight = DeviceSight()
+        self.sight = MissingEvidence()
 
     def poll(self, beats: int, completed: int) -> list[str]:
         slot = self.page.page.groups[0]
@@ -91,7 +91,7 @@ def stuck(host: str | None, **more: object) -> Snapshot:
 
 
 def test_a_job_without_progress_and_with_unknown_host_waits_is_reported() -> None:
-    ((_, text, rank),) = DeviceSight.unknown_hosts(stuck("no"))
+    ((_, text, rank),) = MissingEvidence.unknown_hosts(stuck("no"))
     assert rank == 0 and "group g (other) in flight" in text and "f in libx.so" in text
 
 
@@ -106,7 +106,7 @@ def test_a_job_without_progress_and_with_unknown_host_waits_is_reported() -> Non
     ],
 )
 def test_hosts_that_wait_or_make_progress_are_not_reported(s: Snapshot) -> None:
-    assert list(DeviceSight.unknown_hosts(s)) == []
+    assert list(MissingEvidence.unknown_hosts(s)) == []
 
 
 def test_a_rank_stuck_before_the_monitor_started_counts_from_the_first_poll(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from distdiag.store import filesystem, rundir
 RESERVE_BYTES = 2**20  # disk space reserved for the last rows of the run
 
 
-class Home:
+class Location:
     """The location of one run's database.
 
     Attributes:

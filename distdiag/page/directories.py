@@ -56,7 +56,7 @@ def note_ended(run_dir: Path, node: int, ranks: list[int]) -> None:
         ended_record(run_dir, node).write_text(" ".join(map(str, ranks)) + "\n")
 
 
-def directories(run_dir: Path) -> dict[int, list[Path]]:
+def of_run(run_dir: Path) -> dict[int, list[Path]]:
     """Return the page directories of a run that exist on this host, by node; the chosen one is first."""
     out: dict[int, list[Path]] = {}
     for record in sorted(run_dir.glob(".node_*")):

@@ -26,7 +26,7 @@ class _Counter:
     enqueued: int
 
 
-class DeviceSight:
+class MissingEvidence:
     """Follows the counters of device groups."""
 
     def __init__(self) -> None:

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.page import place
+from distdiag.page import directories
 from distdiag.page.layout import PAGE_BYTES, page_path
 from distdiag.page.writer import PageWriter
 from tests.jobs import REPOSITORY, clean_env
 
-HOLD = "import sys; from pathlib import Path; from distdiag.page import place; place.hold(Path(sys.argv[1])); print(1, flush=True); input()"
+HOLD = "import sys; from pathlib import Path; from distdiag.page import directories; directories.hold(Path(sys.argv[1])); print(1, flush=True); input()"
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This user's directory in its own memory file system."""
-    monkeypatch.setattr(place, "SHM", tmp_path)
-    return place.memory_root()
+    monkeypatch.setattr(directories, "SHM", tmp_path)
+    return directories.memory_root()
 
 
 def abandoned(directory: Path) -> Path:
     """Make the week-old pages of a job that has ended."""
-    place.make(directory)
+    directories.make(directory)
     PageWriter(page_path(directory, 0)).publish()
     for name in ("r0.trace", "r0.fatal", "r0.sock", "monitor.lock"):
         (directory / name).touch()
@@ -40,7 +40,7 @@ def old(path: Path) -> Path:
 
 def test_only_abandoned_page_directories_of_ours_are_removed(root: Path, tmp_path: Path) -> None:
     own = root / "own"
-    place.make(own)
+    directories.make(own)
     gone = abandoned(root / "gone")
     kept = {
         "checkpoints": root / "checkpoints",  # no page, no mark
@@ -54,7 +54,7 @@ def test_only_abandoned_page_directories_of_ours_are_removed(root: Path, tmp_pat
     kept["foreign"].mkdir()
     PageWriter(page_path(kept["foreign"], 0)).publish()
     (kept["visited"] / "notes.txt").write_text("mine")
-    place.make(kept["young"])
+    directories.make(kept["young"])
     kept["open"].chmod(0o755)
     for name in ("checkpoints", "foreign", "visited", "open"):
         old(kept[name])
@@ -62,7 +62,7 @@ def test_only_abandoned_page_directories_of_ours_are_removed(root: Path, tmp_pat
     (root / "link").symlink_to(elsewhere)
     old(root / "link")
     before = {name: sorted(os.listdir(d)) for name, d in kept.items()}
-    assert place.sweep(own) == [gone]
+    assert directories.sweep(own) == [gone]
     assert {name: sorted(os.listdir(d)) for name, d in kept.items()} == before
     assert elsewhere.is_dir() and (elsewhere / "r0.trace").exists() and not gone.exists()
 
@@ -70,31 +70,31 @@ def test_only_abandoned_page_directories_of_ours_are_removed(root: Path, tmp_pat
 def test_locked_pages_are_kept_whatever_pid_is_in_them(root: Path, tmp_path: Path) -> None:
     """Another container that shares /dev/shm: its process numbers mean nothing here, its locks do."""
     own, other = root / "own", abandoned(root / "other")
-    place.make(own)
+    directories.make(own)
     env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)})
     command = [sys.executable, "-c", HOLD, str(other)]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "1\n"
-        assert place.sweep(own) == [] and other.is_dir()
+        assert directories.sweep(own) == [] and other.is_dir()
         holder.kill()
         holder.wait()
-    assert place.sweep(own) == [other]
+    assert directories.sweep(own) == [other]
 
 
 def test_pages_in_a_run_directory_sweep_nothing(tmp_path: Path) -> None:
     """A run directory named distdiag-…: older code mistook it for its own in /dev/shm."""
     run = tmp_path / "distdiag-runs"
     pages = run / "pages.0"
-    place.make(pages)
+    directories.make(pages)
     (run / "checkpoints").mkdir()
     old(run / "checkpoints")
-    assert place.sweep(pages) == [] and (run / "checkpoints").is_dir()
+    assert directories.sweep(pages) == [] and (run / "checkpoints").is_dir()
 
 
 def test_a_page_directory_is_private_whatever_the_umask(root: Path) -> None:
     before = os.umask(0)
     try:
-        place.make(root / "a")
+        directories.make(root / "a")
     finally:
         os.umask(before)
     assert [d.stat().st_mode & 0o777 for d in (root, root / "a")] == [0o700, 0o700]
@@ -104,18 +104,18 @@ def test_a_link_or_another_users_directory_is_refused(root: Path, tmp_path: Path
     (tmp_path / "theirs").mkdir()
     root.symlink_to(tmp_path / "theirs")
     with pytest.raises(PermissionError):
-        place.make(root / "a")
+        directories.make(root / "a")
     root.unlink()
     if os.getuid() == 0:
         root.mkdir()
         os.chown(root, 65534, 65534)
         with pytest.raises(PermissionError):
-            place.make(root / "a")
+            directories.make(root / "a")
 
 
 def test_room_is_checked_for_all_pages_of_the_node() -> None:
     free = os.statvfs("/dev/shm")
-    fit = (free.f_bavail * free.f_frsize - place.SPARE_BYTES) // PAGE_BYTES
-    assert place.has_room(place.SHM, 1) == (fit >= 1)
-    assert not place.has_room(place.SHM, fit + 100)
-    assert not place.has_room(Path("/does/not/exist"), 1)
+    fit = (free.f_bavail * free.f_frsize - directories.SPARE_BYTES) // PAGE_BYTES
+    assert directories.has_room(directories.SHM, 1) == (fit >= 1)
+    assert not directories.has_room(directories.SHM, fit + 100)
+    assert not directories.has_room(Path("/does/not/exist"), 1)
