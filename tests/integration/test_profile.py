@@ -64,9 +64,7 @@ def steps(run_dir: Path) -> int:
 
 def recording(run_dir: Path) -> bool:
     """True if both ranks are recording a profile."""
-    found = [
-        read_answer(p) for ds in directories.of_run(run_dir).values() for d in ds for p in d.glob("r*.profiled")
-    ]
+    found = [read_answer(p) for ds in directories.of_run(run_dir).values() for d in ds for p in d.glob("r*.profiled")]
     return [a.state for a in found if a is not None] == ["recording"] * 2
 
 

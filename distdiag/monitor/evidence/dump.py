@@ -55,9 +55,7 @@ def living(run_dir: Path) -> list[RankView]:
         DistdiagError: NO_DATA if there is none.
     """
     views: list[RankView] = []
-    for path in sorted(
-        p for found in directories.of_run(run_dir).values() for d in found for p in d.glob("*.page")
-    ):
+    for path in sorted(p for found in directories.of_run(run_dir).values() for d in found for p in d.glob("*.page")):
         try:
             view = RankView.open(path, 0)
         except (PageError, OSError):
