@@ -100,6 +100,8 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     taken = profile.take(
         run_dir, profile.choose(views, wanted), steps, timeout_s, lambda line: click.echo(f"recording {line}", err=True)
     )
+    if ranks is None:
+        taken.absent = profile.not_here(run_dir, views)
     return _show(run_dir, taken, chosen, as_json, timeout_s)
 
 
@@ -163,7 +165,7 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
     one_host = len({a.host for a in taken.ranks}) == 1
     found, collectives, offsets = profile_of(str(run_dir.absolute()), taken.number, recorded, missing, chosen, one_host)
     folder = profile_files.results(run_dir, taken.number)
-    notes = list(found.notes)
+    notes = [*found.notes, *([taken.absent] if taken.absent else [])]
     saved = None
     if recorded:
         try:

@@ -137,6 +137,14 @@ class Nodes:
         return whole, news
 
 
+def hosts(run_dir: Path) -> dict[int, str]:
+    """Return the host of every rank that a node has reported into the run directory; empty if the job has one node."""
+    nodes = Nodes(run_dir, 0)
+    nodes.node = -1  # read all files
+    nodes.read()
+    return {q: r.host for state in nodes._seen.values() for q, r in state.ranks.items()}
+
+
 def _silent(r: RankState, silent_s: float) -> RankState:
     """Return the state of a rank whose node has stopped reporting: life SILENT, no wait."""
     return msgspec.structs.replace(r, life=Life.SILENT, blocked=None, heartbeat_age_s=silent_s, steps=(), calls=())

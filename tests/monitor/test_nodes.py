@@ -15,7 +15,8 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
 from distdiag.diagnosis.rules import rank_lost, stall
-from distdiag.monitor.nodes import STALE_S, Nodes, NodeState
+from distdiag.monitor.evidence.profile import absent_text
+from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts
 from tests.jobs import distdiag, free_port, start, wait_for
 
 WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))
@@ -42,6 +43,21 @@ def test_times_of_another_node_are_counted_from_this_ones_start(tmp_path: Path) 
     assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4 and news
     blocked = whole.ranks[3].blocked
     assert blocked is not None and blocked.entered_s == pytest.approx(9.0, abs=0.01)
+
+
+def test_ranks_of_other_nodes_are_named_with_their_hosts(tmp_path: Path) -> None:
+    (tmp_path / "node_1").mkdir()
+    for node, name in enumerate(("node-a", "node-b")):
+        ranks = {q: RankState(rank=q, host=name) for q in (2 * node, 2 * node + 1)}
+        state = msgspec.structs.replace(snapshot(), ranks=ranks)
+        Nodes(tmp_path / f"node_{node}" if node else tmp_path, node).publish(state, 0.0)
+    found = hosts(tmp_path)
+    assert found == {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
+    there = absent_text([2, 3], found, ["node-a"])
+    assert "ranks 2-3 are on host node-b: run `distdiag profile` there" in there
+    assert "rank 1 is not alive on this node; ranks 2-3 are on host" in absent_text([1, 2, 3], found, ["node-a"])
+    assert "ranks 2-3 are on another node" in absent_text([2, 3], {}, ["node-a"])  # no shared run directory
+    assert hosts(tmp_path / "nothing") == {}
 
 
 @pytest.mark.parametrize(

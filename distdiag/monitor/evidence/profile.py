@@ -13,13 +13,14 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.monitor import nodes
 from distdiag.monitor.evidence import ask, dump
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import profile_files
@@ -60,6 +61,7 @@ class Taken:
     first_step: int
     steps: int
     ranks: list[Asked]
+    absent: str | None = None  # which ranks of the job cannot be asked from this node
 
 
 def choose(views: Collection[RankView], wanted: Collection[int] | None) -> list[RankView]:
@@ -76,6 +78,32 @@ def choose(views: Collection[RankView], wanted: Collection[int] | None) -> list[
             f"choose from {fold_ranks(sorted(by_rank))}; for ranks of another node run the command there",
         )
     return [v for q, v in sorted(by_rank.items()) if wanted is None or q in wanted]
+
+
+def not_here(run_dir: Path, views: Collection[RankView]) -> str | None:
+    """Return which ranks of the job cannot be asked from this node, and on which hosts to ask them; None if all can be."""
+    headers = [v.reader.header() for v in views]
+    own = {v.text(h.host) for v, h in zip(views, headers, strict=True)}
+    missing = sorted(set(range(max(h.world_size for h in headers))) - {v.rank for v in views})
+    return absent_text(missing, nodes.hosts(run_dir), own) if missing else None
+
+
+def absent_text(missing: Collection[int], host_of: Mapping[int, str], own_hosts: Collection[str | None]) -> str:
+    """Return the note on ranks that are not profiled."""
+    ended = [q for q in missing if host_of.get(q) in own_hosts]
+    there: dict[str, list[int]] = {}
+    for q in missing:
+        if q not in ended:
+            there.setdefault(host_of.get(q, ""), []).append(q)
+    parts = [f"{_named(ended)} not alive on this node"] if ended else []
+    for host, ranks in sorted(there.items()):
+        on = f"host {host}" if host else "another node"
+        parts.append(f"{_named(ranks)} on {on}: run `distdiag profile` there, too")
+    return "not all ranks were profiled: " + "; ".join(parts)
+
+
+def _named(ranks: Collection[int]) -> str:
+    return f"rank {fold_ranks(ranks)} is" if len(ranks) == 1 else f"ranks {fold_ranks(ranks)} are"
 
 
 def self_times(views: Collection[RankView]) -> dict[int, float]:
