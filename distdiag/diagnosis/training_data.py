@@ -75,7 +75,7 @@ def not_one_model(s: Snapshot) -> Abstained | None:
     if any(r.in_join for r in s.ranks.values()):
         return Abstained("the ranks are in torch's Join context: uneven inputs are legal", checked=True)
     if not synchronous(s):
-        return Abstained("the ranks do not train one model together, as far as is seen")
+        return Abstained("the ranks do not train one model together, as far as the recorder can see")
     return None
 
 

@@ -38,7 +38,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
     "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
-    "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made another call than the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+    "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
@@ -46,9 +46,9 @@ KILLED = "the kernel kills for memory: `dmesg -T | grep -i oom`, memory.events o
 SIGNALS: Mapping[str, str] = MappingProxyType({
     "SIGKILL": KILLED,
     "SIGSEGV": "a fault in native code: run with faulthandler (`python -X faulthandler`), and check that torch, CUDA and extensions fit each other",
-    "SIGBUS": "mostly /dev/shm is full (`df -h /dev/shm`), or a mapped file was cut; give the container more shared memory",
+    "SIGBUS": "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory",
     "SIGABRT": "an assertion in native code, or torch's watchdog: see the lines above in this rank's log",
-    "SIGILL": "the binary is built for another CPU than this node's",
+    "SIGILL": "the binary is built for a different CPU from this node's",
     "SIGFPE": "a division by zero in native code: run with faulthandler",
 })  # fmt: skip
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"

@@ -82,7 +82,7 @@ def _fingerprints(events: list[Event]) -> Finding:
     sites = {x.rank: x.site for x in events if x.rank is not None and x.site is not None}
     site = next((sites[r] for r in culprits if r in sites), first_site(events))
     numbers = {c["number"] for c in (a, b) if "number" in c}
-    skipped = "; their numbers differ, so one rank has made a call more or less before" if len(numbers) > 1 else ""
+    skipped = "; their numbers differ, so one rank has made one call more or fewer before" if len(numbers) > 1 else ""
     victims = tuple(r for r in ranks if r not in culprits)
     where = [where_at(r, sites.get(r)) for r in ranks]
     return Finding(
@@ -97,7 +97,7 @@ def _fingerprints(events: list[Event]) -> Finding:
         waiting=tuple(w for w in where if culprits and w.rank in victims),
         message=f"ranks made different calls in one collective: {', '.join(texts)}{skipped}{at(site)}",
         cost=NO_PROGRESS_MADE,
-        advice="look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in one order",
+        advice="look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in the same order",
         evidence=evidence(events),
     )
 
@@ -136,7 +136,7 @@ def _models(counts: list[Event], shapes: list[Event]) -> Finding:
                 f"DDP could not compare the models: {rank_list(sorted(own))} {verb(tuple(own), 'has', 'have')} {n:,} parameters and read {odd}, "
                 "which no model has: those ranks were in another collective, or had ended"
             )
-            advice = "see what those ranks did at that moment: an exception, a collective that only some ranks call, two DDP modules in another order; then NCCL_DEBUG=WARN"
+            advice = "see what those ranks did at that moment: an exception, a collective that only some ranks call, two DDP modules in a different order; then NCCL_DEBUG=WARN"
     return Finding(
         kind="mismatch",
         cause="model",
@@ -161,7 +161,7 @@ def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Findi
     numbers = [int(n) for n in first.split() if len(n) < 7]
     shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "") if names else f"number {fold_ranks(numbers)[:80]}"
     if differs:
-        what = f"other parameters on each of {rank_list(ranks)} got no gradient; on rank {ranks[0]}: {shown}"
+        what = f"different parameters got no gradient on each of {rank_list(ranks)}; on rank {ranks[0]}: {shown}"
     else:
         what = f"{count:,} {'parameter' if count == 1 else 'parameters'} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
     site = first_site([e for e in found.events if e.name == "exception" and "finished reduction" in e.text])

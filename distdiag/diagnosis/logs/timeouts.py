@@ -239,7 +239,7 @@ def _overslept(waiting: dict[int, Waiting]) -> str:
     if not late:
         return ""
     ran_s = max(w.ran_s or 0 for w in late)
-    return f". It was noticed after {rough_time(ran_s)} only: these hosts were suspended, or the watchdogs were stuck"
+    return f". It was noticed only after {rough_time(ran_s)}: these hosts were suspended, or the watchdogs were stuck"
 
 
 def _different(found: Collected, group: Group, waiting: dict[int, Waiting]) -> Finding | None:
@@ -273,7 +273,7 @@ def _different(found: Collected, group: Group, waiting: dict[int, Waiting]) -> F
         collective=CollectiveRef(op, label(group), seq),
         where=_where({r: waiting[r] for r in culprits} or waiting),
         waiting=_where(waiting),
-        message=f"the ranks timed out in different calls of the collective #{seq:,}{inside}: {texts}",
+        message=f"the ranks timed out in different calls of collective #{seq:,}{inside}: {texts}",
         cost=NO_PROGRESS_MADE,
         advice="compare what these ranks call there: the same operation with the same size on every rank",
         evidence=evidence(e for w in waiting.values() for e in w.events[:1]),
@@ -298,7 +298,7 @@ def _apart(found: Collected, group: Group, waiting: dict[int, Waiting], most: in
     shown = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
     inside = f" of {label(group)}" if known else ""
     if known:
-        tail = "their counts differ: a rank has made a call more or less than the others"
+        tail = "their counts differ: one rank has made more or fewer calls than the others"
         advice = "look for a collective under a condition on the rank, or a loop that is shorter on one rank; the flight recorder's dumps show the first difference"
     else:
         tail = "the log does not name their groups, so it does not show who waited for whom"

@@ -45,7 +45,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
     elif len(loaders) < 2:
-        yield Abstained("not every rank trains from a DataLoader that is known")
+        yield Abstained("not every rank trains from a known DataLoader")
     else:
         if (found := _same_batches(loaders)) is not None:
             yield _same_batches_finding(s, found)
@@ -215,8 +215,8 @@ def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
         victims=found.ranks,
         where=tuple(where(s.ranks[q], "data", found.loaders[q].site) for q in found.ranks),
         step=min(r.step for r in s.ranks.values()),
-        message=f"{rank_list(found.ranks)} train on batches with the same labels{at(x.site)}: the same samples, augmented by "
-        "each rank, or others whose labels follow one pattern"
+        message=f"{rank_list(found.ranks)} train on batches with the same labels{at(x.site)}: the same samples, augmented "
+        "differently, or other samples with the same pattern of labels"
         if found.labels
         else f"{rank_list(found.ranks)} train on the same batches{at(x.site)}",
         cost=f"{len(found.ranks) - len(found.groups)} of {s.world_size} ranks repeat the work of another",

@@ -35,24 +35,24 @@ class Limits:
     window_s: float = 60.0
     """Seconds of samples that are judged."""
     points: int = 60
-    """Samples of them, at most."""
+    """Most samples that are judged."""
     patience: float = 0.02
     """Share of the time left until memory is full during which it must keep growing. A cache or replay buffer also fills up, so
     the more time is left, the longer growth is watched."""
     patience_s: float = 500.0
-    """Seconds that growth is watched, at most."""
+    """Longest time in seconds that growth is watched."""
     alone_s: float = 10.0
     """The same if only these ranks grow while the others train, too: a cache or buffer would fill on all ranks."""
     flat: float = 0.1
     """Share of their growth below which another rank counts as not growing."""
     fit: float = 0.97
-    """R^2 of the straight line through the samples, at least."""
+    """Least R^2 of the straight line through the samples."""
     halves: float = 2.0
     """Factor by which the growth in the two halves of the samples may differ."""
     headroom: float = 0.95
     """Share of a card in use, above which an info is reported."""
     imbalance_bytes: int = 512 * MIB
-    """Bytes above the others, at least. A rank that has read a file for all keeps some hundred MiB in its allocator."""
+    """Least number of bytes above the others. A rank that has read a file for all keeps some hundred MiB in its allocator."""
     imbalance_share: float = 0.6
     """The same as a share of the others' host memory."""
     imbalance_share_of_host: float = 0.02

@@ -82,10 +82,10 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         first_seen_s=min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
         message=_message(x, name, ranks, everywhere, sorted({q for q, _ in found} - set(ranks)))
         + (": the batch already had NaN" if from_input else "")
-        + (": it trains alone so far, and averages nothing with other ranks" if alone else ""),
-        cost="what this rank trains from here on is lost"
+        + (": so far it averages nothing with other ranks" if alone else ""),
+        cost="training on this rank is lost from here on"
         if alone
-        else "averaging carries it to every rank; what is trained from here on is lost",
+        else "averaging carries it to every rank; training is lost from here on",
         advice=_advice(x.step, from_input, everywhere),
     )
 

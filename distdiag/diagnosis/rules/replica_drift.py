@@ -224,8 +224,8 @@ _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
     "wraps",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
-    "another model, on its part only",
-    "partly_averaged": "average the gradients of all parameters that are trained: make the list or bucket of gradients again after "
+    "its own model on its part of the data",
+    "partly_averaged": "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after "
     "parameters were added or unfrozen",
     "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
@@ -233,7 +233,7 @@ _ADVICE = {
     "rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
     "the same epoch length",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
-    "(all_reduce, broadcast), and reduce in one order on all ranks: the order of a set differs",
+    "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
 }
 
 

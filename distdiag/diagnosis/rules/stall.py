@@ -1,6 +1,6 @@
 """stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared if it continues.
 
-Ranks that are kept at one line by one and the same thing (a lock, a key of a store, a file that does not appear) are one finding.
+Ranks that wait at the same line for the same thing (a lock, a key of a store, a file that does not appear) are one finding.
 
 Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
 quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited,
@@ -40,7 +40,7 @@ class Limits:
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
     slow disk may be slow."""
     training_s: float = 60.0
-    """The same for a rank that still makes steps, ahead of all ranks that wait for it."""
+    """The same for a rank that still makes steps and is ahead of all ranks that wait for it."""
     first_step_s: float = 60.0
     """Seconds before the first step: compilation, lazy initialisation, unpickling an index (which holds the GIL)."""
     second_step_s: float = 30.0
@@ -50,13 +50,13 @@ class Limits:
     many_calls: int = 32
     """Collectives after which a job without steps (it has no torch optimizer) counts as running."""
     asleep_pct: float = 4.0
-    """CPU in per cent of a core, below which a rank sleeps: its recorder uses up to 2. One that computes now and then is busy."""
+    """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to 2."""
     usual_factor: float = 3.0
     """Multiple of the longest wait that this rank has caused so far without hanging."""
     error_factor: float = 3.0
     """Multiple of the patience after which a stall is an error."""
     together: float = 0.8
-    """Share of the patience of a rank that exceeds it, from which on others at the same line are named with it."""
+    """Ranks at the line of a rank that exceeds its patience are named with it, once the others have waited this share of it."""
 
 
 limits = Limits()
@@ -268,7 +268,7 @@ _DOES = {
     "queue": "waits on a queue",
     "socket": "waits on a socket, a pipe or a key of a store",
     "process": "waits for a process that it started",
-    "worker": "waits for another thread or process of its own",
+    "worker": "waits for a thread or process that it started",
     "event_loop": "waits in an event loop in which no task can run",
     "data": "waits for its data loader",
     "checkpoint": "writes a checkpoint",
@@ -282,7 +282,7 @@ _DO = {
     "lock": "find who holds the lock; hold no lock across a collective",
     "queue": "find who should fill or drain that queue",
     "socket": "check the other end of that connection (who should send, or set the key?), and give it a timeout",
-    "process": "see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks go on without it",
+    "process": "see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it",
     "worker": "check that thread or process: it may have ended by an error that no log shows, been killed, or wait for this rank; "
     "`distdiag dump` shows the threads, `ps --ppid PID` the processes",
     "event_loop": "find the task that it awaits and what that task awaits (asyncio.all_tasks(), PYTHONASYNCIODEBUG=1): a task that "

@@ -1,9 +1,9 @@
 """straggler: a rank is late in a sustained share of steps, and the others wait for it.
 
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step time if this rank were
-like the others. A rank that is slow in some steps only, and costs the others a fifth of the time, is one, too. If the slowest
-rank keeps changing, the cause is `rotating` and no rank is blamed. In a loop without
-optimizer steps, the straggler is the rank that enters its collectives last.
+like the others. A rank that is slow in some steps only is a straggler if it costs the others a fifth of their time. If the
+slowest rank keeps changing, the cause is `rotating` and no rank is blamed. In a loop without optimizer steps, the straggler is
+the rank that enters its collectives last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
 Healthy look-alikes: bn_ice, ledger_shared, worker_pool, shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
@@ -59,22 +59,22 @@ class Limits:
     asleep: float = 0.3
     """Cores used by a loader's workers; below it they wait for something other than a CPU."""
     control_ms: float = 0.3
-    """Optimizer time in milliseconds from which on it measures a rank's core: that work is the same on all ranks."""
+    """Least optimizer time in milliseconds that shows how fast a rank's core is: this work is the same on all ranks."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that shared two cores with other
     work had 0.55; with extra work in optimizer.step it is nearly 1."""
     enough: int = 24
-    """Ranks that are enough for a median; more only cost time."""
+    """Ranks whose median stands for all: more would only cost time."""
     rotating_share: float = 0.35
     """Share of the step that is lost to the slowest rank, if it keeps changing. Two ranks on shared cores lose a third by chance."""
     rotating_ms: float = 20.0
     """The same in milliseconds per step."""
     rotating_steps: int = 40
-    """Steps that are judged, at least, so that every rank of a small job can be the slowest."""
+    """Least number of steps that are judged, so that every rank of a small job can be the slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
     periodic_share: float = 0.2
-    """Share of the time lost to a rank that is slow in every n-th step, from which on it is a warning. Not for a rank that works for
+    """Share of the time lost to a rank that is slow in every n-th step, above which it is a warning; never for a rank that works for
     all: the first of a node logs and saves, any may validate."""
     periodic_times: int = 4
     """Slow steps for that, over at least half of the steps that are judged."""

@@ -1,7 +1,7 @@
 """unused_parameters: parameters that got no gradient, by name; or a search for unused parameters that finds none.
 
 Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it, they are just never
-trained. Frozen ones (requires_grad False) are reported once as info, to tell them from unused ones.
+trained. Frozen ones (requires_grad False) are reported once as info, to distinguish them from unused ones.
 
 Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone, layer_drop, frozen_head.
 """

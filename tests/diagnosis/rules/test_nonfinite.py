@@ -31,7 +31,7 @@ def test_a_nonfinite_loss_in_a_trial_of_one_rank_is_info() -> None:
     """It is an error once others have it, too: then the ranks train one model after all."""
     mine = rank(1, samples=(Sample("nonfinite_loss", 12, float("nan"), alone=True),))
     f = only([f for f in found_in(job(rank(0), mine)) if f.kind == "nonfinite"])
-    assert (f.severity, f.culprits) == ("info", (1,)) and "trains alone" in f.message
+    assert (f.severity, f.culprits) == ("info", (1,)) and "averages nothing with other ranks" in f.message
     other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
     f = only([f for f in found_in(job(other, mine)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("error", (1,))

@@ -38,9 +38,9 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
         ("socket", "batch = loop.run_until_complete(queue.get())", "it waits in an event loop"),
         ("lock", "with self.lock:", "it waits for a lock"),
         ("lock", "batch = self.ready.get()", "it waits on a queue"),
-        ("lock", "views = self.pool.map(augment, jobs)", "it waits for another thread or process"),
-        ("lock", "return self.future.result()", "it waits for another thread or process"),
-        ("lock", "writer.join()", "it waits for another thread or process"),
+        ("lock", "views = self.pool.map(augment, jobs)", "it waits for a thread or process that it started"),
+        ("lock", "return self.future.result()", "it waits for a thread or process that it started"),
+        ("lock", "writer.join()", "it waits for a thread or process that it started"),
     ],
 )
 def test_what_a_rank_waits_for_is_read_from_its_line(activity: str, line: str, text: str) -> None:
