@@ -102,7 +102,7 @@ def absent_text(missing: Collection[int], host_of: Mapping[int, str], own_hosts:
     return "not all ranks were profiled: " + "; ".join(parts)
 
 
-def _named(ranks: Collection[int]) -> str:
+def _named(ranks: list[int]) -> str:
     return f"rank {fold_ranks(ranks)} is" if len(ranks) == 1 else f"ranks {fold_ranks(ranks)} are"
 
 
