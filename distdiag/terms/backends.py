@@ -6,6 +6,15 @@ HOST_BLOCKING = frozenset({"gloo", "mpi"})
 OWN_MESSAGE_COUNTER = ("nccl", "rccl")  # they number messages and collectives separately
 
 
+def in_group_communicator(tag: int) -> int:
+    """Return what is recorded as the tag of a message of a device backend that the whole group's communicator carries.
+
+    Those are the messages of batch_isend_irecv, and all messages of a group that connected at its start. A single send or recv
+    uses a communicator of its two ranks, and messages never match across communicators: a tag below 0 tells them apart.
+    """
+    return ~tag  # its own inverse
+
+
 def blocks_host(backend: str) -> bool:
     """True if the host waits inside a synchronous collective of this backend: `gloo`, `cpu:gloo`.
 
@@ -19,3 +28,12 @@ def blocks_host(backend: str) -> bool:
 def may_count_messages(backend: str) -> bool:
     """True if a backend may count messages together with collectives, as gloo does; its counter shows if it does."""
     return not any(name in backend.lower() for name in OWN_MESSAGE_COUNTER)
+
+
+def ignores_tags(backend: str, device: str) -> bool:
+    """True if messages of tensors on this type of device (`cpu`, `cuda`) match without regard to tags: `nccl`, `cuda:nccl`."""
+    for part in backend.lower().split(","):
+        where, _, name = part.strip().rpartition(":")
+        if name in OWN_MESSAGE_COUNTER and where in ("", device):
+            return True
+    return False

@@ -10,6 +10,7 @@ from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Site
 from distdiag.diagnosis.rules import stall
 from distdiag.diagnosis.waits.graph import build
 from distdiag.monitor.ranks import device_queue
+from distdiag.terms.backends import in_group_communicator
 from tests.diagnosis.made import findings, proved
 
 HOST = Site("/job/train.py", 99, "log")
@@ -220,3 +221,36 @@ def test_completing_another_operation_does_not_complete_the_others_collective() 
     assert (found.kind, found.cause) == ("mismatch", "op")
     late = replace(through, calls=(issued("all_reduce", 7, 90.0, 14), *through.calls[1:]))
     assert proved(job(rank(0, issued("all_reduce", 7, 90.0, 10)), late)) == []
+
+
+def test_a_small_send_is_complete_and_its_recv_has_another_size() -> None:
+    """A device buffers a small send: the sender goes on, and the recv alone waits, for good."""
+    sent = replace(issued("send", None, 70.0, 31, peer=0, nth=3), shape=(96,), bytes=384, dtype="float32")
+    want = replace(issued("recv", None, 71.0, 30, peer=1, nth=3), shape=(1,), bytes=4, dtype="int32")
+
+    def both(recv: Call) -> Snapshot:
+        return job(rank(0, recv), replace(rank(1, sent, waits=False), calls=(replace(sent, completed_s=70.1),)))
+
+    (found,) = proved(both(want))
+    assert (found.kind, found.cause) == ("mismatch", "shape")
+    assert "rank 0 is in recv of 1 element at" in found.message and "send of 96 elements" in found.message
+    assert "tensors of the same size" in found.advice
+    # as many bytes of another type: a device does not compare types
+    assert proved(both(replace(want, shape=(96,), bytes=384))) == []
+
+
+def test_a_batched_message_never_matches_a_single_one_on_a_device() -> None:
+    """A batch uses the group's communicator, a single message that of the two ranks."""
+    batched = issued("send", None, 70.0, 31, peer=0, nth=3, tag=in_group_communicator(0))
+    (found,) = proved(job(rank(0, issued("recv", None, 71.0, 30, peer=1, nth=3)), rank(1, batched)))
+    assert (found.kind, found.cause) == ("deadlock", "p2p_cycle")
+    assert "batch_isend_irecv at both ends" in found.advice and "tag" not in found.message
+
+
+def test_batched_messages_complete_in_the_order_of_the_group() -> None:
+    """Each rank's batch behind the other's: messages to other ranks wait behind the first one."""
+    first = issued("recv", None, 70.0, 10, peer=1, nth=1, tag=in_group_communicator(0))
+    second = issued("send", None, 70.1, 11, peer=2, nth=1, tag=in_group_communicator(0))
+    assert device_queue.heads((first, second), (), {}, {}, {}) == (first,)
+    single = replace(second, tag=0)
+    assert device_queue.heads((first, single), (), {}, {}, {}) == (first, single)

@@ -81,6 +81,13 @@ SCRIPT = """
         dist.send(big, 1 - rank)  # sends
         dist.recv(big, 1 - rank)
         big.sum().item()
+    if what == "batch":
+        if rank == 0:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1)]):  # one end
+                work.wait()
+        else:
+            dist.recv(x, 0)  # the other end
+        x.sum().item()
     if what == "busy" and rank == 1:
         device.busy(x, 600)
         x.sum().item()  # its own work
@@ -149,6 +156,13 @@ def test_two_ranks_that_send_before_they_receive(tmp_path: Path) -> None:
     found = proved(tmp_path, "messages")
     assert (found["kind"], found["cause"], found["culprits"]) == ("deadlock", "p2p_cycle", [])
     assert {(0, line_of("sends"), "waiting"), (1, line_of("sends"), "waiting")} <= places(found)
+
+
+def test_a_batched_message_and_a_single_one_never_match(tmp_path: Path) -> None:
+    """NCCL executes them on two communicators, and the send leaves its rank free."""
+    found = proved(tmp_path, "batch")
+    assert found["kind"] == "deadlock" and (1, line_of("the other end"), "waiting") in places(found)
+    assert "batch_isend_irecv at both ends" in found["advice"]
 
 
 def test_a_group_split_off_the_default_one_needs_its_non_members_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
-from distdiag.diagnosis.text.phrases import at, place_text
+from distdiag.diagnosis.text.phrases import at, count, place_text
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 
@@ -96,9 +96,13 @@ def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
     found = arguments.changed(state, call, verdict.cause) if state is not None and call is not None else None
     if found is None:
         return ""
-    value = {"shape": f"{found.before:,} elements", "root": f"root {found.before}"} if verdict.cause != "dtype" else {}
+    value = found.before
+    if verdict.cause == "shape" and isinstance(value, int):
+        value = count(value, "element")
+    elif verdict.cause == "root":
+        value = f"root {value}"
     times = "twice" if found.times == 2 else f"{found.times:,} times"
-    return f"; before, {rank_list(verdict.culprits)} called it with {value.get(verdict.cause, found.before)} ({times})"
+    return f"; before, {rank_list(verdict.culprits)} called it with {value} ({times})"
 
 
 def _skipped(snapshot: Snapshot, verdict: Verdict) -> skipped.Skipped | None:
@@ -131,6 +135,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
             f"compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; exchange the "
             "input splits with an all_to_all first, and change none of them afterwards"
         )
+    if wait.p2p and cause == "shape":
+        return f"send and receive tensors of the same size, and in the same order: compare {both}"
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if verdict.culprits and (cause == "missing_rank" or (cause == "shape" and apart)):
@@ -198,7 +204,7 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
         "op": f"{op} #{wait.seq:,}" if not wait.p2p else op,
         "root": f"{op} with root {call.root}",
         "dtype": f"{op} of {dtype}",
-        "shape": f"{op} of {n:,} elements" if n is not None else op,
+        "shape": f"{op} of {count(n, 'element')}" if n is not None else op,
     }[cause]
     implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
     return f"{what}{at(call.site)}{implicit}"

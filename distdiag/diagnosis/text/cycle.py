@@ -12,6 +12,7 @@ from distdiag.diagnosis.text.incident import calls_of, collective_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
+from distdiag.terms.backends import in_group_communicator
 
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 SHOWN = 4  # waits of the cycle
@@ -97,6 +98,11 @@ def advice(
     snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]], source: Source | None = None
 ) -> str:
     """Return what to change."""
+    if _batched_at_one_end(snapshot, verdict):
+        return (
+            "use batch_isend_irecv at both ends of a message, or at none: on NCCL a batch uses the group's communicator, a "
+            "single send or recv that of the two ranks, and messages never match across them"
+        )
     match verdict.cause:
         case "missing_rank":
             if (raised := _raised(snapshot, verdict)) is not None:
@@ -150,6 +156,21 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
         other = "send to" if main.key[2] == "recv" else "recv from"
         return f"look for the {other} {rank_list(main.ranks)} that {rank_list(culprits)} {verb(culprits, 'has', 'have')} left out before {what}"
     return f"look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
+
+
+def _batched_at_one_end(snapshot: Snapshot, verdict: Verdict) -> bool:
+    """True if a rank waits for a message that its peer has issued in the other of NCCL's two communicators for it."""
+    for wait in verdict.waits:
+        if not wait.p2p or not wait.missing or not any(c.on_device for c in wait.calls.values()):
+            continue
+        group, _, direction, rank, peer, tag = wait.key
+        if peer not in snapshot.ranks:
+            continue
+        other = in_group_communicator(tag)
+        theirs = messages.count(snapshot.ranks[peer], messages.OPPOSITE[direction], rank, other, group)
+        if theirs > messages.count(snapshot.ranks[rank], direction, peer, other, group):
+            return True
+    return False
 
 
 def _tags_that_never_match(calls: dict[int, tuple[Wait, Call]]) -> tuple[int, int] | None:

@@ -54,7 +54,7 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
         return f"{op} #{wait.seq:,} ({label}{size})"
     direction, peer = wait.key[2], wait.key[4]
     whom = "any rank" if peer is None else f"rank {peer:,}"
-    tag = f", tag {call.tag}" if call is not None and call.tag else ""
+    tag = f", tag {call.tag}" if call is not None and call.tag > 0 else ""
     return f"{op} {'to' if direction == 'send' else 'from'} {whom} ({label}{tag}{size})"
 
 

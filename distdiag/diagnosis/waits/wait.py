@@ -111,23 +111,35 @@ def judge(snapshot: Snapshot, w: Wait) -> None:
 
 
 def _judge_message(snapshot: Snapshot, w: Wait) -> None:
-    """Mark a send and its recv that differ in length or dtype; both ends must be in it, waiting or dead."""
-    group, nth, direction, rank, peer, tag = w.key
+    """Mark a send and its recv that differ in length or dtype.
+
+    Both ends must be in it, waiting or dead. On a device, a small send completes without its recv: there, the recv waits alone.
+    A device compares no types, only bytes.
+    """
+    rank, peer = w.key[3], w.key[4]
     if w.missing or peer is None or rank not in w.calls:
         return
-    st = snapshot.ranks.get(peer)
-    b = st.blocked if st is not None else None
-    if b is None or not b.p2p or (b.group, b.tag, b.peer, b.nth) != (group, tag, rank, nth):
+    here = w.calls[rank]
+    there = other_end_of(snapshot, w) if here.on_device else _waits_in_other_end(snapshot, w)
+    if there is None or (here.on_device and here.bytes == there.bytes):
         return
-    if messages.direction_of(b) != messages.OPPOSITE[direction]:
-        return
-    sizes = compatible.elements(w.calls[rank]), compatible.elements(b)
-    types = compatible.dtype_name(w.calls[rank].dtype), compatible.dtype_name(b.dtype)
+    sizes = compatible.elements(here), compatible.elements(there)
+    types = compatible.dtype_name(here.dtype), compatible.dtype_name(there.dtype)
     if None in sizes or None in types or (sizes[0] == sizes[1] and types[0] == types[1]):
         return
     w.conflict = "shape" if sizes[0] != sizes[1] else "dtype"
     w.sides = (frozenset((rank,)), frozenset((peer,)))
-    w.calls = {rank: w.calls[rank], peer: b}
+    w.calls = {rank: here, peer: there}
+
+
+def _waits_in_other_end(snapshot: Snapshot, w: Wait) -> Call | None:
+    """Return the call that the peer's host waits in, if it is the other end of this message."""
+    group, nth, direction, rank, peer, tag = w.key
+    st = snapshot.ranks.get(peer)
+    b = st.blocked if st is not None else None
+    if b is None or not b.p2p or (b.group, b.tag, b.peer, b.nth) != (group, tag, rank, nth):
+        return None
+    return b if messages.direction_of(b) == messages.OPPOSITE[direction] else None
 
 
 def other_end_of(s: Snapshot, wait: Wait) -> Call | None:

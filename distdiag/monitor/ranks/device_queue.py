@@ -49,7 +49,7 @@ def heads(
     completed: Mapping[str, int],
     issued_in_cpp: Mapping[str, Call],
 ) -> tuple[Call, ...]:
-    """Return the oldest incomplete operation of each group and each pair of ranks, in the order of issue.
+    """Return the oldest incomplete operation of each group and each communicator of messages, in the order of issue.
 
     Args:
         calls: The rank's calls, oldest first, from `incomplete`.
@@ -64,7 +64,8 @@ def heads(
         if not c.on_device or c.completed_s is not None:
             continue
         if c.p2p:
-            messages.setdefault((c.group, c.peer), c)  # each pair has a communicator, which executes them in order
+            # a communicator executes them in order; a tag below 0: that of the whole group
+            messages.setdefault((c.group, None if c.tag < 0 else c.peer), c)
         else:
             known.setdefault((c.group, c.seq), c)
     for group in groups:

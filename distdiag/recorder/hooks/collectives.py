@@ -35,7 +35,7 @@ from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.call_entries import BARRIER, NO_TENSOR, CallEntries
 from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
-from distdiag.terms.backends import blocks_host
+from distdiag.terms.backends import blocks_host, ignores_tags, in_group_communicator
 from distdiag.terms.ranks import fold_ranks
 
 # method of ProcessGroup -> (torch.distributed's name, index of the argument with the tensors)
@@ -120,6 +120,9 @@ class Collectives(CallEntries):
         if method in _P2P:
             flags |= P2P
             peer, tag = _peer_and_tag(method, g, args, kwargs)
+            if g.on_device:
+                tag = 0 if ignores_tags(g.backend, _device(args)) else tag
+                tag = in_group_communicator(tag) if g.coalescing is not None or _connects_at_start(pg) else tag
             nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
             nth = self._peer(g.slot_index, True, BARRIER, 0)  # it is made of send and recv, and has no number
@@ -351,14 +354,23 @@ def _peer_and_tag(method: str, g: Group, args: tuple, kwargs: dict) -> tuple[int
     return g.to_global.get(peer, peer), args[2] if len(args) > 2 else kwargs.get("tag", 0)
 
 
+def _device(args: tuple) -> str:
+    """Return the type of device of the tensors that a message carries; "" if there are none."""
+    tensors = args[0] if args else None
+    return tensors[0].device.type if isinstance(tensors, (list, tuple)) and tensors else ""
+
+
 def _equal_sizes(lists: Any) -> bool:
     """True if the tensors of the first list have equal sizes: such an all_gather requires that size on every rank."""
     return bool(lists) and len({t.numel() for t in lists[0]}) == 1
 
 
+def _connects_at_start(pg: Any) -> bool:
+    """True if the group's communicator was made with the group: `init_process_group(device_id=…)`."""
+    return getattr(pg, "bound_device_id", None) is not None
+
+
 def _splits(backend: Any) -> bool:
-    """True if a new group's communicator is split off the default group's: `init_process_group(device_id=…)` on NCCL."""
+    """True if a new group's communicator is split off the default group's, on NCCL."""
     world = dist.group.WORLD
-    return getattr(world, "bound_device_id", None) is not None and not blocks_host(
-        str(backend or dist.get_backend(world))
-    )
+    return _connects_at_start(world) and not blocks_host(str(backend or dist.get_backend(world)))

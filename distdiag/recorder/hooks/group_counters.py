@@ -43,7 +43,7 @@ class Group:
     """One process group in this process."""
 
     __slots__ = (
-        "_offsets", "coalescing", "connected", "counter", "may_count_messages", "members", "offset", "on_device", "open_messages", "pg", "slot",
+        "_offsets", "backend", "coalescing", "connected", "counter", "may_count_messages", "members", "offset", "on_device", "open_messages", "pg", "slot",
         "slot_index", "to_global",
     )  # fmt: skip
 
@@ -56,6 +56,7 @@ class Group:
         self.offset = 0  # backend's counter minus the number of collectives
         self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
         self.may_count_messages = True  # in its counter of collectives
+        self.backend = ""  # `gloo`, `cpu:gloo,cuda:nccl`
         self.on_device = False  # its collectives do not block the host
         self.coalescing: Batch | None = None  # between _start_coalescing and _end_coalescing
         # Existing communicators: None for the whole group, else the peer of a pair. Only for devices.
@@ -140,6 +141,7 @@ class Groups:
             slot.completed = -1
             slot.flight_recorder_id = -1
             g = Group(pg, slot, n, list(members))
+            g.backend = backend
             g.on_device = not blocks_host(backend)
             g.may_count_messages = may_count_messages(backend)
             self._calibrate(g)
