@@ -61,11 +61,13 @@ def listener(port: int) -> socket.socket:
 # what the page loads by itself; its own server's address is complete, too
 _LOADED = re.compile(r"<(?:link|script)\b[^>]*?(?:href|src)=\"((?:https?:)?//[^\"]*)\"[^>]*>(?:</script>)?", re.DOTALL)
 _HEAD = """
+<link rel="icon" href="data:,">
 <style>@font-face { font-family: "Roboto Mono"; src: url("/static/fonts/RobotoMono-VariableFont_wght.ttf"); }</style>
 <script>
-  // the terminal takes keys as soon as it is there, and again when the window is
+  // the terminal takes keys as soon as the app has drawn, and again when the window gets the focus; on focus it
+  // writes to its socket, which must be open by then
   function focusTerminal() {
-    const input = document.querySelector(".xterm-helper-textarea");
+    const input = document.querySelector("body.-first-byte .xterm-helper-textarea");
     if (input) input.focus();
     return Boolean(input);
   }

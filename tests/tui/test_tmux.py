@@ -50,6 +50,26 @@ def test_keys_work_in_a_real_terminal(runs: MakeRun) -> None:
         assert "Traceback" not in last and "distdiag tui" in last and t.ended() == 0
 
 
+def test_the_mouse_works_in_a_real_terminal(runs: MakeRun) -> None:
+    """A single movement brings the tooltip, leaving hides it, and a click opens a screen."""
+
+    def at(screen: str, word: str) -> tuple[int, int]:
+        return next((row.index(word), y) for y, row in enumerate(screen.splitlines()) if word in row)
+
+    words = "step - wait: the rank's own time"
+    with terminal(_tui(runs(Scenario(ranks=8), "always")), size=(120, 30)) as t:
+        screen = t.until(lambda s: "self ms  Δ self" in s and "q Quit" in s)
+        assert words not in screen
+        x, y = at(screen, "self ms  Δ self")
+        for i in range(2):  # the second time from a header to the one next to it
+            t.hover(x + i, y)
+            t.until(words)
+        t.hover(1, 4)
+        t.until(lambda s: words not in s)
+        t.click(*at(t.screen(), "Heat"))
+        t.until("one rank, one step, or everywhere?")
+
+
 def test_a_small_terminal_works_and_ctrl_c_restores_it(runs: MakeRun) -> None:
     stale = {"COLUMNS": "80", "LINES": "24"}  # as some shells export them: the terminal's real size counts
     with terminal(_tui(runs(Scenario(ranks=8), "always")), size=(40, 12), env=stale) as t:

@@ -83,6 +83,11 @@ def test_hovering_shows_the_tooltip_and_leaving_hides_it(runs: MakeRun, monkeypa
                     if tip.display:
                         break
                 assert tip.display and str(tip.content).startswith(words)
+            await pilot.hover(offset=(x + 2, y))  # a movement hides the tooltip; a second one must not be needed to show it
+            await d.until(lambda: tip.display and str(tip.content).startswith(words), "the tooltip again")
+            await d.press("1")  # another screen: nothing, or something else is under the mouse
+            await d.until(lambda: not tip.display or not str(tip.content).startswith(words), "no tooltip")
+            await d.press("4")
             await pilot.hover(offset=(1, 3))  # the row of a rank has no tooltip
             await d.until(lambda: not tip.display, "no tooltip")
 

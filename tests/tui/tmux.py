@@ -37,6 +37,14 @@ class Terminal:
         for key in keys:
             self.tmux("send-keys", "-t", "main", key)
 
+    def hover(self, x: int, y: int) -> None:
+        """Send what a terminal sends when the mouse moves to a cell, counted from 0."""
+        self.tmux("send-keys", "-t", "main", "-l", f"\x1b[<35;{x + 1};{y + 1}M")
+
+    def click(self, x: int, y: int) -> None:
+        """Send what a terminal sends for a click on a cell, counted from 0."""
+        self.tmux("send-keys", "-t", "main", "-l", f"\x1b[<0;{x + 1};{y + 1}M\x1b[<0;{x + 1};{y + 1}m")
+
     def until(self, what: str | Callable[[str], object], deadline_s: float = 60.0) -> str:
         """Return the first screen that contains a text, or fulfils a condition.
 

@@ -105,7 +105,7 @@ def gauge(share: float | None, width: int, *, colour: bool = True, style: str = 
 def legend(width: int, *, colour: bool = True, parts: Sequence[str] = PHASES) -> list[Part]:
     """Return swatch (or letter) and word of each part that fits into `width`; all words short, or all long."""
     for names, gap in ((WORDS, "  "), (SHORT, "  "), (SHORT, " ")):
-        swatch = "█ " if colour and names is WORDS else "█" if colour else ""
+        swatch = "█ " if colour and names is WORDS else "▌" if colour else ""
         needed = sum(cells(names[p]) + len(swatch or "x ") + len(gap) for p in parts) - len(gap)
         if needed <= width:
             out: list[Part] = []

@@ -11,7 +11,9 @@ from textual import events
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
+from textual.timer import Timer
 from textual.widget import Widget
+from textual.widgets import Tooltip
 
 from distdiag.tui.draw.lines import STYLES, Line, hit_at, split_hit
 from distdiag.tui.draw.palette import colours
@@ -19,7 +21,7 @@ from distdiag.tui.draw.picture import svg
 
 
 class Canvas(Widget, can_focus=True):
-    """Shows lines; says where it was clicked.
+    """Shows lines; reports where it was clicked.
 
     A table widget renders every visible cell anew for one that changed, at seven to ten times the cost.
     """
@@ -75,7 +77,9 @@ class Canvas(Widget, can_focus=True):
         super().__init__()
         self._lines: list[Line] = []
         self._styles: dict[str, Style] = {}
-        self._about: str | None = None
+        self._about: str | None = None  # what is under the mouse
+        self._mouse = (-1, -1)
+        self._rest: Timer | None = None
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -93,6 +97,8 @@ class Canvas(Widget, can_focus=True):
         ]
         if changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
+        if self._about is not None:  # another page, or a scrolled list: the text under the mouse may have changed
+            self._explain()
         return len(changed)
 
     def render_line(self, y: int) -> Strip:
@@ -135,19 +141,35 @@ class Canvas(Widget, can_focus=True):
         super().notify_style_update()
 
     def on_click(self, event: events.Click) -> None:
-        action, about = self._at(event)
+        action, about = self._under(event.x, event.y)
         if action or about:
             self.post_message(self.Clicked(action, event.chain, event.x, about))
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        """Let the tooltip explain what is under the mouse; the library shows it once the mouse rests."""
-        about = self._at(event)[1] or None
+        """Explain what is under the mouse once the mouse rests."""
+        self._mouse = (event.x, event.y)
+        self._explain()
+        if self._rest is not None:
+            self._rest.stop()
+        if self._about is not None:
+            self._rest = self.set_timer(self.app.TOOLTIP_DELAY, self._show_tooltip)
+
+    def _explain(self) -> None:
+        about = self._under(*self._mouse)[1] or None
         if about != self._about:
             self._about = about
             self.tooltip = None if about is None else Text(about)
 
-    def _at(self, event: events.MouseEvent) -> tuple[str, str]:
-        return split_hit(hit_at(self._lines[event.y], event.x) if 0 <= event.y < len(self._lines) else "")
+    def _show_tooltip(self) -> None:
+        """Show the tooltip again: the library hides it when the mouse moves, and shows it only after a second move."""
+        for tooltip in self.screen.query(Tooltip):
+            if self._about is not None and not tooltip.display:
+                tooltip.display = True
+                self.tooltip = Text(self._about)  # the library puts its text next to the mouse
+
+    def _under(self, x: int, y: int) -> tuple[str, str]:
+        """Return what a click on a cell does, and what the cell is."""
+        return split_hit(hit_at(self._lines[y], x) if 0 <= y < len(self._lines) else "")
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         event.stop()
