@@ -117,6 +117,13 @@ def test_the_clock_moves_out_of_the_way_of_a_mark() -> None:
     assert "00:01:00" in axis and axis.index("00:01:00") < axis.index("▲")
 
 
+def test_a_mark_near_the_beginning_moves_the_other_clock() -> None:
+    marks = ((6.0, "warning"), (9.0, "error"))
+    chart = Chart("a", "", (Curve("", range(60), [1.0] * 60, ""),), milliseconds, marks=marks)
+    axis = plain(draw(chart, 0.0, 59.0, 60, 8, False)[-1])
+    assert axis.count("▲") == 2 and "00:00:00" in axis and axis.index("▲") < axis.index("00:00:00")
+
+
 def test_a_slow_first_step_does_not_flatten_the_chart() -> None:
     """64 ranks: two and a half minutes until the first step, then 24 steps of two seconds, on 24 dots."""
     values = [150_000.0, *[2000.0] * 24]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distdiag.diagnosis.model.findings import Where
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import open_run
 from distdiag.tui.data.snapshot import Request, Taker
@@ -50,12 +51,34 @@ def test_the_phases_of_a_step_fill_it_in_the_order_of_a_training_loop() -> None:
         (RankRow(rank=0, life="running", phase="data", phase_age_s=3.0, file="/a/t.py", line=7), ("data", "data for 3.0 s at t.py:7")),
         (RankRow(rank=0, life="running", waiting_op="all_reduce", waiting_seq=4, waiting_age_s=3.0), ("wait", "waits in all_reduce #4 for 3.0 s")),
         (RankRow(rank=0, life="killed", t_s=6.0), ("gone", "killed")),
-        (RankRow(rank=0, life="finished"), ("gone", "done")),
+        (RankRow(rank=0, life="finished"), ("done", "done")),
     ],
 )  # fmt: skip
 def test_what_a_rank_does_now_ends_its_lane(row: RankRow, expected: tuple[str, str]) -> None:
     last = timeline.now_of(row, 5.0, 10.0)[-1]
     assert last[1] == 10.0 and last[2:] == expected
+
+
+def test_a_lost_rank_shows_what_it_did_until_then() -> None:
+    row = RankRow(rank=0, life="killed", t_s=9.0, phase="other", phase_age_s=3.0, file="/a/t.py", line=7)
+    assert timeline.now_of(row, 5.0, 10.0) == [
+        (5.0, 6.0, "unknown", ""), (6.0, 9.0, "other", "at t.py:7 until 00:00:09"), (9.0, 10.0, "gone", "killed"),
+    ]  # fmt: skip
+    waited = Where(0, "/a/t.py", 8, "main", "waiting")
+    assert timeline.now_of(row, 5.0, 10.0, waited)[1][2:] == (
+        "wait",
+        "waited in a collective at t.py:8 until 00:00:09",
+    )
+
+
+def test_the_last_steps_stay_on_the_screen_after_the_job_has_stopped(runs: MakeRun) -> None:
+    with open_run(runs(Scenario(state="deadlocked", ranks=8))) as run:
+        taker = Taker(run, {"timeline": timeline.read})
+        chosen = taker.take(Request("timeline", ranks=(0, 5), span=2.0)).panel
+        assert chosen.end_s - chosen.begin_s == pytest.approx(2.0) and not chosen.steps[0]
+        stopped = taker.take(Request("timeline", ranks=(0, 5), span=2.0, extra=True)).panel
+        steps, span = stopped.steps[0], stopped.end_s - stopped.begin_s
+        assert steps and stopped.end_s == chosen.end_s and (steps[-1][0] - stopped.begin_s) / span >= 0.19
 
 
 def test_a_deadlock_shows_lanes_that_stop(runs: MakeRun) -> None:
@@ -95,7 +118,7 @@ def test_few_lanes_are_tall_and_leave_room_for_the_whole_finding(runs: MakeRun) 
         async with showing(runs(Scenario(state="deadlocked", ranks=3)), (130, 34)) as d:
             await d.press("9")
             lanes = [[p[2] for p in text if p[2].startswith("cell:")] for text in d.app.canvas.lines]
-            assert [sum(f"cell:{r}" in hits for hits in lanes) for r in range(3)] == [2, 2, 2]
+            assert [sum(f"cell:{r}" in hits for hits in lanes) for r in range(3)] == [5, 5, 5]
             return d.text()
 
     text = asyncio.run(work())

@@ -83,7 +83,9 @@ def test_hovering_shows_the_tooltip_and_leaving_hides_it(runs: MakeRun, monkeypa
                     if tip.display:
                         break
                 assert tip.display and str(tip.content).startswith(words)
-            await pilot.hover(offset=(x + 2, y))  # a movement hides the tooltip; a second one must not be needed to show it
+            await pilot.hover(
+                offset=(x + 2, y)
+            )  # a movement hides the tooltip; a second one must not be needed to show it
             await d.until(lambda: tip.display and str(tip.content).startswith(words), "the tooltip again")
             await d.press("1")  # another screen: nothing, or something else is under the mouse
             await d.until(lambda: not tip.display or not str(tip.content).startswith(words), "no tooltip")

@@ -12,7 +12,7 @@ from distdiag.tui.draw.text import clock, fit
 
 LABEL = 7  # cells left of the axis
 MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
-TALLEST = 12  # lines of one chart
+TALLEST = 22  # lines of one chart
 # seconds of one dot: the smallest that shows the whole span is taken, so that the picture changes seldom
 _STEPS = tuple(f * 10**k for k in range(-2, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
 _TOPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
@@ -197,8 +197,9 @@ def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> L
     marks = {cell(t): style for t, style in chart.marks if 0 <= cell(t) < columns}
     taken, last = len(left) + 2, columns - len(right) - 2
     free = (x for x in range(last, taken, -1) if not any(x < m < x + len(right) + 2 for m in marks))
-    last = next(free, last)  # left of a mark the clock can be read
-    for text, at in ((f" {left} ", 0), (f" {right} ", last)):
+    last = next(free, last)  # next to a mark a clock can be read
+    first = next((x for x in range(last - taken) if not any(x <= m < x + taken for m in marks)), 0)
+    for text, at in ((f" {left} ", first), (f" {right} ", last)):
         if at >= 0 and at + len(text) <= columns:  # over a span in its style
             cells_of[at : at + len(text)] = [(c, cells_of[at + i][1]) for i, c in enumerate(text)]
     for at, style in marks.items():

@@ -15,7 +15,7 @@ from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import bars
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, fitted, line, rule
 from distdiag.tui.draw.palette import HEAT_LEVELS
-from distdiag.tui.draw.text import clean, clip, fit, median_low, milliseconds, quantile
+from distdiag.tui.draw.text import cells, clean, clip, fit, median_low, milliseconds, quantile
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import finding_lines, summary_line
 from distdiag.tui.ui import Ui
@@ -28,6 +28,7 @@ NAMES = {
 SAMPLE = 64  # ranks that make the median of a step; all, up to so many
 VALUES = 60_000  # read for one picture; of wider ones every k-th step
 LABEL, TAIL = 10, 16
+TALLEST = 6  # lines of one rank
 NOT_MEASURED = "–"
 ABOUT = (
     "one cell is a rank in a step, or in several; bright is slow against the other ranks, the scale is below the map"
@@ -252,11 +253,16 @@ class HeatPage:
         rows = {} if snap.frame is None else {int(r): i for i, r in enumerate(snap.frame.table.numbers("rank"))}
         cursor = None
         chosen = items[index] if index is not None else None
+        tall = max(1, min(TALLEST, self._room(height) // len(items))) if ui.drawn else 1
+        above = (tall - 1) // 2
         for nth in range(0, len(shown), pair):
             some = shown[nth : nth + pair]
             if chosen in some:
-                cursor = len(lines)
-            lines.append(self._row(snap, ui, data, some, [rows[r] for r in some], chosen, column))
+                cursor = len(lines) + above
+            at = [rows[r] for r in some]
+            lines += [_wordless(self._row(snap, ui, data, some, at, None, -1))] * above if above else []
+            lines.append(self._row(snap, ui, data, some, at, chosen, column))
+            lines += [_wordless(self._row(snap, ui, data, some, at, None, -1))] * (tall - 1 - above) if tall > 1 else []
         legend = [*self._cursor_lines(snap, ui, data, chosen, width), *_legend(data, ui, top, len(shown), len(items))]
         space = height - len(lines) - len(tail)
         lines += ([BLANK, *legend] if space > len(legend) else legend)[: max(0, space)]
@@ -327,6 +333,12 @@ class HeatPage:
         # the worst finding is in the last line already
         named = next((f for f in snap.open_findings[1:] if rank in f.culprits), None)
         return [*out, *(finding_lines(named, width, full=False) if named else [])]
+
+
+def _wordless(row: Line) -> Line:
+    """Return the map of one row, without what is at its left and right."""
+    left = sum(cells(t) for t, _, _ in row[:2])
+    return ((" " * left, "", row[0][2]), *row[2:-1])
 
 
 def _cell(levels: list[int | None], under: bool) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from distdiag.tui.ui import Ui
 
 MIN_ROWS = 6
 PANEL_WIDTH, PANEL_HEIGHT = 90, 40  # smaller screens have no collectives
-CHART_LINES = 27
+CHART_LINES = 45
 CHARTS_FROM = 28  # lines of a screen that has charts however many ranks there are
 GPU_AGE_S = 10.0  # an older sample of a GPU is not shown
 

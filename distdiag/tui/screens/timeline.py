@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from distdiag.diagnosis.model.findings import Where
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import Frame, RankRow
 from distdiag.store.reader import Run
@@ -25,7 +26,7 @@ from distdiag.tui.panels import footer_panel
 from distdiag.tui.ui import Ui
 
 LABEL = 10
-TALLEST = 3  # lines of one lane: two of colour and an empty one
+TALLEST = 6  # lines of one lane: five of colour and an empty one
 COMM = "collectives that all ranks completed: thin from the first arrival to the last, thick the transfer"
 ROWS = 4000  # steps of ranks in one picture: it shows fewer seconds where there are more
 COLLECTIVES = 400
@@ -43,6 +44,7 @@ _COLUMNS = (
     "wait_ms",
 )
 _PHASES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "collective": "wait"}
+_OVER = ("ENDED", "FAILED", "LOST", "MONITOR GONE")
 _GONE = frozenset({Life.KILLED, Life.CRASHED, Life.SILENT, Life.FINISHED, Life.STOPPED, Life.DETACHED})
 
 Segment = tuple[float, float, str, str]  # begin and end in seconds of the run, name of the area, text inside
@@ -63,6 +65,9 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Tim
     """Steps that overlap the span; those read before are kept."""
     end = min(frame.t_s, request.until) if request.until is not None else frame.t_s
     begin = end - request.span
+    if request.extra and (ended := run.query("SELECT max(t_end_s) FROM step WHERE t_end_s <= ?", (end,))[0][0]):
+        # the last steps stay on the screen after the job has stopped, in a fifth of it at least
+        begin = min(begin, ended - max(request.span, (end - ended) / 4)) if ended < begin else begin
     steps: dict[int, list[tuple[Any, ...]]] = {r: [] for r in request.ranks}
     before, until = run.step_range(begin), run.step_range(frame.t_s)
     first_s = 0.0
@@ -122,11 +127,20 @@ def of_step(row: tuple[Any, ...]) -> list[Segment]:
     return out
 
 
-def now_of(row: RankRow, after: float, now: float) -> list[Segment]:
-    """Return what a rank has done since its last step: the phase it is in, or nothing if it has ended."""
+def now_of(row: RankRow, after: float, now: float, waited: Where | None = None) -> list[Segment]:
+    """Return what a rank has done since its last step.
+
+    Args:
+        row: The rank in the newest frame.
+        after: When its last step ended, seconds of the run.
+        now: Time of the frame.
+        waited: Where the rank waited when it was lost, if a finding has it: the frame does not.
+    """
     if row.life in _GONE or row.life == Life.MISSING:
-        seen = row.t_s if row.t_s is not None and row.life != Life.FINISHED else after
-        return [(seen, now, "gone", row.life)] if row.life != Life.FINISHED else [(after, now, "gone", "done")]
+        if row.life == Life.FINISHED:
+            return [(after, now, "done", "done")]
+        seen = row.t_s if row.t_s is not None else after
+        return [*_last_phase(row, after, seen, waited), (seen, now, "gone", row.life)]
     out: list[Segment] = []
     if row.waiting_op:
         age, name = row.waiting_age_s or 0.0, "wait"
@@ -141,6 +155,22 @@ def now_of(row: RankRow, after: float, now: float) -> list[Segment]:
         out.append((after, began, "unknown", ""))
     out.append((began, now, name, text))
     return out
+
+
+def _last_phase(row: RankRow, after: float, seen: float, waited: Where | None) -> list[Segment]:
+    """Return the phase in which a rank was until it went."""
+    if row.phase_age_s is None or seen <= after:
+        return []
+    where = f"at {place(row.file, row.line)}" if row.file else ""
+    name, phase = _PHASES.get(row.phase or "", "other"), clean(row.phase or "")
+    if waited is not None:
+        name, phase, where = "wait", "waited in a collective", f"at {place(waited.file, waited.line)}"
+    text = f"{'' if phase == 'other' and where else phase} {where} until {clock(seen)}".strip()
+    began = max(after, seen - row.phase_age_s)
+    return [
+        (after, began, "unknown", ""),
+        (began, seen, name, text),
+    ]
 
 
 def lane(segments: list[Segment], begin: float, end: float, width: int, colour: bool) -> list[Part]:
@@ -168,7 +198,7 @@ def lane(segments: list[Segment], begin: float, end: float, width: int, colour: 
             continue
         out += _cells(owner, at, x0, halves)
         shown = clip(text, x1 - x0 - 1)
-        style = f"in-{name}" if colour and name in LETTERS else "error" if name == "gone" else ""
+        style = f"in-{name}" if colour and name in LETTERS else {"done": "muted", "gone": "error"}.get(name, "")
         if not colour and name in LETTERS:
             shown = f"{LETTERS[name]} {clip(text, x1 - x0 - 3)}"
         out.append((f" {shown}"[: x1 - x0].ljust(min(x1 - x0, cells(shown) + 2)), style, ""))
@@ -182,11 +212,13 @@ def _cells(owner: list[str], a: int, b: int, halves: int) -> list[Part]:
         left, right = owner[x * halves], owner[x * halves + halves - 1]
         if halves == 1:
             text, style = (
-                LETTERS.get(left, "×" if left == "gone" else "·" if left else " "),
+                LETTERS.get(left, "×" if left == "gone" else "·" if left == "unknown" else " "),
                 "muted" if left in ("wait", "unknown") else "",
             )
         elif left == right:
-            text, style = {"": (" ", ""), "unknown": ("·", "muted"), "gone": (" ", "")}.get(left, (" ", f"on-{left}"))
+            text, style = {"": (" ", ""), "unknown": ("·", "muted"), "gone": (" ", ""), "done": (" ", "")}.get(
+                left, (" ", f"on-{left}")
+            )
         elif left in LETTERS:
             text, style = "▌", f"area-{left}" + (f" on-{right}" if right in LETTERS else "")
         else:
@@ -219,7 +251,10 @@ class TimelinePage:
 
     def zoom(self, snap: Snapshot, ui: Ui, by: int) -> None:
         """Show less (`by` > 0) or more seconds."""
+        data = snap.panel
         at = self._span(snap, ui)
+        if ui.span_s is None and isinstance(data, TimelineData):
+            at = next((x for x in SPANS if x >= data.end_s - data.begin_s), SPANS[-1])
         ui.span_s = SPANS[max(0, min(len(SPANS) - 1, SPANS.index(at) - by))]
 
     def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
@@ -247,7 +282,10 @@ class TimelinePage:
         room = self._room(height, 3)
         top, _ = ui.window("timeline", items, room)
         shown = tuple(items[top : top + room])
-        return Request("timeline", ui.paused_at_s, None, shown, span=self._span(snap, ui), until=ui.until_s)
+        stopped = ui.span_s is None and ui.until_s is None and job_state(snap).word in _OVER
+        return Request(
+            "timeline", ui.paused_at_s, None, shown, extra=stopped, span=self._span(snap, ui), until=ui.until_s
+        )
 
     # -- drawing --------------------------------------------------------------------------------------------------
 
@@ -290,7 +328,7 @@ class TimelinePage:
     def _lane(
         self, snap: Snapshot, ui: Ui, data: TimelineData, rank: int, i: int, plot: tuple[int, int], here: bool
     ) -> list[Line]:
-        """Return the lane of a rank in `plot` cells and lines; the third line is empty."""
+        """Return the lane of a rank in `plot` cells and lines; if it has more than two lines, the last one is empty."""
         assert snap.frame is not None
         row, mark = snap.frame.table.row(i), snap.summary.marks[i]
         segments: list[Segment] = []
@@ -299,17 +337,21 @@ class TimelinePage:
             segments += of_step(step)
             after = max(after, step[0])
         if data.end_s >= snap.frame.t_s - 1e-6 or not data.steps.get(rank):
-            segments += now_of(row, after, snap.frame.t_s)
+            known = (w for f in snap.open_findings for w in (*f.where, *f.waiting) if w.rank == rank and w.file)
+            waited = next((w for w in known if w.state == "waiting"), None)
+            segments += now_of(row, after, snap.frame.t_s, waited)
         style = ("bold" if mark.level > 1 else "") + (" cursor" if here and ui.interactive else "")
         lead: list[Part] = [
             (f" {mark.glyph} ", f"{mark.style}{' cursor' if here and ui.interactive else ''}".strip(), "")
         ]
         lead.append((f"{rank:>5}  ", style.strip(), ""))
         width, tall = plot
-        made = [[*lead, *lane(segments, data.begin_s, data.end_s, width, ui.drawn)]]
-        if tall > 1:
-            wordless = lane([(a, b, name, "") for a, b, name, _ in segments], data.begin_s, data.end_s, width, ui.drawn)
-            made.append([(" " * sum(cells(t) for t, _, _ in lead), style.strip(), ""), *wordless])
+        named = lane(segments, data.begin_s, data.end_s, width, ui.drawn)
+        wordless = lane([(a, b, name, "") for a, b, name, _ in segments], data.begin_s, data.end_s, width, ui.drawn)
+        blank: list[Part] = [(" " * sum(cells(t) for t, _, _ in lead), style.strip(), "")]
+        coloured = tall - 1 if tall > 2 else tall
+        middle = (coloured - 1) // 2
+        made = [[*(lead if i == middle else blank), *(named if i == middle else wordless)] for i in range(coloured)]
         lines: list[Line] = [tuple((t, s, f"cell:{rank}") for t, s, _ in parts if t) for parts in made]
         return [*lines, *[BLANK] * (tall - len(lines))]
 
