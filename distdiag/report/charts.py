@@ -71,10 +71,7 @@ def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -
         )
         rows[0].plot(x, [p.step_ms for p in points], color="#0072B2", linewidth=1.2)
         rows[0].set_ylabel("step time, ms")
-        # one slow first step (compilation, warm-up) must not compress the scale
-        high = np.array([p.high_ms for p in points])
-        top = float(np.percentile(high, 99))
-        rows[0].set_ylim(0, max(top, float(np.median(high))) * 1.25 or 1)
+        rows[0].set_ylim(0, top_of_axis([p.high_ms for p in points]))
         for f in findings:
             if f.step is not None and points[0].step <= f.step <= points[-1].step_end:
                 rows[0].axvline(f.step, color="#D55E00", linewidth=0.9, linestyle="--")
@@ -84,6 +81,12 @@ def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -
             rows[1].set_ylabel("loss")
         rows[-1].set_xlabel("step")
         return _svg(figure)
+
+
+def top_of_axis(values: Sequence[float]) -> float:
+    """Return where an axis ends: some slow steps (compilation, warm-up) must not compress the others."""
+    high, most = max(values), float(np.percentile(values, 95, method="lower"))
+    return 1.05 * (1.5 * most if high > 3 * most > 0 else high) or 1.0
 
 
 def phases(ranks: Sequence[RankSummary]) -> str:
@@ -104,7 +107,7 @@ def profile(ranks: Sequence[RankTimes]) -> str:
 
 
 def _bars(salt: str, ranks: Sequence[int], parts: Mapping[str, NDArray[np.float64]], axis: str) -> str:
-    """Draw a bar per rank of parts one after the other. A part that is nowhere has no place in the legend."""
+    """Draw a bar per rank of parts one after the other. The legend leaves out a part that no rank has."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
         axes = figure.subplots()

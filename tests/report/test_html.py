@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,10 +11,11 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding, Where
-from distdiag.report import html
+from distdiag.report import charts, html
 from distdiag.report.facts import RankSummary, notable_ranks
 from distdiag.report.words import visible
 from distdiag.store.writer import Writer
+from tests import browser
 from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run
 from tests.tui.test_profile_screen import a_profile, save
 
@@ -112,6 +114,54 @@ def test_html_works_for_every_size_of_job(tmp_path: Path, ranks: int) -> None:
     if ranks > html.MAX_RANKS:
         assert f"{html.MAX_RANKS} of {ranks} ranks" in p.words
         assert "rank 299" in p.words, "the slow one must not be among those left out"
+
+
+def test_a_column_that_no_rank_measured_is_left_out_and_the_line_keeps_its_whole_path(tmp_path: Path) -> None:
+    facts = facts_of(make_run(tmp_path / "r"))
+    ranks = (msgspec.structs.replace(facts.ranks[0], device_bytes=2**30), *facts.ranks[1:])
+    assert "device memory" in Page(html.render(msgspec.structs.replace(facts, ranks=ranks))).words
+    ranks = (msgspec.structs.replace(facts.ranks[0], place="/home/me/train.py:88 in main"), *facts.ranks[1:])
+    p = Page(html.render(msgspec.structs.replace(facts, ranks=ranks)))
+    assert "device memory" not in p.words and "last seen at" in p.words
+    assert ("title", "/home/me/train.py:88 in main") in p.attributes and "train.py:88 in main" in p.words
+
+
+@pytest.mark.parametrize(
+    ("values", "top"),
+    [([100.0, 110.0, 120.0], 126.0), ([6000.0, *[100.0] * 9], 157.5), ([6000.0, *[100.0] * 99], 157.5), ([0.0], 1.0)],
+)
+def test_a_slow_first_step_does_not_flatten_the_step_times(values: list[float], top: float) -> None:
+    assert charts.top_of_axis(values) == pytest.approx(top)
+
+
+# what is wider than its page, or than the box that scrolls it; labels that leave their chart
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => !e.closest('.wide, figure')
+  && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(e => e.outerHTML.slice(0, 80))"""
+CLIPPED = """[...document.querySelectorAll('svg text')].filter(t => { const a = t.getBoundingClientRect(),
+  b = t.ownerSVGElement.getBoundingClientRect(); return a.left < b.left - 1 || a.right > b.right + 1
+  || a.top < b.top - 1 || a.bottom > b.bottom + 1 }).map(t => t.textContent)"""
+OVERLAPPING = """(() => { const all = [...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].map(
+  t => [t.textContent, t.getBoundingClientRect()])); return all.flatMap(([w, a], i) => all.slice(i + 1).filter(([v, b]) =>
+  a.left < b.right - 2 && b.left < a.right - 2 && a.top < b.bottom - 2 && b.top < a.bottom - 2).map(([v]) => w + ' / ' + v)) })()"""
+
+
+def test_nothing_overlaps_or_is_cut_off_in_a_browser(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", ranks=12, findings=(DEADLOCK, STRAGGLER), gpus=True, slow_rank=3)
+    (tmp_path / "report.html").write_text(page(run)[0])
+
+    async def work() -> None:
+        async with browser.tab(tmp_path) as tab:
+            address = (tmp_path / "report.html").as_uri()
+            grounds = []
+            for width, scheme in ((1280, "light"), (1280, "dark"), (480, "light")):
+                await tab.open(address, width, 900, scheme)
+                found = [await tab.value(script) for script in (TOO_WIDE, CLIPPED, OVERLAPPING)]
+                assert found == [[], [], []], (width, scheme)
+                grounds.append(await tab.value("getComputedStyle(document.querySelector('.finding')).backgroundColor"))
+            assert grounds[0] == grounds[2] != grounds[1]
+            assert set(tab.requested) == {address} and tab.problems == []
+
+    asyncio.run(work())
 
 
 def test_html_of_a_run_without_a_step(tmp_path: Path) -> None:
