@@ -159,7 +159,7 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
         return _veto(f"the loader workers of {rank_list(slow.ranks)} wait for a CPU, as those of all ranks may")
     if phase != "data" and _has_stages(s):
         return stage_finding(s, window, slow, rank, phase, excess_ms)
-    return slow_finding(s, window, slow, rank, phase, excess_ms, limit_ms)
+    return slow_finding(s, window, slow, rank, phase, excess_ms, limit_ms, _queued_ms(s, rank, rest, slow))
 
 
 def _slow(s: Snapshot, window: Window) -> Slow | Abstained:

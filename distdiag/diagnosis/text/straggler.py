@@ -46,13 +46,21 @@ _ADVICE = {
 
 
 def slow_finding(
-    s: Snapshot, window: Window, slow: Slow, rank: int, phase: str, excess_ms: float, limit_ms: float | None
+    s: Snapshot,
+    window: Window,
+    slow: Slow,
+    rank: int,
+    phase: str,
+    excess_ms: float,
+    limit_ms: float | None,
+    queued_ms: float,
 ) -> Finding:
     """Return the finding of ranks that work longest in most steps.
 
     Args:
         limit_ms: Most milliseconds per step that the job would gain, since something else limits the others, too. None if that is
             not known.
+        queued_ms: Milliseconds per step that the rank waited for a CPU beyond the others; not in `excess_ms`.
     """
     r, n = s.ranks[rank], len(window.columns)
     stack = _stack_of(r, phase)
@@ -74,11 +82,16 @@ def slow_finding(
         where=(*(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)), *others),
         step=r.step,
         message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
-        f"per step against the others, {slower} in {slow.count} of the last {n} steps{at(place)}",
+        f"per step against the others{_queued_text(excess_ms, queued_ms)}, {slower} in {slow.count} of the last {n} steps{at(place)}",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms of a step of "
         f"{slow.step_ms:.0f} ms{_gain_text(window, slow, limit_ms)}",
         advice=_advice(s, slow.ranks, phase),
     )
+
+
+def _queued_text(excess_ms: float, queued_ms: float) -> str:
+    """Return what the tables' `self` includes and the excess does not, if that is a tenth of it or more."""
+    return f" (and {queued_ms:.0f} ms in which it waits for a CPU)" if queued_ms >= 0.1 * excess_ms else ""
 
 
 def _gain_text(window: Window, slow: Slow, limit_ms: float | None) -> str:

@@ -314,6 +314,8 @@ def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
         assert none == []
     for one in (found(0.02), found(None), found(0.5, 40.0), found(0.2, extra_ms=200.0)):
         assert (only(one).culprits, only(one).cause) == ((1,), "backward")
+    assert "ms in which it waits for a CPU), slowest" in only(found(0.2, extra_ms=200.0)).message
+    assert "waits for a CPU" not in only(found(0.5, 40.0)).message
 
 
 def feeding() -> Loader:
