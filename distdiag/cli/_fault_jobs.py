@@ -60,7 +60,6 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     culprits: tuple[int, ...] = ()
     culprits_any: tuple[tuple[int, ...], ...] = ()  # also right, where people would disagree
     tolerated: tuple[str, ...] = ()  # other kinds that may be reported: true, but not the fault
-    nothing_else_of_severity: str = "warning or above"
 
 
 class OnBackend(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 9
+VERSION = 10
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 BACKEND_FRAME = "backend:"
@@ -118,12 +118,10 @@ class Header(Structure):
         ("n_sites", c_uint32),
         ("n_loaders", c_uint32),
         ("in_join", c_uint32),
-        ("new_groups", c_uint64),  # new_group calls of this rank, which are collective calls, too
         ("initialised", c_uint64),  # calls of init_process_group
         ("device_total_bytes", c_uint64),
         ("device_peak_bytes", c_uint64),
         ("witness", c_uint32),  # path of the worker server's socket
-        ("max_steps", c_int64),
         ("trace_signal", c_int32),  # this signal makes C code write all stacks to r<rank>.trace; 0 = none
         ("counted_ns", c_uint64),  # when the pulse last read the groups' counters
     ]
@@ -139,7 +137,6 @@ class GroupSlot(Structure):
         ("destroyed", c_uint32),
         ("enqueued", c_int64),  # newest collective issued
         ("completed", c_int64),  # newest completed, from the flight recorder; -1 not known
-        ("timeout_ms", c_int64),
         ("flight_recorder_id", c_int64),
         ("offset", c_int64),  # the backend's current sequence number minus the number of collectives
     ]
@@ -156,7 +153,6 @@ class SiteSlot(Structure):
 class LoaderSlot(Structure):
     _fields_ = [
         ("site", c_uint32),
-        ("dataset", c_uint32),
         ("length", c_int64),
         ("dataset_length", c_int64),
         ("batch_size", c_int64),
@@ -169,8 +165,6 @@ class LoaderSlot(Structure):
         ("batches", c_uint64),
         ("exhausted", c_uint32),
         ("in_training", c_uint32),
-        ("exhausted_ns", c_uint64),
-        ("active_ns", c_uint64),
         ("n_first", c_uint32),
         ("first", c_uint64 * 6),
         ("n_previous", c_uint32),

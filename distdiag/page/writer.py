@@ -100,7 +100,6 @@ class PageWriter:
         self.h.heap_used = 1  # offset 0 means "no string"
         self.h.gpu = -1
         self.h.epoch = -1
-        self.h.max_steps = -1
         # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields. One view covers nearly
         # all of it: each further view would have to be loaded into cold caches.
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
@@ -234,7 +233,7 @@ _MOST = (
     ("phase", len(Phase) - 1), ("blocked", len(Blocked) - 1), ("life", len(LifeWord) - 1), ("stack_depth", STACK),
     ("stack_phase", len(Phase) - 1), ("exception_depth", STACK), ("n_groups", GROUPS), ("n_peers", PEERS),
     ("n_sites", SITES), ("n_loaders", LOADERS), ("n_models", MODELS), ("heap_used", HEAP_BYTES), ("initialised", 1 << 16),
-    ("new_groups", 1 << 24), ("rank", 1 << 20), ("world_size", 1 << 20), ("local_world_size", 1 << 16), ("node", 1 << 20),
+    ("rank", 1 << 20), ("world_size", 1 << 20), ("local_world_size", 1 << 16), ("node", 1 << 20),
     ("pid", 1 << 30), ("step", _COUNT), ("micro_steps", _COUNT), ("n_steps", _COUNT), ("n_calls", _COUNT),
     ("n_samples", _COUNT), ("n_scalars", _COUNT), ("n_ddp_times", _COUNT), ("dropped", _COUNT), ("errors", _COUNT),
 )  # fmt: skip

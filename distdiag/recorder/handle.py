@@ -88,8 +88,6 @@ class Handle:
     def meta(self, **facts: Any) -> None:
         """Record facts about the job: dataset, model, planned steps (`max_steps=…`)."""
         if self._session:
-            if isinstance(facts.get("max_steps"), int):
-                self._session.recorder.h.max_steps = facts["max_steps"]
             self._session.note(**facts)
 
     def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:

@@ -14,12 +14,11 @@ LAST_STEPS = 1000  # DDP times one step in 8, 32 or 100
 WARM_UP = 5  # first steps, left out if there are others: buckets are rebuilt, caches are cold
 
 
-def read_gradients(run: Run, t_s: float | None = None, last_steps: int = LAST_STEPS) -> Gradients | None:
+def read_gradients(run: Run, t_s: float | None = None) -> Gradients | None:
     """Return the cost of DDP's gradient exchange; None if no DDP module was measured.
 
     Args:
         t_s: Only steps that ended by this time; None: all.
-        last_steps: Use only this many newest steps.
     """
     models = run.ddp()
     if not models:
@@ -30,7 +29,7 @@ def read_gradients(run: Run, t_s: float | None = None, last_steps: int = LAST_ST
     main = max(own, key=lambda m: m.bytes or 0)
     sizes = [n for m in own for n in (m.bucket_bytes or "").split(",") if n.isascii() and n.isdigit() and len(n) < 16]
     known = [m.bytes for m in own if m.bytes is not None]
-    times = _times(run, ranks, t_s, last_steps)
+    times = _times(run, ranks, t_s, LAST_STEPS)
     return Gradients(
         ranks=ranks,
         pgroup=main.pgroup,

@@ -145,12 +145,8 @@ def unreported_launch(latest: Path) -> str | None:
     return None
 
 
-def runs_below(directory: Path, command: str = "diagnose") -> DistdiagError | None:
-    """Return the error for a directory that is not a run but contains some; None if it contains none.
-
-    Args:
-        command: Command for the hint, which names the newest run.
-    """
+def runs_below(directory: Path) -> DistdiagError | None:
+    """Return the error for a directory that is not a run but contains some, with the newest in its hint; None if it contains none."""
     found: list[tuple[str, Path]] = []
     for folder, below, names in os.walk(directory):
         if not _RECORDED.isdisjoint(names):
@@ -163,7 +159,7 @@ def runs_below(directory: Path, command: str = "diagnose") -> DistdiagError | No
     runs = "a distdiag run" if len(found) == 1 else f"{len(found):,} distdiag runs, the newest"
     return DistdiagError(
         visible(f"{'this directory' if directory == Path() else directory} holds {runs}: {newest}"),
-        visible(f"distdiag {command} {shlex.quote(str(newest))}"),
+        visible(f"distdiag diagnose {shlex.quote(str(newest))}"),
         kind="several_runs",
     )
 

@@ -304,10 +304,10 @@ def _joined(parts: list[ImageSet]) -> ImageSet:
     return ImageSet(np.concatenate([p.images for p in parts]), np.concatenate([p.labels for p in parts]))
 
 
-def write_binary(folder: Path, train: ImageSet, test: ImageSet, batches: int = 5) -> None:
-    """Write a data set in the binary format, with its MD5SUMS, into an existing folder."""
+def write_binary(folder: Path, train: ImageSet, test: ImageSet) -> None:
+    """Write a data set in the binary format, in five batches with their MD5SUMS, into an existing folder."""
     sums: list[str] = []
-    bounds = np.linspace(0, len(train), batches + 1).astype(int)
+    bounds = np.linspace(0, len(train), 6).astype(int)
     parts = {
         f"data_batch_{i + 1}.bin": ImageSet(train.images[a:b], train.labels[a:b])
         for i, (a, b) in enumerate(itertools.pairwise(bounds))

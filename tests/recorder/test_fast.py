@@ -163,7 +163,7 @@ def test_an_index_outside_the_page_is_not_used(tmp_path: Path, monkeypatch: pyte
 
     place, model, module, iterator = accounts.Place(), accounts.ModelWords(), Module(), object()
     far = 2**40
-    ledger.loader, ledger.batches_at, ledger.active_at = id(iterator), far, far
+    ledger.loader, ledger.batches_at = id(iterator), far
     hook("data_ends", iterator, [torch.zeros(2)], 1)
     model.ref, model.forward, model.forward_count, model.forwards_at, model.synced_at = (
         weakref.ref(module), place, far, far, far

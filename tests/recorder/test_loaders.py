@@ -107,7 +107,7 @@ def test_workers_of_a_fast_loader_are_idle(sample_s: float, step_s: float, slow:
     recorded.starts(loader, iterator, None)
     slot = next(iter(recorded._slots.values()))
     for _, batch in zip(range(20), iterator, strict=False):
-        recorded.gives(iterator, batch, 1)
+        recorded.gives(iterator, batch)
         time.sleep(step_s)
         recorded.poll_workers()
     assert slot.polls == 20 and recorded.h.errors == 0
@@ -128,7 +128,7 @@ def test_batches_pinned_by_a_thread_count_as_ready(recorded: Loaders) -> None:
     iterator = Pinned()
     iterator._data_queue.put(1)
     recorded.starts(DataLoader(Stored(0.0), 2, num_workers=2), iterator, None)
-    recorded.gives(iterator, torch.zeros(2), 1)
+    recorded.gives(iterator, torch.zeros(2))
     with iterator._data_queue.mutex:  # held as by the thread: the pulse does not wait for the lock
         recorded.poll_workers()
     slot = next(iter(recorded._slots.values()))

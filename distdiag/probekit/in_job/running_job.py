@@ -5,6 +5,7 @@ Only run.db is read and written; a probe adds one row per result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import statistics
@@ -134,18 +135,9 @@ def _distance(size_bytes: int, row: Row) -> int:
     return abs(row.bytes - size_bytes)
 
 
-class _reading:
-    """A read-only connection for one question."""
-
-    def __init__(self, database: Path) -> None:
-        self._database = database
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._con = sqlite3.connect(f"file:{self._database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)
-        return self._con
-
-    def __exit__(self, *exc: object) -> None:
-        self._con.close()
+def _reading(database: Path) -> contextlib.closing[sqlite3.Connection]:
+    """Return a context with a read-only connection."""
+    return contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S))
 
 
 def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | None:

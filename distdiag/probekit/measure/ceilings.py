@@ -53,9 +53,9 @@ def measure_ceilings(job: Job) -> dict[str, float | None]:
     return job.ceilings
 
 
-def memcpy_gbps(size_bytes: int = _MEMCPY_BYTES, seconds: float = _MOST_S) -> float:
+def memcpy_gbps(seconds: float) -> float:
     """Return the rate of the fastest copy by one thread within `seconds`, in GB/s."""
-    source = torch.ones(size_bytes, dtype=torch.uint8)
+    source = torch.ones(_MEMCPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)  # touch the pages
     best = float("inf")
@@ -64,7 +64,7 @@ def memcpy_gbps(size_bytes: int = _MEMCPY_BYTES, seconds: float = _MOST_S) -> fl
         start = time.perf_counter()
         target.copy_(source)
         best = min(best, time.perf_counter() - start)
-    return size_bytes / best / 1e9
+    return _MEMCPY_BYTES / best / 1e9
 
 
 def tcp_gbps(job: Job, seconds: float) -> dict[str, float | None]:

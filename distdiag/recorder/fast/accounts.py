@@ -55,8 +55,8 @@ class Ledger:
             True,
         )  # the next step with a check before the optimizer, unless every step has one
         self.bad_losses = 0  # consecutive losses that are not finite
-        # id of the iterator of the newest batch, and the indices of its batch count and last time; 0: unknown
-        self.loader = self.batches_at = self.active_at = 0
+        # id of the iterator of the newest batch, and the index of its batch count; 0: unknown
+        self.loader = self.batches_at = 0
         self.trained = False  # a backward pass has followed a batch of the loader that gave the last one
         # site of the last backward that averaged gradients, and the index of its count; -1: not counted
         self.counted_site, self.count_at = 0, -1

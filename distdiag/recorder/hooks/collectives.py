@@ -312,7 +312,6 @@ class Collectives(CallEntries):
 
         If the default group is bound to a device, the new communicator is split off its own, which needs every rank.
         """
-        self.h.new_groups += 1
         ranks = args[0] if args else kwargs.get("ranks")
         splits = _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
         members = list(range(dist.get_world_size())) if ranks is None or splits else sorted(ranks)

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
-from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory, unseen
 
 POLLS = 16  # newest polls of a loader's workers that are averaged
@@ -50,7 +50,7 @@ class Loaders:
         self.r, self.h, self.page = r, r.h, r.page
         self._slots: dict[int, LoaderSlot] = {}
         # by id of the iterator: its slot, and the indices of its batch count and last time among the page's words
-        self._by_iterator: dict[int, tuple[LoaderSlot, int, int]] = {}
+        self._by_iterator: dict[int, tuple[LoaderSlot, int]] = {}
         self._words = r.page.words
         self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
@@ -77,7 +77,6 @@ class Loaders:
         slot = self._begin(iterator, self.r.user_site(frame))
         if slot is None:
             return
-        slot.dataset = self.page.text(type(loader.dataset).__name__)
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", None)
         if sampler is None:  # not `or`: a sampler's truth depends on its length, which runs the job's code
@@ -108,7 +107,6 @@ class Loaders:
         if slot is not None:
             slot.length = length if length is not None else _length(iterable)
             slot.promised = int(length is not None)
-            slot.dataset = self.page.text(type(iterable).__name__)
 
     def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:
         slot = self._slot(site)
@@ -121,27 +119,25 @@ class Loaders:
         slot.batches = 0
         slot.exhausted = 0
         slot.iterations += 1
-        slot.active_ns = now_ns()
         self.ledger.loader = 0  # ids of iterators are reused
         if len(self._by_iterator) > 64:
             self._by_iterator.clear()
-        self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), self.page.word_of(slot, "active_ns")
+        self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches")
         return slot
 
-    def gives(self, iterator: Any, batch: Any, t: int) -> int:
-        """Record a batch handed out at `t`; return its samples: the first dimension of its first tensor, 0 without one.
+    def gives(self, iterator: Any, batch: Any) -> int:
+        """Record a batch that was handed out; return its samples: the first dimension of its first tensor, 0 without one.
 
         That tensor becomes the ledger's `newest`.
         """
         known = self._by_iterator.get(id(iterator))
         if known is not None:
-            slot, batches_at, active_at = known
+            slot, batches_at = known
             words = self._words
             words[batches_at] = n = words[batches_at] + 1
-            words[active_at] = t
             led = self.ledger
             self._last, led.trained = slot, slot is self._trained
-            led.loader, led.batches_at, led.active_at = id(iterator), batches_at, active_at
+            led.loader, led.batches_at = id(iterator), batches_at
             if n <= FINGERPRINTS:
                 with unseen():
                     slot.first[n - 1] = fingerprint(batch)
@@ -164,7 +160,7 @@ class Loaders:
             slot = self._begin(ddp, site) if fed else None
             if slot is not None:
                 slot.fed = 1
-        return self.gives(ddp, inputs, now_ns())
+        return self.gives(ddp, inputs)
 
     @guarded
     def ends(self, iterator: Any) -> None:
@@ -172,7 +168,6 @@ class Loaders:
         known = self._by_iterator.pop(id(iterator), None)
         if known is not None:
             known[0].exhausted = 1
-            known[0].exhausted_ns = now_ns()
 
     @guarded
     def poll_workers(self) -> None:

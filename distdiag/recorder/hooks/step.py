@@ -53,7 +53,7 @@ def loader_next(ph: Phases, original: Method) -> Method:
             words[_PHASE] = led.idle
             words[_SINCE] = t = now_ns()
             led.data_ns += t - began
-            n = loaders.gives(iterator, batch, t)
+            n = loaders.gives(iterator, batch)
             led.samples += n
             if not led.batch:
                 led.batch = n
@@ -103,7 +103,7 @@ def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator
 
 @guarded
 def _count(ph: Phases, iterator: Iterator[Any], batch: Any) -> None:
-    ph.loaders.gives(iterator, batch, now_ns())
+    ph.loaders.gives(iterator, batch)
 
 
 def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:

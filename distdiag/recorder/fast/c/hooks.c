@@ -123,7 +123,7 @@ static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **r
   uint64_t began;
   PyObject *batch = args[1];
   if (s->loader == 0 || s->loader != (ull)(uintptr_t)args[0]) return 0;
-  if (!in_page(s, s->batches_at) || !in_page(s, s->active_at) || s->words[s->batches_at] < FINGERPRINTS) return 0;
+  if (!in_page(s, s->batches_at) || s->words[s->batches_at] < FINGERPRINTS) return 0;
   int list = PyList_CheckExact(batch);
   if (!list && !PyTuple_CheckExact(batch)) return 0;
   if ((list ? PyList_GET_SIZE(batch) : PyTuple_GET_SIZE(batch)) == 0) return 0;
@@ -146,7 +146,6 @@ static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **r
   uint64_t t = enter(s, s->idle);
   s->data_ns += t - began;
   s->words[s->batches_at] += 1;
-  s->words[s->active_at] = t;
   s->samples += n;
   if (s->batch == 0) s->batch = n;
   Py_XSETREF(s->newest, newest);

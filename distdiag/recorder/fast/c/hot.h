@@ -36,7 +36,7 @@ typedef struct {
   uint64_t records, n_words;
   ull main_thread, idle, data_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns, last_ready_ns;
   ull forward_wait_ns, arrived_ns;
-  ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_event, loader, batches_at, active_at;
+  ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_event, loader, batches_at;
   ull counted_site;
   long long count_at, bad_losses, lead_misses;
   double loss;
