@@ -28,6 +28,7 @@ DEADLINE_S = 1200  # 64 ranks on two cores take six minutes
 HEALTHY_STEPS = 200  # before the picture of a healthy job
 SIZE = (130, 34)
 FRAME_S, FILMED = 1.5, 7  # seconds between two pictures of the recording; number of them before the finding
+MOMENTS = 20  # steps back in time, at most
 LAST = (("9",), ("5",))  # keys to the screens that end the recording: timeline, findings
 # job: (command, ranks, kinds of finding to wait for or none, {picture: keys that open the screen})
 JOBS = {
@@ -120,6 +121,10 @@ async def draw(directory: Path, run: Path, pictures: dict[str, tuple[str, ...]])
             await screen.press(*keys)
             if name == "replay":
                 await screen.until(lambda screen=screen: screen.app.ui.paused_at_s is not None)
+                for _ in range(MOMENTS):  # back to a moment before the finding
+                    if not screen.app.snap.open_findings:
+                        break
+                    await screen.press(*keys)
             print(await screen.settled())
             (directory / f"{name}.svg").write_text(screen.app.canvas.picture("distdiag tui"))
 

@@ -14,7 +14,7 @@ from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.draw.severity import WARN
 from distdiag.tui.draw.table import Column, choose, header, row
-from distdiag.tui.draw.text import clean, clip, decimal, integer, percent, seconds, size
+from distdiag.tui.draw.text import cells, clean, clip, decimal, integer, percent, seconds, size
 from distdiag.tui.header import step_line, title_line
 from distdiag.tui.panels import footer_panel
 from distdiag.tui.screens.comm_panels import arrivals, ceiling, matrix
@@ -173,7 +173,7 @@ class CommPage:
         if data.ops:
             lines += [
                 line((" bandwidth in GB/s (10^9 B/s), transfer only: waiting for late ranks is in skew", "muted")),
-                _reached(data, snap, ui),
+                _reached(data, snap, ui, width),
             ]
             lines.append(verdict(data, snap))
         lines += [*strip, BLANK, *matrix(data, width, height - len(lines) - len(panel) - len(flights) - len(strip) - 1)]
@@ -216,7 +216,7 @@ def _share(snap: Snapshot, width: int) -> Line:
     )
 
 
-def _reached(data: CommData, snap: Snapshot, ui: Ui) -> Line:
+def _reached(data: CommData, snap: Snapshot, ui: Ui, width: int) -> Line:
     items = [(o.op, o.group, o.bytes) for o in data.ops]
     o = data.ops[ui.index("comm", items)]
     reached = probe_for(data, o)
@@ -226,7 +226,8 @@ def _reached(data: CommData, snap: Snapshot, ui: Ui) -> Line:
     if not o.busbw_gbps:
         return line(text)
     share = f" → {100 * o.busbw_gbps / reached:.0f}% of it reached"
-    return line(text, share, *ceiling(o.busbw_gbps, reached, colour=ui.drawn))
+    left = width - cells(text) - cells(share) - 3
+    return line(text, share, *(ceiling(o.busbw_gbps, reached, min(20, left), colour=ui.drawn) if left >= 5 else ()))
 
 
 def _flights(data: CommData, width: int, room: int) -> list[Line]:

@@ -81,7 +81,7 @@ def _cell(flight: InFlight | None, per_step: float | None) -> Part:
     return (" " + fit(text, _CELL, ">"), style, "")
 
 
-def ceiling(reached_gbps: float, probed_gbps: float, *, colour: bool) -> Sequence[Part]:
-    """Draw bandwidth as a bar whose end is what the probe reached."""
+def ceiling(reached_gbps: float, probed_gbps: float, width: int, *, colour: bool) -> Sequence[Part]:
+    """Draw bandwidth as a bar of `width` cells whose end is what the probe reached."""
     share = reached_gbps / probed_gbps if probed_gbps > 0 else None
-    return [("  ", "", ""), *bars.gauge(share, 20, colour=colour, style="fill" if (share or 0) >= 0.7 else "hot")]
+    return [("  ", "", ""), *bars.gauge(share, width, colour=colour, style="fill" if (share or 0) >= 0.7 else "hot")]

@@ -243,8 +243,8 @@ def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
     """Return when it was found, in which collective, where every rank was, and the evidence files."""
     out = []
     for word, text in evidence_rows(f, full):
-        for i, piece in enumerate(wrap(text, width - 13)):
-            out.append(line((f"   {word if i == 0 else '':8} ", "muted"), (piece, "muted")))
+        for i, piece in enumerate(wrap(text, width - 12)):
+            out.append(line((f"   {word if i == 0 else '':7} ", "muted"), (piece, "muted")))
     return out
 
 
@@ -285,7 +285,7 @@ def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple
                     + (f" and {len(f.names) - 24} more" if len(f.names) > 24 else ""),
                 )
             )
-        rows += [("evidence" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
+        rows += [("files" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
     return rows
 
 

@@ -20,6 +20,7 @@ from distdiag.tui.panels import summary_line
 from distdiag.tui.ui import Ui
 
 _STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}
+OWN_WIDTH = 100  # narrower screens lack the column of the job's own bandwidth
 _GLYPHS = {"pass": "·", "fail": "█", "inconclusive": "▲"}
 
 
@@ -123,7 +124,8 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
     out.append(
         line(
             (
-                "        size     p50 us     p95 us   algbw GB/s   busbw GB/s    skew us   late   the job's own busbw",
+                "        size     p50 us     p95 us   algbw GB/s   busbw GB/s    skew us   late"
+                + ("   the job's own busbw" if width >= OWN_WIDTH else ""),
                 "head",
             )
         )
@@ -141,7 +143,7 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
         out.append(
             line(
                 text,
-                (f"   {_job_reaches(p.name, nbytes, comm)}", "muted"),
+                (f"   {_job_reaches(p.name, nbytes, comm)}" if width >= OWN_WIDTH else "", "muted"),
                 ("   WRONG VALUES" if wrong else "", "error"),
             )
         )

@@ -301,7 +301,9 @@ class TimelinePage:
         ]
         items = self.items(snap, ui)
         least = 6 if height >= 28 else 3  # with few lanes the findings get what is left, up to a third of the screen
-        panel = footer_panel(snap, ui, job, width, max(least, min(height // 3, height - 5 - 2 * len(items))))
+        spare = [height - 5 - tall * len(items) for tall in (2, 1)]  # what lanes of two lines, or one, leave
+        left = next((n for n in spare if n >= least), least)
+        panel = footer_panel(snap, ui, job, width, max(least, min(height // 3, left)))
         if snap.frame is None or not items or span <= 0:
             lines += [BLANK, line(("   No rank to show yet.", "muted"))]
             lines += [BLANK] * (height - len(lines) - len(panel))
