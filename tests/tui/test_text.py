@@ -141,7 +141,7 @@ def test_a_suspected_findings_details_claim_no_proof() -> None:
         kind="nonfinite", severity="error", certainty="suspected", culprits=(2,), victims=(0, 1), evidence=("stacks/a.txt",)
     )  # fmt: skip
     words = [plain(x).split()[0] for x in evidence_lines(f, 80, full=True)]
-    assert words == ["when", "culprit", "victims", "evidence"]
+    assert words == ["when", "culprit", "victims", "files"]
 
 
 def test_a_finding_is_four_lines_with_certainty() -> None:

@@ -126,6 +126,7 @@ def test_few_lanes_are_tall_and_leave_room_for_the_whole_finding(runs: MakeRun) 
     assert text.count("waits in all_reduce") == 2
 
 
+@pytest.mark.usefixtures("frozen")
 def test_lanes_of_one_line_leave_the_finding_what_they_do_not_need(runs: MakeRun) -> None:
     async def work() -> None:
         async with showing(runs(Scenario(ranks=8)), (80, 24)) as d:
