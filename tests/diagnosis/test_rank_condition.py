@@ -8,7 +8,7 @@ import pytest
 
 from distdiag.diagnosis.culprit.rank_condition import Condition, around
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Model, Site
 from tests.diagnosis.made import proved
 from tests.diagnosis.waits import call, key, rank, snapshot
 
@@ -229,3 +229,39 @@ def test_the_finding_of_two_ranks_names_the_condition() -> None:
     assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "missing_rank", (0,), (1,))
     assert f"only rank 0 runs it due to `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
     assert verdict_with({}).culprits == ()
+
+
+EVALUATE = """
+    def evaluate(model, loader, rank):
+        if rank == 0:
+            for x in loader:
+                model(x)  # A
+        dist.barrier()  # B
+
+    def main(rank):
+        for epoch in range(3):
+            train()
+            evaluate(model, loader, rank)  # C
+"""
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_the_advice_for_a_call_of_one_rank_says_how_to_make_it_equal(wrapped: bool) -> None:
+    text, at = places(EVALUATE)
+    a, b, c = (Site(FILE, at[m], f) for m, f in (("A", "evaluate"), ("B", "evaluate"), ("C", "main")))
+    models = (Model(group="default_pg", forwards=9, synced_backwards=9),) if wrapped else ()
+    s = snapshot(
+        rank(0, call("broadcast", 7, a), models=models, phase="forward", user_stack=(a, c)),
+        rank(1, call("barrier", 7, b), models=models, user_stack=(b, c)),
+        rank(2, call("barrier", 7, b), models=models, user_stack=(b, c)),
+    )
+    (f,) = proved(s, source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "op", (0,))
+    guard = "`if rank == 0` at train.py:2"
+    if wrapped:  # DDP broadcasts the buffers in its forward, so the forward itself must change
+        assert f.advice.startswith("on rank 0 call the module inside DDP (`model.module(...)` at train.py:4")
+        assert guard in f.advice
+    else:
+        assert (
+            f.advice == f"make broadcast at train.py:4 in evaluate on all ranks or on none: {guard} keeps it to rank 0"
+        )

@@ -138,6 +138,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
     if wait.p2p and cause == "shape":
         return f"send and receive tensors of the same size, and in the same order: compare {both}"
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
+    if cause == "op" and (only_some := _only_some_text(snapshot, verdict, one, source)):
+        return only_some
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if verdict.culprits and (cause == "missing_rank" or (cause == "shape" and apart)):
         if (decides := _deciding(snapshot, verdict, source)) is not None:
@@ -153,6 +155,22 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
         "ranks only",
         "root": f"pass the same src/dst on all ranks: compare {both}",
     }.get(cause, f"make all ranks call the same operation: compare {both}")
+
+
+def _only_some_text(snapshot: Snapshot, verdict: Verdict, call: str, source: Source | None) -> str:
+    """Return what to do about a call that only the culprits make, under a condition on the rank; else an empty text."""
+    behind = condition_of(snapshot, verdict.wait, source)
+    if not verdict.culprits or behind is None or behind[0] != verdict.culprits:
+        return ""
+    state, own = snapshot.ranks.get(verdict.culprits[0]), verdict.wait.calls[verdict.culprits[0]]
+    who, (file, line, text) = rank_list(verdict.culprits), behind[1]
+    guard = f"`{text.removesuffix(':')}`{at(Site(file, line))}"
+    if implicit_text(state, own) and compatible.op_name(own.op) == "broadcast":
+        return (
+            f"on {who} call the module inside DDP (`model.module(...)`{at(own.site)}), which communicates nothing, or let all "
+            f"ranks run what {guard} keeps to {who}"
+        )
+    return f"make {call} on all ranks or on none: {guard} keeps it to {who}"
 
 
 def _deciding(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> Condition | None:
