@@ -27,10 +27,8 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 class Limits:
     """How much of the steps is compared."""
 
-    window: int = 50  # steps that are compared, at most
-    window_of_many: int = (
-        32  # steps, with `many_ranks` or more: seen in so many ranks it needs fewer, and must stay cheap
-    )
+    window: int = 50  # most steps that are compared
+    window_of_many: int = 32  # the same with more than `many_ranks` ranks: fewer steps are enough, and must stay cheap
     many_ranks: int = 256
     least: int = 30  # steps that all ranks must have in common before anything is judged
     warm_up: int = 5  # first steps of a job, which are left out: compilation, caches, allocator
@@ -75,11 +73,11 @@ def window(s: Snapshot) -> Window | Abstained:
         return found
     if any(r.p2p_issued for r in ranks):
         return Abstained(
-            "the waits for other ranks lie on the device, and ranks that exchange messages differ by design"
+            "the waits for other ranks are on the device, and ranks that exchange messages differ by design"
         )
     if not all(_synchronises(s, r, found.steps[r.rank]) for r in ranks):
         return Abstained(
-            "the waits for other ranks lie on the device, and not every step has a collective of all ranks"
+            "the waits for other ranks are on the device, and not every step has a collective of all ranks"
         )
     return _with_inferred_waits(found, device_clocks=any(r.device_total_bytes for r in ranks))
 
@@ -112,10 +110,10 @@ def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:
     calls = [c for c in r.calls if c.seq is not None and c.entered_s is not None]
     if not calls:  # C++ issues them: functional collectives, compiled code
         return sum(r.enqueued.get(name, 0) for name in whole) >= r.step
-    met = [c.entered_s or 0.0 for c in calls if c.group in whole]
+    entered = [c.entered_s or 0.0 for c in calls if c.group in whole]
     known = [x for x in steps if x.end_s - x.step_ms / 1e3 >= (calls[0].entered_s or 0.0)]
-    count = sum(any(x.end_s - x.step_ms / 1e3 <= t <= x.end_s for t in met) for x in known)
-    return count >= LIMITS.arrived * len(known) if known else bool(met)
+    count = sum(any(x.end_s - x.step_ms / 1e3 <= t <= x.end_s for t in entered) for x in known)
+    return count >= LIMITS.arrived * len(known) if known else bool(entered)
 
 
 def _with_inferred_waits(window: Window, device_clocks: bool) -> Window | Abstained:
@@ -127,7 +125,7 @@ def _with_inferred_waits(window: Window, device_clocks: bool) -> Window | Abstai
     ready = list(zip(*([x.ready_s for x in window.steps[q]] for q in window.ranks), strict=True))
     known = [i for i, column in enumerate(ready) if None not in column]
     if len(known) < LIMITS.arrived * len(ready):
-        return Abstained("the waits for other ranks lie on the device, and no synchronisation of the steps was timed")
+        return Abstained("the waits for other ranks are on the device, and no synchronisation of the steps was timed")
     last = {i: max(t for t in ready[i] if t is not None) for i in known}
     waits: dict[int, list[float]] = {}
     steps: dict[int, list[Step]] = {}
@@ -155,8 +153,11 @@ def _without_wait(x: Step, phase: str, wait_ms: float) -> Step:
 
 
 def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]], device_clocks: bool) -> str:
-    """Return the phase in which hosts most likely wait: the one that, without the waits, leaves the last rank's phases at least as
-    long as the others'. With CUDA events the wait for gradients is in backward; without, in the phase that reads a result."""
+    """Return the phase in which hosts most likely wait.
+
+    Without its waits, that phase leaves the last rank's phases at least as long as the others'. With CUDA events the wait for
+    gradients is in backward; without, in the phase that reads a result.
+    """
     order = ("backward", "other", "optimizer", "data", "forward")
     order = order if device_clocks else (*order[1:], order[0])
     usual = {q: {p: statistics.median(part_ms(x, p) for x in rows) for p in PHASES} for q, rows in steps.items()}

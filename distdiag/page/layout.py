@@ -146,6 +146,9 @@ class PeerSlot(Structure):
     _fields_ = [("group", c_uint32), ("send", c_uint32), ("peer", c_int32), ("tag", c_int32), ("count", c_uint64)]
 
 
+BARRIER_PEER = -3  # `PeerSlot.peer` of a slot that counts monitored barriers, for the life of the job
+
+
 class SiteSlot(Structure):
     _fields_ = [("site", c_uint32), ("op", c_uint32), ("count", c_uint64)]
 

@@ -15,7 +15,7 @@ CREATE TABLE IF NOT EXISTS rank (          -- the newest state of every rank, fo
   exit_code INTEGER, signal INTEGER, exception TEXT,
   t_s REAL, heartbeat_age_s REAL,
   phase TEXT, phase_age_s REAL, step INTEGER, epoch INTEGER,
-  file TEXT, line INTEGER, function TEXT,  -- where the main thread stands, the user's innermost frame
+  file TEXT, line INTEGER, function TEXT,  -- where the main thread is: the user's innermost frame
   waiting_op TEXT, waiting_group TEXT, waiting_seq INTEGER, waiting_bytes INTEGER, waiting_age_s REAL,
   rss_bytes INTEGER, dropped INTEGER, recorder_errors INTEGER, recorder_error TEXT
 );
@@ -91,7 +91,7 @@ CREATE TABLE IF NOT EXISTS probe (         -- probe results recorded into this r
   t_s REAL, name TEXT, verdict TEXT, json TEXT
 );
 
-CREATE TABLE IF NOT EXISTS event (         -- what the monitor and the job said about themselves
+CREATE TABLE IF NOT EXISTS event (         -- what the monitor and the job reported about themselves
   t_s REAL, source TEXT, level TEXT, text TEXT
 );
 

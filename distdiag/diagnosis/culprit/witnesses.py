@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class Reason(StrEnum):
     MESSAGES = "messages"  # it has sent fewer messages than its peers
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
-    DUE = "due"  # it is in another call than the one that always followed its preceding calls
+    DUE = "due"  # it is not in the call that always followed its preceding calls
     NONE = "none"
 
 
@@ -63,9 +63,7 @@ class Case:
     source: Source | None = None
     ended: tuple[int, ...] = ()  # if ranks are gone: those that ended
     waits: tuple[Wait, ...] = ()  # if ranks are gone: the waits for them
-    stuck: frozenset[int] = field(
-        default_factory=frozenset
-    )  # if ranks are gone: the ranks that cannot continue because of them
+    stuck: frozenset[int] = frozenset()  # if ranks are gone: the ranks that cannot continue because of them
 
     @property
     def states(self) -> dict[int, RankState]:
@@ -176,7 +174,7 @@ def _condition(case: Case) -> Collection[int]:
 
 
 def _historic_waiter(case: Case) -> Collection[int]:
-    """Return the one rank that waits, if it has made calls that the ended ranks never made."""
+    """Return the only rank that waits for ended ranks, if it has made calls that those never made."""
     waiting = _waiting_for_ended(case)
     here = {r: call_site.site_of(case.states[r], case.states[r].blocked) for r in waiting}
     return waiting if call_site.odd_by_history(case.states, here, waiting, case.ended) else ()

@@ -75,17 +75,17 @@ def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
         newest[rank] = max(newest.get(rank, 0), es[-1][0])
         oldest[rank] = min(oldest.get(rank, es[0][0]), es[0][0])
     out: dict[tuple[int, int, str], set[int]] = {}
-    met = 0
+    matched = 0
     for (rank, peer, direction), es in by_pair.items():
         if peer not in newest:
             continue
         theirs = {s for s, *_ in by_pair.get((peer, rank, "recv" if direction == "send" else "send"), ())}
         seen = {s for s, *_ in es if oldest[peer] <= s < newest[peer]}
-        met += len(seen & theirs)
+        matched += len(seen & theirs)
         if alone := seen - theirs:
             out[rank, peer, direction] = alone
     alone_in_all = sum(map(len, out.values()))
-    return out if met >= MOSTLY * (met + alone_in_all) else {}
+    return out if matched >= MOSTLY * (matched + alone_in_all) else {}
 
 
 _ENDS = re.compile(r"(send|recv) ([0-9]{1,9})(->|<-)([0-9]{1,9})(?![0-9])")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Buckets, Loader, Model, Site
-from distdiag.page.layout import NO_GROUP, Header, Page
+from distdiag.page.layout import BARRIER_PEER, NO_GROUP, Header, Page
 from distdiag.page.writer import PageReader
 from distdiag.terms.ranks import unfold_ranks
 
@@ -43,6 +43,7 @@ class Slots:
     # -- times and places -------------------------------------------------------------------------
 
     def s(self, ns: int) -> float | None:
+        """Return monotonic nanoseconds as seconds since the run began; None for 0, which means not known."""
         return (ns - self.start_ns) / 1e9 if ns else None
 
     def site(self, offset: int) -> Site | None:
@@ -100,6 +101,7 @@ class Slots:
         return f"group {name}{again}"
 
     def groups(self) -> list[GroupSeen]:
+        """Return the process groups that this rank knows."""
         page, text = self.page, self.text
         if page is None:
             return []
@@ -110,16 +112,18 @@ class Slots:
         ]
 
     def p2p(self, page: Page) -> dict[str, int]:
+        """Return how many messages the rank has issued, by `send:PEER:TAG:GROUP` or `recv:…`."""
         out: dict[str, int] = {}
         for i in range(page.header.n_peers):
             s = page.peers[i]
-            if s.peer == -3:
+            if s.peer == BARRIER_PEER:
                 continue
             peer = "any" if s.peer < 0 else str(s.peer)
             out[f"{'send' if s.send else 'recv'}:{peer}:{s.tag}:{self.group_key(page, s.group)}"] = s.count
         return out
 
     def sites(self, page: Page) -> dict[str, int]:
+        """Return how many collectives were called at each site."""
         out: dict[str, int] = {}
         for i in range(page.header.n_sites):
             slot = page.sites[i]

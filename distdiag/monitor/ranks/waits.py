@@ -11,14 +11,12 @@ from distdiag.monitor.evidence.ask import FlightRecord, wall_offset_ns
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks import device_queue
 from distdiag.monitor.ranks.follow import PageView
-from distdiag.page.layout import BACKEND_FRAME, CALLS, Blocked, Header, Page
+from distdiag.page.layout import BACKEND_FRAME, BARRIER_PEER, CALLS, Blocked, Header, Page
 from distdiag.terms.backends import blocks_host
 from distdiag.terms.ranks import unfold_ranks
 
-_CPP_WAITS = (
-    "_functional_collectives.",
-    "_ops.",
-)  # innermost Python frames of calls in which C++ waits for a collective
+# innermost Python frames of calls in which C++ waits for a collective
+_CPP_WAITS = ("_functional_collectives.", "_ops.")
 
 
 @dataclass
@@ -31,6 +29,7 @@ class Waits(PageView):
     # -- on the host --------------------------------------------------------------------------------
 
     def _counters(self, page: Page, record: FlightRecord | None) -> tuple[dict[str, int], dict[str, int]]:
+        """Return (newest collective issued, newest completed), by group; the flight record's numbers if they are newer."""
         enqueued: dict[str, int] = dict(self.group_calls)
         completed: dict[str, int] = {}
         for generation in range(1, page.header.initialised + 1):
@@ -50,7 +49,7 @@ class Waits(PageView):
                         enqueued[key] = record.completed[name]
         for i in range(page.header.n_peers):
             slot = page.peers[i]
-            if slot.peer == -3:
+            if slot.peer == BARRIER_PEER:
                 enqueued[f"{self.group_key(page, slot.group)} (monitored_barrier)"] = slot.count
         return enqueued, completed
 

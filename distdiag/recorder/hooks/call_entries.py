@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from distdiag.page.layout import PEERS, SITES, Blocked, PeerSlot, word
+from distdiag.page.layout import BARRIER_PEER, PEERS, SITES, Blocked, PeerSlot, word
 from distdiag.recorder import state
 from distdiag.recorder.hooks.group_counters import Groups
 from distdiag.recorder.state import now_ns
 from distdiag.recorder.unseen import unseen
 
-BARRIER = -3  # stored in place of the peer, to count monitored barriers for the life of the job
 _BLOCKED, _BLOCKED_AT = word("blocked"), word("blocked_at")
 _BLOCKED_SITE, _BLOCKED_SINCE = word("blocked_site"), word("blocked_since_ns")
 _DDP = int(Blocked.DDP)
@@ -80,7 +79,7 @@ class CallEntries(Groups):
             if n < PEERS:
                 slot = self.page.page.peers[n]
             else:
-                slot = self._peers.pop(next(k for k in self._peers if k[2] != BARRIER))
+                slot = self._peers.pop(next(k for k in self._peers if k[2] != BARRIER_PEER))
             slot.count = 0  # before the rest: the monitor may read in between
             slot.group, slot.send, slot.peer, slot.tag = group, int(send), peer, tag
             self.h.n_peers = min(n + 1, PEERS)

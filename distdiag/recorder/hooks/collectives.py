@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import (
     ASYNC,
+    BARRIER_PEER,
     CALLS,
     EVEN,
     NO_GROUP,
@@ -32,7 +33,7 @@ from distdiag.page.layout import (
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
-from distdiag.recorder.hooks.call_entries import BARRIER, NO_TENSOR, CallEntries
+from distdiag.recorder.hooks.call_entries import NO_TENSOR, CallEntries
 from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.backends import blocks_host, ignores_tags, in_group_communicator
@@ -125,7 +126,7 @@ class Collectives(CallEntries):
                 tag = in_group_communicator(tag) if g.coalescing is not None or _connects_at_start(pg) else tag
             nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
-            nth = self._peer(g.slot_index, True, BARRIER, 0)  # it is made of send and recv, and has no number
+            nth = self._peer(g.slot_index, True, BARRIER_PEER, 0)  # it is made of send and recv, and has no number
         else:
             seq = g.slot.enqueued = self._next_seq(g)
             if op in _ROOTED:
