@@ -23,6 +23,7 @@ from distdiag.files import replacing
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
 from distdiag.recorder.frames import absolute, user_frame
+from distdiag.recorder.module_marks import ModuleMarks
 from distdiag.recorder.state import guarded, now_ns
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Profile:
         self._saved = threading.Lock()  # held while the thread runs
         self._lines: Counter[tuple[str, int, str]] = Counter()
         self._originals: dict[str, Any] = {}
+        self._marks: ModuleMarks | None = None
 
     def given_up(self) -> bool:
         """True if it is over, or has not begun by its deadline and never will."""
@@ -153,6 +155,8 @@ class Profile:
                 os.environ.pop(_LOG_LEVEL, None)
         self._profiler = made
         self._give_way(profiler)
+        self._marks = ModuleMarks()
+        self._marks.start()
         self._stopped.acquire()
         self._saved.acquire()
         try:
@@ -192,6 +196,9 @@ class Profile:
         for name, original in self._originals.items():
             setattr(profiler, name, original)
         self._originals = {}
+        if self._marks is not None:
+            self._marks.stop()
+            self._marks = None
         made, self._profiler = self._profiler, None
         if made is not None:
             made.__exit__(None, None, None)

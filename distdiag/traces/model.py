@@ -66,7 +66,7 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModuleTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Communication of one FSDP module, ms per step, the mean of all ranks."""
+    """Communication of one module, ms per step, the mean of all ranks."""
 
     module: str
     per_step: float  # collectives

@@ -6,9 +6,8 @@ import gzip
 import math
 import re
 import zlib
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ MAX_NS = 1 << 62
 _COMM_CALLS = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms", "nccl:", "gloo:")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \(([\w.,\- ]{1,200})\))?")  # FSDP2, `fully_shard`
-_NESTED = 16  # marks around one another that are searched
+_MODULE = re.compile(r"module: ([\w.\-]{1,200}|\(root\))")  # by `distdiag profile`, around each forward
+_BACKWARD = "autograd::engine::evaluate_function: "
 ROOT = "(root)"  # FSDP names no module for the outermost one
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "stream:")
 
@@ -43,6 +43,7 @@ class _Args(msgspec.Struct, gc=False):
     dtype: Any = msgspec.field(default=None, name="dtype")
     src: Any = msgspec.field(default=None, name="Src Rank")
     dst: Any = msgspec.field(default=None, name="Dst Rank")
+    number: Any = msgspec.field(default=None, name="Sequence number")  # of autograd
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -93,7 +94,7 @@ class Comm:
 
 @dataclass(slots=True)
 class Mark:
-    """What FSDP does for one of its modules, on one thread or stream."""
+    """The forward of a module, or what FSDP does for it, on one thread or stream."""
 
     module: str
     start: float
@@ -185,6 +186,7 @@ def parse(data: bytes) -> Trace:
 def _sort(trace: Trace, events: Iterable[_Event]) -> None:
     device_comms: list[Comm] = []
     marks: list[Mark] = []
+    forwards: list[Mark] = []
     for e in events:
         if e.ph != "X" or e.ts is None or not -MAX_US < e.ts < MAX_US:
             continue
@@ -204,30 +206,101 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 trace.comms.append(_comm(e, end))
             elif e.name.startswith("ProfilerStep#") and e.name[13:].isdigit() and len(e.name) < 30:
                 trace.marks.append((int(e.name[13:]), e.ts, end))
-        if e.cat in ("user_annotation", "gpu_user_annotation") and (m := _FSDP.fullmatch(e.name)) is not None:
-            marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
+        if e.cat in ("user_annotation", "gpu_user_annotation"):
+            if (m := _FSDP.fullmatch(e.name)) is not None:
+                marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
+            elif (m := _MODULE.fullmatch(e.name)) is not None:
+                forwards.append(Mark(m[1], e.ts, end, e.tid))
     if (
         trace.device or device_comms
     ):  # then the annotations of the host show when a collective was issued, not when it ran
         trace.comms = device_comms
     trace.comms.sort(key=lambda c: c.start)
     trace.marks.sort()
-    _name_modules(trace.comms, marks)
+    if forwards:
+        marks += forwards + _backwards(events, forwards)
+    _name_modules(trace.comms, trace.ops, marks)
 
 
-def _name_modules(comms: Iterable[Comm], marks: Sequence[Mark]) -> None:
-    """Give each collective the module of the innermost mark that it begins in, on the same thread or stream.
+def _backwards(events: Iterable[_Event], forwards: Sequence[Mark]) -> list[Mark]:
+    """Return a mark for each autograd function that runs backward: the module in whose forward it was recorded.
 
-    gloo runs collectives on other threads: there, the marks of all threads count.
+    Both have the same number; of several operators with it, the last one recorded the function.
     """
-    by_thread: dict[int | str | None, list[Mark]] = defaultdict(list)
+    numbered: list[tuple[float, int, int | str | None]] = []
+    backward: list[tuple[int, float, float, int | str | None]] = []
+    for e in events:
+        if e.cat == "cpu_op" and e.ts is not None and e.args is not None and type(n := e.args.number) is int and n >= 0:
+            if e.name.startswith(_BACKWARD):
+                backward.append((n, e.ts, e.ts + (e.dur or 0.0), e.tid))
+            else:
+                numbered.append((e.ts, n, e.tid))
+    numbered.sort(key=lambda x: x[0])
+    modules = _innermost([(ts, thread) for ts, _, thread in numbered], forwards)
+    of_number = {n: m for (_, n, _), m in zip(numbered, modules, strict=True) if m is not None}
+    return [Mark(of_number[n], start, end, thread) for n, start, end, thread in backward if n in of_number]
+
+
+def _innermost(at: Sequence[tuple[float, int | str | None]], marks: Sequence[Mark]) -> list[str | None]:
+    """Return for each (time, thread), ascending, the module of the innermost mark on this thread or stream.
+
+    On a thread without marks, as gloo's own ones, the marks of all threads count.
+    """
     ordered = sorted(marks, key=lambda m: m.start)
+    by_thread: dict[int | str | None, list[Mark]] = defaultdict(list)
     for m in ordered:
         by_thread[m.thread].append(m)
+    last: dict[int | str | None, int] = defaultdict(int)  # by thread: marks that have begun
+    open_marks: dict[int | str | None, list[Mark]] = defaultdict(list)
+    out: list[str | None] = []
+    for t, thread in at:
+        near = by_thread.get(thread, ordered)
+        now = [m for m in open_marks[thread] if m.end >= t]
+        while last[thread] < len(near) and near[last[thread]].start <= t:
+            if near[last[thread]].end >= t:
+                now.append(near[last[thread]])
+            last[thread] += 1
+        open_marks[thread] = now
+        out.append(now[-1].module if now else None)
+    return out
+
+
+def _name_modules(comms: Sequence[Comm], ops: Iterable[Op], marks: Sequence[Mark]) -> None:
+    """Give each collective, ascending by start, the module of the innermost mark in which it was issued."""
+    at = _issued(comms, ops, {m.thread for m in marks}) if marks else []
+    order = sorted(range(len(at)), key=lambda i: at[i][0])
+    for i, module in zip(order, _innermost([at[i] for i in order], marks), strict=True):
+        comms[i].module = module
+
+
+def _issued(
+    comms: Sequence[Comm], ops: Iterable[Op], marked: Collection[int | str | None]
+) -> list[tuple[float, int | str | None]]:
+    """Return when and on which thread each collective was issued.
+
+    One on a thread or stream without marks, as gloo's own, may begin later than it was issued: it takes the first call of its
+    operation that no collective before it has taken.
+    """
+    calls: dict[str, list[Op]] = defaultdict(list)
+    for o in sorted((o for o in ops if o.name.startswith("c10d::")), key=lambda o: o.start):
+        calls[_plain(o.name.removeprefix("c10d::"))].append(o)
+    taken: dict[str, int] = defaultdict(int)
+    out: list[tuple[float, int | str | None]] = []
     for c in comms:
-        near = by_thread.get(c.thread, ordered)
-        at = bisect_right(near, c.start, key=lambda m: m.start)
-        c.module = next((m.module for m in reversed(near[max(0, at - _NESTED) : at]) if c.start <= m.end), None)
+        op = _plain(c.op)
+        of_op = calls.get(op, [])
+        if c.thread not in marked and taken[op] < len(of_op) and of_op[taken[op]].start <= c.start:
+            call = of_op[taken[op]]
+            taken[op] += 1
+            out.append((call.start, call.thread))
+        else:
+            out.append((c.start, c.thread))
+    return out
+
+
+def _plain(op: str) -> str:
+    """Return `allgather` for `_allgather_base_`, `all_gather` and `_all_gather_base`."""
+    return op.replace("_", "").removesuffix("coalesced").removesuffix("base").removesuffix("tensor")
 
 
 def _comm(e: _Event, end: float) -> Comm:

@@ -95,7 +95,7 @@ def _collective(c: CollectiveTimes) -> tuple[str, ...]:
     )
 
 
-_MODULE_HEAD = ("module (FSDP)", "collectives per step", "comm ms", "exposed ms")
+_MODULE_HEAD = ("module", "collectives per step", "comm ms", "exposed ms")
 
 
 def _module(m: ModuleTimes) -> tuple[str, ...]:

@@ -148,6 +148,29 @@ def test_the_communication_of_fsdp_is_shown_by_module() -> None:
     assert "layers.1" in "\n".join(text.lines(profile))
 
 
+def test_collectives_on_gloos_threads_belong_to_the_module_that_issued_them() -> None:
+    mark = "user_annotation"
+    seventh: dict[str, Any] = {"Sequence number": 7}
+    inner = [op(f"module: block.{i}", 10 * i, 10 * i + 5, cat=mark) for i in range(30)]  # many that are over already
+    trace = parse(
+        trace_file(
+            op("module: block", 0, 900, cat=mark),
+            *inner,
+            op("module: block.down", 400, 450, cat=mark),
+            op("aten::mm", 410, 420, **seventh),
+            op("c10d::allreduce_", 440, 445),
+            op("gloo:all_reduce", 500, 600, tid=9, cat=mark),  # its thread was late
+            op("c10d::_allgather_base_", 700, 710),
+            op("gloo:_all_gather_base", 702, 800, tid=8, cat=mark),
+            op("autograd::engine::evaluate_function: MmBackward0", 1000, 1100, tid=3, **seventh),
+            op("c10d::allreduce_", 1050, 1060, tid=3),
+            op("gloo:all_reduce", 1200, 1300, tid=9, cat=mark),
+            op("gloo:barrier", 1400, 1500, tid=9, cat=mark),
+        )
+    )
+    assert [c.module for c in trace.comms] == ["block.down", "block", "block.down", None]
+
+
 def test_the_comparison_shows_the_culprits_extra_work() -> None:
     profile, *_ = profile_of("run", 1, two_ranks(), [], (1, 0, "most self time"))
     assert profile.comparison is not None
