@@ -20,6 +20,7 @@ import random
 import select
 import shutil
 import signal
+import sqlite3
 import statistics
 import struct
 import subprocess
@@ -80,8 +81,6 @@ def writer(run: Path, ranks: int, hz: float) -> Iterator[None]:
         [sys.executable, "-c", WRITER.format(root=str(ROOT)), str(run), str(ranks), str(hz)], start_new_session=True
     )
     try:
-        import sqlite3
-
         end = time.monotonic() + 180
         while True:  # until frames arrive one after another
             with (
@@ -99,20 +98,26 @@ def writer(run: Path, ranks: int, hz: float) -> Iterator[None]:
         process.wait()
 
 
+def frames_of(run: Path) -> int:
+    """Return how many frames a run has so far."""
+    with contextlib.closing(sqlite3.connect(f"file:{run}/run.db?mode=ro", uri=True, timeout=30)) as con:
+        return con.execute("SELECT count(*) FROM frame").fetchone()[0]
+
+
 def view_command(run: Path, hz: float) -> list[str]:
     return [sys.executable, "-m", "distdiag", "tui", str(run), "--hz", str(hz)]
 
 
 def measure_cpu(run: Path, hz: float, seconds: float) -> tuple[float, float]:
-    """Return per cent of one core under tmux, and peak memory, MiB."""
+    """Return per cent of one core under tmux at `hz` frames per second, and peak memory, MiB."""
     with terminal(view_command(run, hz), (WIDTH, HEIGHT)) as t:
         t.until("RUNNING", 120)
         time.sleep(2.0)  # start-up is measured separately
         pid = t.pid()
-        before, begin = cpu_s(pid), time.monotonic()
+        before, written = cpu_s(pid), frames_of(run)
         time.sleep(seconds)
-        used, took = cpu_s(pid) - before, time.monotonic() - begin
-        return 100 * used / took, peak_mib(pid)
+        used, written = cpu_s(pid) - before, frames_of(run) - written
+        return 100 * used * hz / max(1, written), peak_mib(pid)  # a busy machine writes fewer frames than hz
 
 
 class View:
