@@ -265,3 +265,42 @@ def test_the_advice_for_a_call_of_one_rank_says_how_to_make_it_equal(wrapped: bo
         assert (
             f.advice == f"make broadcast at train.py:4 in evaluate on all ranks or on none: {guard} keeps it to rank 0"
         )
+
+
+@pytest.mark.parametrize(
+    ("guard", "culprit"),
+    [
+        ('if mode == "fast" and rank == 1:', 1),
+        ("if dist.get_rank() == 1:", 1),
+        ("if self.is_main:", 1),  # rank 1 is the main one here
+        ("if rank != 0:", 0),
+        ("if not self.is_main:", 0),
+        ("if rank:", 0),
+    ],
+)
+def test_an_early_return_blames_the_rank_that_its_condition_names(guard: str, culprit: int) -> None:
+    """`if rank == 1: return` lets rank 1 leave; after `if rank != 0: return` rank 0 goes on alone."""
+    text, at = places(f"""
+        def validate(model, rank):
+            {guard}
+                return 0.0
+            dist.all_reduce(total)  # A
+
+        def main(rank):
+            validate(model, rank)  # B
+            dist.barrier()  # C
+    """)
+    a, b, c = (Site(FILE, at[m], f) for m, f in (("A", "validate"), ("B", "main"), ("C", "main")))
+    s = snapshot(
+        rank(0, call("all_reduce", 7, a), user_stack=(a, b)),
+        rank(1, call("barrier", 7, c), user_stack=(c,)),
+    )
+    (f,) = proved(s, source={FILE: text}.get)
+    assert f.culprits == (culprit,)
+    guarded = f"`{guard.removesuffix(':')}` at train.py:2"
+    if culprit == 1:
+        assert f"rank 1 left before all_reduce at train.py:4 in validate due to `{guard}` at train.py:2" in f.message
+        assert f.advice.endswith(f"on all ranks or on none: {guarded} lets rank 1 leave before it")
+    else:
+        assert f"only rank 0 runs it due to `{guard}` at train.py:2" in f.message
+        assert f.advice.endswith(f"on all ranks or on none: {guarded} keeps it to rank 0")

@@ -19,11 +19,17 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 class Condition(NamedTuple):
-    """A condition's line number, and the text of that line."""
+    """A condition's line number, and the text of that line.
+
+    Attributes:
+        names_leaver: True if it names the rank that leaves before the call: `if rank == 1: return`. Else it names the rank that
+            makes the call: `if rank == 0:` around it, `if rank != 0: return` before it.
+    """
 
     file: str
     line: int
     text: str
+    names_leaver: bool = False
 
 
 def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Condition | None:
@@ -46,7 +52,8 @@ def around(stack: Sequence[Site], other: Sequence[Site], source: Source) -> Cond
         text = source(frame.file)
         found = _condition(text, frame.line, their_line) if text else None
         if text and found is not None:
-            return Condition(frame.file, found.lineno, _text_of(found, text))
+            names_leaver = _guards(found, text, frame.line) and _names_who_leaves(found)
+            return Condition(frame.file, found.lineno, _text_of(found, text), names_leaver)
     return None
 
 
@@ -203,6 +210,26 @@ def asks_for_rank(condition: str, text: str) -> bool:
 
 def _leaves(guard: ast.If) -> bool:
     return not guard.orelse and isinstance(guard.body[-1], (ast.Return, ast.Continue, ast.Raise, ast.Break))
+
+
+def _guards(found: ast.expr | ast.stmt, text: str, line: int) -> bool:
+    """True for an `if` that leaves before the line and in a block around it: whom it holds for does not get there."""
+    tree = parsed(text)
+    if not isinstance(found, ast.If) or not _leaves(found) or tree is None:
+        return False
+    return any(found is statement for block, at in path(tree, line) for statement in block[:at])
+
+
+def _names_who_leaves(guard: ast.expr | ast.stmt) -> bool:
+    """True if the test holds for the rank that it names: `rank == 1`, `is_main`; not `rank`, `rank != 0`, `not is_main`."""
+    test = guard.test if isinstance(guard, ast.If) else None
+    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
+        if isinstance(part, ast.Compare) and _asks_for_rank(part):
+            return all(isinstance(op, ast.Eq) for op in part.ops)
+        name = getattr(part, "attr", None) or getattr(part, "id", "")
+        if {w.lower() for w in _WORDS.findall(name)} & (_RANK_WORDS - {"rank"}):
+            return True
+    return False
 
 
 def _asks_for_rank(test: ast.expr, ranks: Collection[str] = ()) -> bool:

@@ -286,14 +286,15 @@ def answers(case: Case, without: Collection[str] = ()) -> Iterator[tuple[Reason,
 
 
 def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple[tuple[int, ...], Condition] | None:
-    """Return (ranks, condition) if exactly one of two sides is under a condition on the rank."""
+    """Return (ranks that a condition on the rank names, condition) if exactly one of two sides is under one."""
     if source is None or len(wait.sides) != 2:
         return None
     stacks = [_stack(snapshot.ranks[r], wait.calls.get(r)) for r in map(min, wait.sides)]
     found = [rank_condition.around(stacks[i], stacks[1 - i], source) for i in (0, 1)]
-    for side, mine, theirs in zip(wait.sides, found, reversed(found), strict=True):
+    for i, side in enumerate(wait.sides):
+        mine, theirs = found[i], found[1 - i]
         if mine is not None and theirs is None:
-            return tuple(sorted(side)), mine
+            return tuple(sorted(wait.sides[1 - i] if mine.names_leaver else side)), mine
     return None
 
 

@@ -78,7 +78,10 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     behind = condition_of(snapshot, verdict.wait, source)
     if behind is None or behind[0] != culprits:
         return first + parting_text(parting_of(snapshot, verdict.wait, culprits, source))
-    _, (file, line, text) = behind
+    _, (file, line, text, names_leaver) = behind
+    if names_leaver:
+        skipped_call = verdict.wait.calls[min(_sides(verdict)[1])]
+        return f"{first}; {rank_list(culprits)} left before {compatible.op_name(skipped_call.op)}{at(skipped_call.site)} due to `{text}`{at(Site(file, line))}"
     return (
         f"{first}; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it due to `{text}`{at(Site(file, line))}"
     )
@@ -138,7 +141,7 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
     if wait.p2p and cause == "shape":
         return f"send and receive tensors of the same size, and in the same order: compare {both}"
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
-    if cause == "op" and (only_some := _only_some_text(snapshot, verdict, one, source)):
+    if cause in ("op", "missing_rank") and (only_some := _only_some_text(snapshot, verdict, source)):
         return only_some
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if verdict.culprits and (cause == "missing_rank" or (cause == "shape" and apart)):
@@ -157,20 +160,23 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
     }.get(cause, f"make all ranks call the same operation: compare {both}")
 
 
-def _only_some_text(snapshot: Snapshot, verdict: Verdict, call: str, source: Source | None) -> str:
-    """Return what to do about a call that only the culprits make, under a condition on the rank; else an empty text."""
+def _only_some_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
+    """Return what to do about a call that a condition on the rank keeps to some ranks; an empty text if there is none."""
     behind = condition_of(snapshot, verdict.wait, source)
     if not verdict.culprits or behind is None or behind[0] != verdict.culprits:
         return ""
     state, own = snapshot.ranks.get(verdict.culprits[0]), verdict.wait.calls[verdict.culprits[0]]
-    who, (file, line, text) = rank_list(verdict.culprits), behind[1]
+    who, (file, line, text, names_leaver) = rank_list(verdict.culprits), behind[1]
     guard = f"`{text.removesuffix(':')}`{at(Site(file, line))}"
+    if names_leaver:
+        other = verdict.wait.calls[min(_sides(verdict)[1])]
+        return f"make {compatible.op_name(other.op)}{at(other.site)} on all ranks or on none: {guard} lets {who} leave before it"
     if implicit_text(state, own) and compatible.op_name(own.op) == "broadcast":
         return (
             f"on {who} call the module inside DDP (`model.module(...)`{at(own.site)}), which communicates nothing, or let all "
             f"ranks run what {guard} keeps to {who}"
         )
-    return f"make {call} on all ranks or on none: {guard} keeps it to {who}"
+    return f"make {compatible.op_name(own.op)}{at(own.site)} on all ranks or on none: {guard} keeps it to {who}"
 
 
 def _deciding(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> Condition | None:
