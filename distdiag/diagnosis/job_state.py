@@ -51,7 +51,8 @@ def _decides(f: Finding) -> bool:
 def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
     bad = [r for r in s.ranks.values() if r.life != Life.FINISHED]
     if bad:
-        first = min(bad, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
+        blamed = {q for f in worst[:1] for q in f.culprits}  # a victim may end before the rank that failed
+        first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
         if all(ending_kind(r) == "outside" for r in bad):
             return State.FAILED, f"{STOPPED_BY} {_signal(first)} (from the launcher or a person)"
         how = first.exception or (_signal(first) if first.signal else "an unknown end")

@@ -33,7 +33,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if found:
         yield _finding(s, found)
     elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
-        yield Abstained("no loss has been recorded")
+        yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
 
 
 def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:

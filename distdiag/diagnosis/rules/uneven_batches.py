@@ -141,15 +141,11 @@ def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, in
     short = tuple(sorted(q for q, n in counts.items() if n == fewest))
     rest = tuple(sorted(q for q in counts if q not in short))
     x = loaders[short[0]]
-    by_count = "; ".join(
-        f"{rank_list([q for q, n in counts.items() if n == k])}: {k:,}" for k in sorted(set(counts.values()))
-    )
     if predicted:
+        by_count = "; ".join(f"{rank_list(ranks)}: {n:,}" for n, ranks in _by(counts))
         message = f"ranks have different numbers of batches per epoch: {by_count}{at(x.site)}"
-    elif rest:
-        message = f"ranks ran out of batches at different steps: {by_count}{at(x.site)}"
     else:
-        message = f"{rank_list(_exhausted(loaders))} ran out of batches after {fewest:,}{at(x.site)}"
+        message = "; ".join(_seen_texts(loaders, counts)) + at(x.site)
     waiting = rest or tuple(q for q in counts if q not in _exhausted(loaders))
     out = short if rest else _exhausted(loaders)
     samplers = all(v.distributed_sampler for v in loaders.values())
@@ -170,6 +166,24 @@ def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, in
         if samplers
         else "use DistributedSampler (it pads), drop_last, or torch's Join context",
     )
+
+
+def _by(values: dict[int, int]) -> list[tuple[int, list[int]]]:
+    """Return (value, the ranks that have it), the smallest value first."""
+    return [(n, [q for q, m in values.items() if m == n]) for n in sorted(set(values.values()))]
+
+
+def _seen_texts(loaders: dict[int, Loader], counts: dict[int, int]) -> Iterator[str]:
+    """Yield which ranks ran out of batches and after how many, and how many the others have had."""
+    out = _exhausted(loaders)
+    for n, ranks in _by({q: counts[q] for q in out}):
+        yield f"{rank_list(ranks)} ran out of batches after {n:,}"
+    for n, ranks in _by({q: k for q, k in counts.items() if q not in out and len(set(counts.values())) > 1}):
+        lengths = {loaders[q].length for q in ranks}
+        (length,) = lengths if len(lengths) == 1 else (None,)
+        yield f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} had {n:,}" + (
+            f" of {length:,}" if length else ""
+        )
 
 
 def _exhausted(loaders: dict[int, Loader]) -> tuple[int, ...]:

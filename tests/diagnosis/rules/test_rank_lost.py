@@ -25,7 +25,7 @@ def ended(s: Snapshot, **known: Any) -> list[Finding]:
 
 def how_it_ended(*ranks: RankState) -> str:
     s = job(*ranks)
-    return job_state(s, build(s), [], final=True)[1]
+    return job_state(s, build(s), ended(s), final=True)[1]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,13 @@ def test_the_text_of_an_exception_is_cut_between_words() -> None:
 
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:59009"
+
+
+def test_the_state_names_the_rank_that_failed_not_the_first_to_end() -> None:
+    """The rank that lost its peer may end before the launcher notices the one that was killed."""
+    victim = rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=8.0)
+    text = how_it_ended(victim, rank(1, life=Life.KILLED, signal=9, ended_s=8.1))
+    assert text == "rank 1: SIGKILL; 2 of 2 failed"
 
 
 def test_ranks_that_could_not_connect_blame_nobody() -> None:

@@ -114,6 +114,17 @@ def test_the_rank_that_ran_out_first_is_named_although_lengths_are_equal() -> No
     f = only(findings(s, deadlock, uneven_batches))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("uneven_batches", "count", (0,), (1,))
     assert (
-        f.message.startswith("rank 0 ran out of batches after 45")
+        f.message.startswith("rank 0 ran out of batches after 45 at ")
         and "rank 1 hangs: rank 0 has no batch left" in f.cost
     )
+
+
+def test_a_rank_that_is_stuck_in_a_later_batch_did_not_run_out() -> None:
+    out, more = loader(length=91, batches=91, exhausted=True), loader(length=100, batches=92)
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=5.0, site=LOOP)
+    crashed = {"life": Life.CRASHED, "exception": "RuntimeError: Connection closed by peer", "ended_s": 99.0}
+    s = job(
+        rank(0, loaders=(out,), life=Life.FINISHED, ended_s=98.0), rank(1, loaders=(more,), calls=(waits,), **crashed)
+    )
+    f = only(findings(s, deadlock, uneven_batches))
+    assert f.message.startswith("rank 0 ran out of batches after 91; rank 1 has had 92 of 100 at ")
