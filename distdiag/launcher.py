@@ -1,15 +1,18 @@
 """Runs in torchrun's process at its exit: prints the verdict after torchrun's tracebacks, or notes that no rank started.
 
 The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the lines that people
-copy would end without the verdict: it is printed again. If the summary came after the traceback, it is not. `torchrun_compat.autoload` registers `at_end` in a launcher of `distdiag.run`.
+copy would end without the verdict: it is printed again. If the summary came after the traceback, it is not. `torchrun_compat.autoload`
+calls `watch` in a launcher of `distdiag.run`.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
@@ -51,8 +54,28 @@ def started_run(argv: list[str], since_unix_s: float) -> Path | None:
     return None if newest is None else newest[1]
 
 
-def at_end(argv: list[str], since_unix_s: float) -> None:
-    """Print the verdict of a failed launch, or note a launch without ranks. Never raises; waits only after a failure."""
+def watch(argv: list[str], since_unix_s: float) -> None:
+    """Call `at_end` when this process ends; note whether there was a verdict when its traceback was printed."""
+    previous, before = sys.excepthook, [False]
+
+    def note_verdict(*error: Any) -> None:
+        try:
+            found = started_run(argv, since_unix_s)
+            before[0] = found is not None and (found / VERDICT).exists()
+        except Exception:
+            before[0] = False
+        previous(*error)
+
+    sys.excepthook = note_verdict
+    atexit.register(lambda: at_end(argv, since_unix_s, before[0]))
+
+
+def at_end(argv: list[str], since_unix_s: float, before: bool) -> None:
+    """Print the verdict of a failed launch, or note a launch without ranks. Never raises; waits only after a failure.
+
+    Args:
+        before: There was a verdict before torchrun printed its traceback.
+    """
     try:
         if "-h" in argv or "--help" in argv:
             return
@@ -61,7 +84,6 @@ def at_end(argv: list[str], since_unix_s: float) -> None:
         if found is None:
             _note(argv, error)
         elif error is not None and "--quiet" not in argv and os.environ.get("DISTDIAG_QUIET") != "1":
-            before = (found / VERDICT).exists()
             end = time.monotonic() + VERDICT_S
             while not (found / VERDICT).exists() and time.monotonic() < end:
                 time.sleep(0.05)

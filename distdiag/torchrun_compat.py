@@ -16,12 +16,11 @@ def autoload() -> None:
     try:
         argv = sys.argv
         if "distdiag.run" in argv and "TORCHELASTIC_RUN_ID" not in os.environ:
-            import atexit
             import time
 
             from distdiag import launcher
 
-            atexit.register(launcher.at_end, list(argv), time.time())
+            launcher.watch(list(argv), time.time())
         if "distdiag.train" not in argv:
             return
         at = argv.index("distdiag.train")

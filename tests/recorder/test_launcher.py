@@ -14,7 +14,9 @@ from tests.jobs import REPOSITORY, clean_env
 LAUNCHER = """
 import atexit, sys, time
 from distdiag import launcher
-atexit.register(launcher.at_end, sys.argv, float(sys.argv[-1]))
+launcher.watch(sys.argv, float(sys.argv[-1]))
+if "slow-end" in sys.argv:
+    atexit.register(time.sleep, 2)  # what is registered last runs first
 if "fails" in sys.argv:
     raise RuntimeError("the last line of torchrun's traceback")
 """
@@ -71,17 +73,28 @@ SLOW_LAUNCHER = LAUNCHER.replace(
 
 
 @pytest.mark.parametrize(
-    ("when", "elsewhere", "times"), [("before", False, 2), ("after", False, 1), ("after", True, 2)],
-    ids=["before the traceback", "after the traceback", "into a log file"],
+    ("when", "elsewhere", "slow_end", "times"),
+    [("before", False, False, 2), ("after", False, False, 1), ("after", False, True, 1), ("after", True, False, 2)],
+    ids=["before the traceback", "after the traceback", "after it, and the launcher ends late", "into a log file"],
 )  # fmt: skip
 def test_a_verdict_that_the_monitor_printed_after_the_traceback_is_not_repeated(
-    when: str, elsewhere: bool, times: int, tmp_path: Path
+    when: str, elsewhere: bool, slow_end: bool, times: int, tmp_path: Path
 ) -> None:
     run = tmp_path / "R"
     (run / ".jobs").mkdir(parents=True)
     (run / ".jobs" / "0").write_text("token\n")
     monitor = "|".join([str(run), when, *([str(tmp_path)] if elsewhere else [])])
-    arguments = ["-m", "distdiag.run", "--run-dir", str(run), "train.py", "fails", monitor, str(time.time() - 3600)]
+    arguments = [
+        "-m",
+        "distdiag.run",
+        "--run-dir",
+        str(run),
+        "train.py",
+        "fails",
+        *["slow-end"] * slow_end,
+        monitor,
+        str(time.time() - 3600),
+    ]
     done = subprocess.run(
         [sys.executable, "-c", SLOW_LAUNCHER, *arguments],
         cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "MONITOR": MONITOR}),
