@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from distdiag.diagnosis.step_times import Window
 
 LEAST_MS = 20.0  # that the others wait in such a step; less is jitter of the host
-LEAST_FACTOR = 0.5  # the same, as a factor of the typical step
+LEAST_FACTOR = 0.5  # the same, as a factor of a step that is not slow
 LEAST_TIMES = 3  # long steps in the window: two intervals to compare
-MOST_SHARE = 1 / 3  # of the window's steps: if there are more, they are no exception
+MOST_SHARE = 0.75  # of the window's steps: a rank that is slow in more is slow in all
 PRESENT = 0.75  # share of due steps that are long
 LEAST_COST = 0.03  # share of total time
 # Without a period, jitter of the host must be excluded: it hits all ranks, and rarely costs so much.
@@ -44,7 +44,7 @@ def periodic(window: Window) -> Periodic | None:
     """Return the only rank with long steps, at regular intervals or often enough to matter; None if there is none."""
     steps, ranks = window.steps, window.ranks
     first = steps[ranks[0]]
-    usual_ms = statistics.median(x.step_ms for x in first)
+    usual_ms = sorted(x.step_ms for x in first)[len(first) // 4]  # slow steps may be most of them
     slow: list[tuple[int, int, float]] = []
     for i, column in enumerate(window.columns):
         top = max(column)
@@ -61,7 +61,7 @@ def periodic(window: Window) -> Periodic | None:
     cost = sum(gain for _, _, gain in slow) / sum(x.step_ms for x in first)
     if cost < LEAST_COST:
         return None
-    if not complete or any(abs(gap - round(gap / period) * period) > 1 for gap in gaps):
+    if period == 1 or not complete or any(abs(gap - round(gap / period) * period) > 1 for gap in gaps):
         if len(slow) < IRREGULAR_TIMES or cost < IRREGULAR_COST:
             return None
         period = None

@@ -77,6 +77,12 @@ def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None,
     return tuple(out) or (where(r, state),)
 
 
+def ordinal(n: int) -> str:
+    """Return `2nd`, `15th`."""
+    teens = 10 <= n % 100 <= 20
+    return f"{n:,}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
 def count(n: int, noun: str) -> str:
     """Return `1 parameter`, `4,096 elements`."""
     return f"{n:,} {noun}" + ("" if n == 1 else "s")

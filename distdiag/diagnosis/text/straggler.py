@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
 from distdiag.diagnosis.periodic import Periodic
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import at, where, where_stack
+from distdiag.diagnosis.text.phrases import at, ordinal, where, where_stack
 from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
@@ -164,14 +164,14 @@ def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Sev
     """Return the finding of a rank that is slow in every n-th step, or irregularly."""
     r, n = s.ranks[found.rank], len(window.columns)
     rest = tuple(q for q in window.ranks if q != found.rank)
-    steps = window.steps[found.rank]
+    steps, slow = window.steps[found.rank], set(found.indices)
 
     def excess_ms(phase: str) -> float:
-        usual = statistics.median(part_ms(x, phase) for x in steps)
+        usual = statistics.median(part_ms(x, phase) for i, x in enumerate(steps) if i not in slow)
         return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
 
     phase = max(PHASES, key=excess_ms)
-    when, steps_text = (f"every {found.period}th step, ", "") if found.period is not None else ("", " steps")
+    when, steps_text = (f"every {ordinal(found.period)} step, ", "") if found.period is not None else ("", " steps")
     stack = _stack_of(r, phase)
     return Finding(
         kind=kind.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from math import isfinite
+from math import isfinite, isinf
 from typing import Any
 
 import torch
@@ -109,10 +109,14 @@ class NonFinite:
         checked = [p for _, _, _, p, _ in self.suspects if p is not None] or (self._probe or (None, []))[1]
         found = (own_part(p.grad) for p in checked)
         gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
-        if skipped is None and not all(isfinite(float(g.sum())) for g in gradients):
+        finite = all(isfinite(float(g.sum())) for g in gradients)
+        if skipped is None and not finite:
             self._report_suspects()
-        # a loss that stays NaN is reported even if the gradients are finite
-        self.suspects = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
+        # A loss that stays NaN is reported even if the gradients are finite. One that is inf harms only if they are not: a scale
+        # can overflow in the loss alone.
+        known = finite and bool(gradients or self.local_gradients)
+        losses = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
+        self.suspects = [x for x in losses if not (known and isinf(x[2]))]
 
     def _check_gradient(self, optimizer: Any, step: int) -> None:
         probe = self._probe

@@ -107,6 +107,8 @@ def irregular(at: dict[int, tuple[int, ...]], extra_ms: float) -> list[tuple[Ste
     ("at", "extra_ms", "cpu_pct", "culprits"),
     [
         ({1: (12, 15, 24, 31, 40, 52, 53)}, 300.0, 40.0, [(1,)]),  # garbage collection, a cache that is written out
+        ({1: (*range(12, 30), *range(38, 50))}, 150.0, 40.0, [(1,)]),  # a device that throttles for some seconds
+        ({1: (*range(12, 30), *range(38, 50)), 0: (33,)}, 150.0, 40.0, []),
         ({1: (12, 15, 31, 52)}, 400.0, 40.0, []),  # too few to exclude chance
         ({1: (12, 15, 24, 31, 40, 52)}, 60.0, 40.0, []),  # costs little
         ({1: (12, 15, 24, 31, 40, 52), 0: (20,)}, 300.0, 40.0, []),  # both ranks have such steps
@@ -121,7 +123,7 @@ def test_a_rank_that_is_slow_in_some_steps(
     assert [f.culprits for f in found] == culprits
     for f in found:
         assert (f.cause, f.severity) == ("host", "warning")
-        assert "ms in 7 of the last 50 steps" in f.message and "wait" in f.cost
+        assert f"ms in {len(at[1])} of the last 50 steps" in f.message and "wait" in f.cost
 
 
 def test_a_rank_that_never_arrives_last_is_no_straggler() -> None:
@@ -337,3 +339,8 @@ def test_a_loop_without_waits_has_no_finding() -> None:
     )  # fmt: skip
     found = [*findings(ordinary, *RULES)]
     assert found == []
+
+
+def test_a_rank_that_is_slow_in_every_second_step() -> None:
+    f = only(stragglers(job(*(rank(q, local_rank=q, steps=every(2, 200.0, q)) for q in (0, 1)), host_cpu_pct=40.0)))
+    assert f.culprits == (1,) and "in every 2nd step, 25 of the last 50" in f.message
