@@ -153,7 +153,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
         "missing_rank": f"call {one} on all ranks or on none: look for a condition on the rank around it",
         "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}"
         + _swap_text(verdict),
-        "shape": f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks",
+        "shape": f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order of the calls "
+        "does (a loop over a set, or over names that each rank collects itself)",
         "dtype": f"{_cast_text(verdict)}: the tensors at {both} come from Python or NumPy numbers, autocast, or a cast on some "
         "ranks only",
         "root": f"pass the same src/dst on all ranks: compare {both}",

@@ -70,7 +70,8 @@ def job_state(snap: Snapshot) -> JobState:
 def _replay(snap: Snapshot, job: JobState) -> JobState:
     then = f"{job.word.lower()} at step {integer(snap.summary.step, grouped=True)}"
     if snap.monitor is Monitor.LIVE:
-        text = f"{then}; the job is at {integer(snap.newest_step, grouped=True)}"
+        same = snap.newest_step == snap.summary.step
+        text = f"{then}, the newest" if same else f"{then}; the job is at {integer(snap.newest_step, grouped=True)}"
         return JobState("PAUSED", "‖", "accent", text, "", job.stuck)
     last = integer(snap.newest_step, grouped=True)
     return JobState("REPLAY", "‖", "accent", f"{then}; the run ended at {last}", "", job.stuck)

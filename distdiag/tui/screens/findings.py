@@ -268,7 +268,8 @@ def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple
             c = f.collective
             number = f" #{c.seq}" if c.seq is not None else ""
             nbytes = f", {size_text(c.bytes)}" if c.bytes is not None else ""
-            rows.append(("in", f"{clean(c.op)}{number} of group {clean(c.group)}{nbytes}"))
+            op = "collective" if f.cause == "op" else clean(c.op)  # ranks are in different operations
+            rows.append(("in", f"{op}{number} of group {clean(c.group)}{nbytes}"))
         if f.culprits:
             rows.append(("culprit", rank_list(f.culprits)))
         if f.victims:
