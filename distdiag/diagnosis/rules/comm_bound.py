@@ -31,6 +31,8 @@ class Limits:
     """Share of its time that even the least affected rank loses."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
+    busy_host_pct: float = 85.0
+    """Use of all cores in per cent, above which waits include the others' waiting for a CPU."""
     small_bucket_bytes: int = 1 << 20
     """Mean bytes of a bucket below which the latency of each all-reduce matters more than its bytes."""
 
@@ -73,6 +75,7 @@ def _shared_waits(s: Snapshot) -> float:
 
 
 def _finding(snapshot: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None) -> Finding:
+    share = max(share, ddp.share if ddp is not None else 0.0)  # both are lower limits
     message = f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late"
     advice = (
         "`distdiag probe allreduce` measures what this machine can do; communicate less often, or in larger messages"
@@ -82,6 +85,8 @@ def _finding(snapshot: Snapshot, ranks: list[int], share: float, of: str, ddp: G
         message += f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in snapshot.groups.values())
         advice = "; ".join(_advice(ddp, b, on_nccl))
+    if (snapshot.host_cpu_pct or 0.0) > limits.busy_host_pct:
+        message += "; the host's cores are all in use, so ranks also wait for a CPU"
     return Finding(
         kind=kind.name,
         certainty=Certainty.SUSPECTED,

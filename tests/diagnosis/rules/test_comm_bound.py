@@ -21,7 +21,7 @@ BUCKETS = Buckets(bytes=100 * MIB, buckets=4, bucket_bytes=(25 * MIB,) * 4, dtyp
 
 
 def found(
-    exposed_ms: tuple[float, float], on_device: bool = True, measured: int = 4, **of_bucket: Any
+    exposed_ms: tuple[float, float], on_device: bool = True, measured: int = 4, cpu_pct: float = 40.0, **of_bucket: Any
 ) -> list[Finding]:
     """Return findings of a job of two ranks with steps of 100 ms, some of which DDP timed."""
     model = Model(buckets=msgspec.structs.replace(BUCKETS, **of_bucket))
@@ -35,7 +35,17 @@ def found(
         )
         for q, ms in enumerate(exposed_ms)
     ]
-    return findings(job(*ranks), comm_bound)
+    return findings(job(*ranks, host_cpu_pct=cpu_pct), comm_bound)
+
+
+def test_a_part_is_never_more_than_the_whole() -> None:
+    f = only(found((60.0, 60.0), on_device=False))
+    assert "at least 60 % of step time" in f.message and f.message.endswith("take 60 %")
+
+
+def test_waits_on_a_busy_host_are_partly_for_a_cpu() -> None:
+    f = only(found((60.0, 60.0), on_device=False, cpu_pct=99.0))
+    assert f.message.endswith("so ranks also wait for a CPU")
 
 
 def test_on_a_device_ddps_own_timings_are_used() -> None:
