@@ -219,7 +219,27 @@ def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
         return NO_CASCADE
     # a mismatch is read from the wait-for graph, by what ranks were about to call; here only an abort without that
     aborted = [snapshot.ranks[q] for q, k in kinds.items() if k == "mismatch" and snapshot.ranks[q].life == Life.KILLED]
-    return (_aborted(snapshot, aborted, kinds) or _lost(snapshot, aborted)) if aborted else NO_CASCADE
+    if not aborted:
+        return NO_CASCADE
+    return _two_threads(snapshot, aborted) or _aborted(snapshot, aborted, kinds) or _lost(snapshot, aborted)
+
+
+def call_of_thread(state: RankState) -> Call | None:
+    """Return the newest open collective of another thread in a group that the main thread uses, too."""
+    for call in reversed(state.calls):
+        if call.other_thread and call.completed_s is None and not call.p2p:
+            same = any(c.group == call.group and not c.other_thread for c in state.calls)
+            return call if same or any(m.group == call.group for m in state.models) else None
+    return None
+
+
+def _two_threads(snapshot: Snapshot, aborted: list[RankState]) -> Cascade | None:
+    """Return an abort of ranks of which two threads use one group: their calls mix."""
+    odd = tuple(sorted(r.rank for r in aborted if call_of_thread(r) is not None))
+    if not odd or not any("gloo" in g.backend for g in snapshot.groups.values()):
+        return None
+    rest = tuple(sorted(q for q in snapshot.ranks if q not in odd))
+    return Cascade(End.ABORTED, odd, rest, (odd, rest))
 
 
 def model_shapes(snapshot: Snapshot) -> list[list[int]]:

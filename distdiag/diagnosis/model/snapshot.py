@@ -55,6 +55,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     root: int | None = None  # global rank of src/dst, for rooted collectives
     peer: int | None = None  # global rank, for send/recv; None = any source
     tag: int = 0  # on a device, below 0 if the group's communicator carries the message (`terms.backends`)
+    other_thread: bool = False  # not the main thread issued it
     nth: int | None = None  # point-to-point: number of this send or recv for its peer, tag and group (from 1)
     site: Site | None = None  # where the user's code called it (forward/backward of DDP: that line)
     entered_s: float | None = None

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths, rank_condition, skipped
-from distdiag.diagnosis.endings import Cascade, End, last_wait, model_shapes
+from distdiag.diagnosis.endings import Cascade, End, call_of_thread, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Site, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.phrases import at, count, where
+from distdiag.diagnosis.text.phrases import at, count, place_text, where
+from distdiag.diagnosis.waits.compatible import op_name
 
 kind = kinds.MISMATCH
 
@@ -91,6 +92,9 @@ def _what(call: Call, cause: str) -> str:
 
 def _aborted(facts: Facts) -> Finding:
     s, cascade = facts.snapshot, facts.cascade
+    threads = {q: call for q in cascade.ranks if (call := call_of_thread(s.ranks[q])) is not None}
+    if threads:
+        return _two_threads(s, cascade, threads)
     odd, rest = cascade.ranks, cascade.others
     dead = sorted({*odd, *rest})
     killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
@@ -120,6 +124,29 @@ def _aborted(facts: Facts) -> Finding:
         + why,
         cost="the job ended",
         advice=advice,
+    )
+
+
+def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Finding:
+    """Return the finding of ranks that gloo aborted because two of their threads use one group; `threads`: call of the other one."""
+    ranks = tuple(threads)
+    first = threads[ranks[0]]
+    return Finding(
+        kind=kind.name,
+        cause="shape",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=ranks,
+        victims=cascade.others,
+        where=tuple(where(s.ranks[q], "killed", call.site) for q, call in threads.items()),
+        waiting=tuple(where(s.ranks[q]) for q in cascade.others),
+        step=s.ranks[ranks[0]].step,
+        first_seen_s=min((t for q in ranks if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
+        message=f"another thread of {rank_list(ranks)} is in {op_name(first.op)}{at(first.site)} while the main thread uses the same "
+        f"group at {place_text(s.ranks[ranks[0]].place)}: the calls of two threads mix, and gloo aborted {rank_list(ranks)}",
+        cost="the job ended",
+        advice="let the main thread make that call, or give the thread a process group of its own (`dist.new_group()`), which a thread of "
+        "every rank uses equally often",
     )
 
 

@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import (
     CompletedConflict,
     Group,
     Life,
+    Model,
     RankState,
     Site,
     Snapshot,
@@ -159,3 +160,28 @@ def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None
     )
     f = only(mismatch.completed(job(rank(0), rank(1), rank(2), completed_conflicts=(conflict,))))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,)) and f.where[0].line == 9
+
+
+def test_a_thread_that_uses_the_main_threads_group_is_named_after_the_abort() -> None:
+    """gloo: the thread's all_reduce receives the bytes of DDP's, and aborts; DDP's own call is not in Python."""
+    model = (Model(group="default_pg", forwards=9, synced_backwards=8),)
+    backward, publish = Site("/job/train.py", 31, "<module>"), Site("/job/train.py", 16, "run")
+    call = Call(op="all_reduce", group="default_pg", seq=7, site=publish, entered_s=39.0, other_thread=True)
+    reset = "RuntimeError: Read error [127.0.0.1]: Connection reset by peer"
+
+    def ended(calls: tuple[Call, ...]) -> Finding:
+        s = job(
+            rank(0, life=Life.KILLED, signal=6, ended_s=40.0, place=backward, models=model, calls=calls),
+            rank(1, life=Life.CRASHED, exception=reset, ended_s=40.1, place=backward, models=model),
+            groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")},
+        )
+        return only(findings(s, mismatch, rank_lost))
+
+    f = ended((call,))
+    assert (f.kind, f.culprits, f.victims, f.where[0].line) == ("mismatch", (0,), (1,), 16)
+    assert f.message.startswith(
+        "another thread of rank 0 is in all_reduce at train.py:16 in run while the main thread uses"
+    )
+    assert "process group of its own" in f.advice
+    assert ended((msgspec.structs.replace(call, completed_s=39.5),)).kind == "rank_lost"
+    assert ended((msgspec.structs.replace(call, group="metrics"),)).kind == "rank_lost"
