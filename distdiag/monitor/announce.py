@@ -1,4 +1,4 @@
-"""Print on the job's stderr: errors when they happen, a correction if one is cleared, a summary at the end."""
+"""Print on the job's stderr: errors and stalls when they happen, a correction if one is cleared, a summary at the end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
@@ -39,8 +40,9 @@ class Voice:
         self._printed.add(key)
 
     def finding(self, f: Finding) -> None:
-        """Print an error once, and a correction once if it is cleared."""
-        if not at_least(f.severity, Severity.ERROR):
+        """Print an error once, and a correction once if it is cleared; the same for a warning that the job makes no progress."""
+        stalled = kinds.of(f).state is State.STALLED and at_least(f.severity, Severity.WARNING)
+        if not stalled and not at_least(f.severity, Severity.ERROR):
             return
         if f.cleared_s is not None:
             if f.key in self._printed and f.key not in self._corrected:

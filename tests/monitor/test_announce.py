@@ -43,3 +43,22 @@ def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capf
     voice.finding(msgspec.structs.replace(stall, severity=Severity.INFO, cleared_s=9.0))
     voice.finding(msgspec.structs.replace(stall, severity=Severity.WARNING))
     assert capfd.readouterr().err == ""
+
+
+def test_a_warning_that_the_job_makes_no_progress_is_printed_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    voice = Voice(tmp_path, quiet=False)
+    stall = Finding(
+        kind="stall", cause="user_code", severity=Severity.WARNING, certainty=Certainty.SUSPECTED, culprits=(1,),
+        message="rank 1 is in a loop",
+    )  # fmt: skip
+    slow = msgspec.structs.replace(stall, kind="straggler", cause="host", message="rank 1 is slow")
+    voice.finding(slow)  # waits for the end of the job
+    assert capfd.readouterr().err == ""
+    voice.finding(stall)
+    assert "WARNING stall/user_code (suspected)  rank 1 is in a loop" in capfd.readouterr().err
+    voice.finding(msgspec.structs.replace(stall, severity=Severity.ERROR))
+    assert capfd.readouterr().err == "", "printed once"
+    voice.finding(msgspec.structs.replace(stall, cleared_s=9.0))
+    assert "cleared, the job continues: warning stall" in capfd.readouterr().err
