@@ -95,7 +95,7 @@ def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with
         Chart(
             "step time", "ms",
             (Curve("p95", times, steps, "area-band", pick=_p(0.95)), Curve("p50", times, steps, "accent", pick=_p(0.5))),
-            milliseconds, marks=marks, help="median (p50) and 95th percentile (p95) of the steps that one dot holds",
+            milliseconds, marks=marks, with_newest=False, explains_marks=True, help="median (p50) and 95th percentile (p95) of the steps that one dot holds",
         )
     ]  # fmt: skip
     more = (
@@ -107,7 +107,7 @@ def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with
         if any(v is not None for v in values):
             filled = with_area and floor is not None
             curve = Curve("", times, values, style, filled)
-            found.append(Chart(title, unit, (curve,), show, floor, marks=marks, help=about))
+            found.append(Chart(title, unit, (curve,), show, floor, marks=marks, with_newest=False, help=about))
     return found
 
 

@@ -49,6 +49,8 @@ class Chart:
         top: Largest value of the axis; None ends at the largest value shown.
         marks: Moments to mark on the axis, and the style of the mark.
         help: What it shows, and of whom; the unit is added.
+        with_newest: The title ends with the newest values; not if the screen has them elsewhere, of another span.
+        explains_marks: The title says that a mark is a finding.
         spans: First and last moment of times to mark on the axis, and the style of the marks.
     """
 
@@ -61,6 +63,8 @@ class Chart:
     marks: tuple[tuple[float, str], ...] = ()
     spans: tuple[tuple[float, float, str], ...] = ()
     help: str = ""
+    with_newest: bool = True
+    explains_marks: bool = False
 
 
 def step_of(span_s: float, dots: int) -> float:
@@ -167,12 +171,12 @@ def _title(chart: Chart, series: list[list[float | None]], width: int) -> Line:
     values = []
     for curve, found in reversed(list(zip(chart.curves, series, strict=True))):  # the one on top first
         newest = next((v for v in reversed(found) if v is not None), None)
-        values.append((curve, chart.show(newest)))
+        values.append((curve, chart.show(newest) if chart.with_newest else ""))
     parts: list[Part | tuple[str, str] | str] = [
         (f" {chart.title}", "bold"),
         (f" {chart.unit}" if chart.unit else "", "muted"),
     ]
-    swatches = len(values) > 1 and width >= 44
+    swatches = len(values) > 1 and (width >= 44 or not chart.with_newest)
     for curve, text in values:
         parts += [
             "  ",
@@ -180,6 +184,8 @@ def _title(chart: Chart, series: list[list[float | None]], width: int) -> Line:
             (f"{curve.name} " if curve.name else "", "muted"),
             text,
         ]
+    if chart.marks and chart.explains_marks and width_of(line(*parts)) + 11 <= width:
+        parts += ["  ", ("▲ ", chart.marks[-1][1]), ("finding", "muted")]
     return fitted(line(*parts), width)
 
 
