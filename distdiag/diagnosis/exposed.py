@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distdiag.diagnosis.gain import BLOCKS, T_95
 from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 
 LEAST = 3  # steps after the warm-up that DDP must have timed on all ranks
-BLOCKS, T_95 = 5, 2.78  # of an interval, as in `gain`
 LEAST_OF_INTERVAL = 2 * BLOCKS
 PARTS = 4  # buckets that one bucket of all gradients is split into
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 HOST_BLOCKING = frozenset({"gloo", "mpi"})
 OWN_MESSAGE_COUNTER = ("nccl", "rccl")  # they number messages and collectives separately
 
@@ -30,6 +32,7 @@ def may_count_messages(backend: str) -> bool:
     return not any(name in backend.lower() for name in OWN_MESSAGE_COUNTER)
 
 
+@lru_cache(64)  # called for each message of a device backend
 def ignores_tags(backend: str, device: str) -> bool:
     """True if messages of tensors on this type of device (`cpu`, `cuda`) match without regard to tags: `nccl`, `cuda:nccl`."""
     for part in backend.lower().split(","):

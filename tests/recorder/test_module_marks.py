@@ -77,7 +77,7 @@ def traced(run: Any, path: Path) -> Trace:
 
 
 def no_hooks(net: torch.nn.Module) -> bool:
-    """True if no hook of ours is left; the second Linear has one of its own."""
+    """True if no hook of ours is left; the second Linear has the user's hook."""
     own = [len(m._forward_hooks) for m in net.modules() if isinstance(m, torch.nn.Linear)]
     return not nn_module._global_forward_hooks and not nn_module._global_forward_pre_hooks and set(own) <= {0, 1}
 

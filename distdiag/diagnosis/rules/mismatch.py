@@ -145,8 +145,8 @@ def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Fin
         message=f"another thread of {rank_list(ranks)} is in {op_name(first.op)}{at(first.site)} while the main thread uses the same "
         f"group at {place_text(s.ranks[ranks[0]].place)}: the calls of two threads mix, and gloo aborted {rank_list(ranks)}",
         cost="the job ended",
-        advice="let the main thread make that call, or give the thread a process group of its own (`dist.new_group()`), which a thread of "
-        "every rank uses equally often",
+        advice="let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make the same "
+        "calls in a thread on every rank",
     )
 
 

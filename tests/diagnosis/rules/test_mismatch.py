@@ -182,6 +182,6 @@ def test_a_thread_that_uses_the_main_threads_group_is_named_after_the_abort() ->
     assert f.message.startswith(
         "another thread of rank 0 is in all_reduce at train.py:16 in run while the main thread uses"
     )
-    assert "process group of its own" in f.advice
+    assert "its own process group" in f.advice
     assert ended((msgspec.structs.replace(call, completed_s=39.5),)).kind == "rank_lost"
     assert ended((msgspec.structs.replace(call, group="metrics"),)).kind == "rank_lost"
