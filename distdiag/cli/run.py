@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 
-from distdiag.command_line import SETTINGS, recording_options
+from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.recorder.run_claim import keep_bytes
 
@@ -18,16 +19,19 @@ from distdiag.recorder.run_claim import keep_bytes
 def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
     """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
-    torchrun's options (--nproc-per-node, --nnodes, …) go before the script. Without them, distdiag starts one rank per GPU,
+    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them, distdiag starts one rank per GPU,
     or two ranks on a machine without GPUs.
 
     \b
     distdiag run --nproc-per-node 4 train.py --epochs 3
     distdiag run --run-dir runs/a -m mypackage.train
     """
+    launcher, script = split(list(rest))
+    later = read(_among_torchruns, launcher, "distdiag run")
+    launcher = list(later["rest"])
+    run_dir, name, keep = later["run_dir"] or run_dir, later["name"] or name, later["keep"] or keep
     if keep:
         keep_bytes(keep)  # reported once here, not by each rank
-    launcher, script = split(list(rest))
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):
@@ -38,17 +42,24 @@ def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool
         launcher = ["--standalone", *launcher]
     ours = [x for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep)) if v for x in (k, v)] + [
         "--quiet"
-    ] * quiet
+    ] * (quiet or later["quiet"])
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
     sys.stdout.flush()
     os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@recording_options
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+def _among_torchruns(**_options: Any) -> None:
+    """Separate distdiag's options from torchrun's: both may come in any order before the script."""
 
 
 _RENDEZVOUS = {
     "--nnodes", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr",
     "--master-port", "--node-rank",
 }  # fmt: skip
-_FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank"}
+_FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank", "--quiet"}
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:

@@ -41,6 +41,22 @@ def test_two_dtypes_without_history_blame_nobody_and_name_both_edits() -> None:
     assert "on rank 0 cast the tensor to float32 before the call, or on rank 1 to float64" in f.advice
 
 
+def test_calls_that_both_ranks_made_before_differ_in_their_order_only() -> None:
+    """Each rank loops over a set of names, whose order depends on the process."""
+
+    def reduces(r: int, *elements: int) -> RankState:
+        calls = [call(seq=n, site=SITE, shape=(size,)) for n, size in enumerate(elements, 1)]
+        return rank(r, calls[-1], calls=tuple(calls))
+
+    f = only(snapshot(reduces(0, 64, 32, 64), reduces(1, 64, 32, 32)))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", ())
+    assert "both sides have made either call before: they make them in a different order" in f.message
+    assert "loop over a sorted list" in f.advice
+
+    f = only(snapshot(reduces(0, 64, 32, 64), reduces(1, 64, 64, 32)))
+    assert "different order" not in f.message and "cannot tell which side is wrong" in f.message
+
+
 def test_a_rank_that_sends_to_a_new_peer_is_the_culprit() -> None:
     """Rank 0 always sent to rank 1 from this line; now it sends to rank 2, which does not receive from it."""
     send, recv = Site(FILE, 9, "exchange"), Site(FILE, 12, "exchange")

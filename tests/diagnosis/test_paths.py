@@ -135,6 +135,9 @@ ROUNDS = """
             STEP, "A train_step C main", "B train_step C main", ["if loss.item() < 0.2:"], id="returns before"
         ),
         pytest.param(FIT, "C main", "A fit B main", ["if self.should_stop:"], id="breaks out of the outer loop"),
+        pytest.param(
+            FIT, "A fit B main", "C main", ["if self.should_stop:"], id="the others break out of the outer loop"
+        ),
         pytest.param(FLUSH, "A flush D main", "C main", ["if self.items:"], id="enters a block"),
         pytest.param(FLUSH, "C main", "B sync E main", ["if self.n == 0:"], id="leaves a function"),
         pytest.param(STREAM, "B main", "A main", ["except StopIteration:"], id="an exception ends the loop"),

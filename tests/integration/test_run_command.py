@@ -116,7 +116,7 @@ def steps(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def distdiag_run(tmp_path: Path, *arguments: str) -> Any:
-    options = ["--run-dir", "R", "--nproc-per-node", "2"]  # ours and torchrun's, before the script
+    options = ["--nproc-per-node", "2", "--run-dir", "R"]  # torchrun's and ours, in any order before the script
     return start([sys.executable, "-m", "distdiag", "run", *options, "train.py", *arguments], cwd=tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -50,3 +51,9 @@ def test_a_process_that_shares_its_core_waits_for_a_cpu() -> None:
             p.kill()
             p.wait()
     assert hosts.queued_share(1) is None
+
+
+def test_a_process_that_has_ended_gives_no_sample_with_zero_memory() -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has reaped it yet
+        assert Hosts(0).process_row(0.0, 0, ended.pid) is None

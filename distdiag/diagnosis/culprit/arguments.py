@@ -70,6 +70,16 @@ def side_that_changed(states: Mapping[int, RankState], wait: Wait) -> Collection
     return wait.sides[1] if new[1] and old[0] else ()
 
 
+def reordered(states: Mapping[int, RankState], wait: Wait) -> bool:
+    """True if every rank has called with both sides' arguments at this site before: the ranks' calls differ in their order only."""
+    argument = wait.conflict or ""
+    if argument not in _ARGUMENT or len(wait.sides) != 2:
+        return False
+    both = {_ARGUMENT[argument](wait.calls[r]) for side in wait.sides for r in side}
+    members = [(states.get(r), wait.calls[r]) for side in wait.sides for r in side]
+    return None not in both and all(st is not None and both <= set(_earlier(st, c, argument)) for st, c in members)
+
+
 def new_peer(states: Mapping[int, RankState], calls: Mapping[int, Call | None]) -> Collection[int]:
     """Return the one rank of a cycle whose message has a new peer at its site; else nothing."""
     odd = [

@@ -55,6 +55,7 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
         _holds_theirs,
         _skips_mine,
         _skips_round,
+        _left_by_theirs,
         _stays_in_loop,
     ):
         found = list(dict.fromkeys(c for c in sort(a, b, common, source) if c is not None))
@@ -234,6 +235,12 @@ def _leaves_loop(a: list[Site], b: list[Site], common: int, source: Source) -> I
                 for test in _exits(node.body, inner=False):
                     if not isinstance(test, ast.If) or _can_differ(test.test):
                         yield _condition(frame, test, source)
+
+
+def _left_by_theirs(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
+    """Yield a `break`, `return` or exit in a loop that this rank is in and the other is not."""
+    if a and b:
+        yield from _leaves_loop(b, a, common, source)
 
 
 # -- reading the source ------------------------------------------------------------------------------------------------

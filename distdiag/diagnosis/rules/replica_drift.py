@@ -250,6 +250,7 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
     if cause in ("never_averaged", "partly_averaged"):
         cause = "gradients_not_synced"
     what = _WHAT[words] + (f" ({_rates_text(rates)})" if rates else "")
+    what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
     in_ddp = " in DDP" if words == "different_init" and models else ""
     odd = _fewer(rates or drift.values)
     spread = max(drift.values.values()) - min(drift.values.values())
@@ -269,6 +270,15 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
         cost="each rank trains a different model; only one of them is saved",
         advice=_ADVICE[words + in_ddp],
     )
+
+
+def _not_through_ddp(s: Snapshot) -> str:
+    """Return which wrapped modules have trained without DDP on every rank; an empty text if none has."""
+    per_rank = [[(m.name, m.elements, m.site) for m in r.models if not m.synced_backwards] for r in s.ranks.values()]
+    if not per_rank[0] or any(len(models) != len(per_rank[0]) for models in per_rank):
+        return ""
+    shown = [f"{name or 'module'} of {count(n, 'element')}, wrapped{at(site)}" for name, n, site in per_rank[0][:3]]
+    return f"; DDP has averaged no backward pass of {'; '.join(shown)}"
 
 
 def _unfrozen(s: Snapshot) -> Finding | None:

@@ -37,6 +37,10 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
         end = "; they make these calls in a different order, or not equally often" + parting_text(
             _tie_parting(snapshot, wait, source)
         )
+    elif arguments.reordered(snapshot.ranks, wait):
+        end = "; both sides have made either call before: they make them in a different order" + parting_text(
+            _tie_parting(snapshot, wait, source)
+        )
     else:
         end = "; cannot tell which side is wrong" + parting_text(_tie_parting(snapshot, wait, source))
     return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): it can never complete{end}"
@@ -137,6 +141,11 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
         return (
             f"compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; exchange the "
             "input splits with an all_to_all first, and change none of them afterwards"
+        )
+    if not verdict.culprits and arguments.reordered(snapshot.ranks, wait):
+        return (
+            f"compare {both}: make these calls in the same order on all ranks; loop over a sorted list, not over a set or a "
+            "directory listing, whose order differs between processes"
         )
     if wait.p2p and cause == "shape":
         return f"send and receive tensors of the same size, and in the same order: compare {both}"

@@ -70,6 +70,8 @@ def usage(pid: int) -> Usage | None:
         _, resident, shared, *_ = procfs.read(f"/proc/{pid}/statm").split()
     except (OSError, IndexError, ValueError):
         return None
+    if resident == "0":  # it has ended and waits to be reaped: its memory is gone, not small
+        return None
     try:
         lines = dict(line.split(": ") for line in procfs.read(f"/proc/{pid}/io").splitlines())
         read, written = int(lines["read_bytes"]), int(lines["write_bytes"])

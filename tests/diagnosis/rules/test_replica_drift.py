@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import (
     Call,
     Model,
     Sample,
+    Site,
     Snapshot,
 )
 from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
@@ -45,6 +46,18 @@ def test_replicas_that_differ_are_reported() -> None:
     f = only(drifting(lambda q, k: 1.0 + k + 0.1 * q * k))
     assert f.cause == "gradients_not_synced" and f.step == 2
     assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
+
+
+def test_the_wrapped_module_that_trains_without_ddp_is_named() -> None:
+    """Two modules in DDP; the discriminator is called through `.module`."""
+    made = Site("/job/gan.py", 14, "__init__")
+    generator = Model(name="Generator", group="default_pg", site=made, elements=900, forwards=16, synced_backwards=16)
+    discriminator = Model(
+        name="Discriminator", group="default_pg", site=made, elements=8449, forwards=0, synced_backwards=0
+    )
+    f = only(drifting(lambda q, k: 1.0 + 0.1 * q * k, models=(generator, discriminator)))
+    assert "DDP has averaged no backward pass of Discriminator of 8,449 elements, wrapped at gan.py:14" in f.message
+    assert "Generator" not in f.message
 
 
 @pytest.mark.parametrize(
