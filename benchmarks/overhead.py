@@ -103,7 +103,7 @@ def _delay_per_cpu_s(rounds: list[tuple[list[float], list[float], list[float]]])
     def trimmed(parts: list[list[float]]) -> float:
         values = np.sort(np.concatenate([np.asarray(p) for p in parts]))
         cut = len(values) // 10
-        return float(values[cut : len(values) - cut].mean())
+        return float(values[cut : len(values) - cut].mean()) if len(values) else float("nan")
 
     delays, cpu, others = (list(part) for part in zip(*rounds, strict=True))
     return (trimmed(delays) - trimmed(others)) / trimmed(cpu)
@@ -147,7 +147,7 @@ def main() -> int:
     drawn = np.asarray([monitor_and_total(rng.integers(0, rounds, rounds)) for _ in range(4000)])
     (by_monitor, total), (lows, highs) = (
         monitor_and_total(np.arange(rounds)),
-        np.quantile(drawn, (0.025, 0.975), axis=0),
+        np.nanquantile(drawn, (0.025, 0.975), axis=0),  # a short run draws rounds without a single poll, too
     )
     memory = max(m for _, m, *_ in ranks)
     by_clocks = np.asarray(_launch("clocks", max(20, o.rounds // 2), 10, o.batch, o.backend))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.culprit import rank_condition
-from distdiag.diagnosis.culprit.paths import leaving, parting, with_callers
+from distdiag.diagnosis.culprit.paths import call_stack, leaving, parting, with_callers
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
 from distdiag.diagnosis.rules import deadlock, mismatch
@@ -155,6 +155,47 @@ def test_conditions_at_which_two_paths_diverge_are_found(
 ) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
+
+
+ACTOR = """
+    import utils
+
+    def push(policy):
+        broadcast(policy)  # A
+
+    def update(x):
+        all_reduce(x)  # B
+
+    def actor(policy, progress):
+        push(policy)  # C
+        for _ in range(4):
+            episode = play(policy)  # D
+            if len(episode) < 2:
+                continue
+            send(episode)  # E
+        progress.update(1)
+
+    def learner(policy):
+        push(policy)
+        push(policy)  # F
+        recv()  # G
+"""
+
+
+def test_callers_of_a_call_on_a_device_are_found_after_its_function_has_returned() -> None:
+    text, at = places(ACTOR)
+
+    def sites(frames: str) -> list[Site]:
+        return [Site(FILE, at[m], f) for m, f in zip(frames.split()[::2], frames.split()[1::2], strict=True)]
+
+    def callers(call: str, host: str) -> list[int]:
+        return [x.line for x in call_stack(sites(call), sites(host), {FILE: text}.get)[1:]]
+
+    assert callers("A push", "D actor") == [at["C"]]
+    assert callers("A push", "G learner") == []  # two calls: which of them is not known
+    assert callers("B update", "D actor") == []  # the method of another object
+    stack = call_stack(sites("A push"), sites("D actor"), {FILE: text}.get)
+    assert [c.text for c in parting(stack, sites("E actor"), {FILE: text}.get)] == ["if len(episode) < 2:"]
 
 
 def test_the_condition_around_sys_exit_is_found() -> None:

@@ -117,7 +117,7 @@ def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
     while out and len(out) < len(stack) + 3 and not out[-1].function.startswith("<"):
         callee = out[-1]
         caller = rest.pop(0) if rest else None
-        calls = _calls_of(callee, source)
+        calls = _calls_of(callee, source, callee.file)
         if caller is None or (calls and caller.file == callee.file and caller.key not in {c.key for c in calls}):
             if len(calls) != 1 or calls[0] in out:
                 break
@@ -127,23 +127,54 @@ def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
     return tuple(out) if len(out) >= len(stack[:2]) else tuple(stack)
 
 
-def _calls_of(callee: Site, source: Source) -> list[Site]:
-    """Return the sites in a function's own file that call a function of its name."""
-    text = source(callee.file)
+def call_stack(stack: Sequence[Site], host: Sequence[Site], source: Source) -> tuple[Site, ...]:
+    """Return the user's frames at a call on a device, with its callers, although its function has returned on the host.
+
+    The caller is the function on the host's stack that calls that function in exactly one line. Nothing is added if that is not so.
+    """
+    if len(stack) != 1:
+        return tuple(stack)
+    callee = stack[0]
+    for i, frame in enumerate(host):
+        calls = {
+            c.line: c for c in _calls_of(callee, source, frame.file, by_name=True) if c.function == frame.function
+        }  # two calls in one line are one site
+        if calls:
+            return (callee, *calls.values(), *host[i + 1 :]) if len(calls) == 1 else (callee,)
+    return (callee,)
+
+
+def _calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> list[Site]:
+    """Return the sites in a file that call a function of this name; with `by_name` only `name`, `self.name` and `module.name`."""
+    text = source(file)
     tree = rank_condition.parsed(text) if text else None
     if tree is None:
         return []
+    modules = {
+        (a.asname or a.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for a in node.names
+    }
     out = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and callee.function in (
-            getattr(node.func, "attr", None), getattr(node.func, "id", None)
-        ):  # fmt: skip
+        if not isinstance(node, ast.Call):
+            continue
+        owner, name = _called(node.func)
+        if name == callee.function and (not by_name or owner in (None, "self", "cls") or owner in modules):
             inside = "<module>"
             for block, at in rank_condition.path(tree, node.lineno):
                 if isinstance(node_on_way := block[at], (ast.FunctionDef, ast.AsyncFunctionDef)):
                     inside = node_on_way.name
-            out.append(Site(callee.file, node.lineno, inside))
+            out.append(Site(file, node.lineno, inside))
     return out
+
+
+def _called(function: ast.expr) -> tuple[str | None, str | None]:
+    """Return (owner, name) of a called function: `("self", "step")`; the owner is None for a plain name, "" for an expression."""
+    if isinstance(function, ast.Attribute):
+        return getattr(function.value, "id", ""), function.attr
+    return None, getattr(function, "id", None)
 
 
 # -- the sorts of conditions, most likely first ------------------------------------------------------------------------

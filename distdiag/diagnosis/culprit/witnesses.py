@@ -289,7 +289,7 @@ def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple
     """Return (ranks that a condition on the rank names, condition) if exactly one of two sides is under one."""
     if source is None or len(wait.sides) != 2:
         return None
-    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r)) for r in map(min, wait.sides)]
+    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r), source) for r in map(min, wait.sides)]
     found = [rank_condition.around(stacks[i], stacks[1 - i], source) for i in (0, 1)]
     for i, side in enumerate(wait.sides):
         mine, theirs = found[i], found[1 - i]
@@ -303,12 +303,12 @@ def parting_of(snapshot: Snapshot, wait: Wait, culprits: Collection[int], source
     mine, others = sorted(set(wait.calls) & set(culprits)), sorted(set(wait.calls) - set(culprits))
     if source is None or not mine or not others:
         return []
-    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r)) for r in (mine[0], others[0])]
+    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r), source) for r in (mine[0], others[0])]
     return paths.parting(stacks[0], stacks[1], source)
 
 
-def _stack(state: RankState, call: Call | None) -> tuple[Site, ...]:
+def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
     site = call.site if call is not None else None
     if site is None or state.user_stack[:1] == (site,):
-        return state.user_stack
+        return paths.call_stack(state.user_stack, state.host_stack, source)
     return site, *state.user_stack[1:]

@@ -119,6 +119,14 @@ class DdpTime(msgspec.Struct, frozen=True, gc=False):
     exposed_ms: float  # the part that does not overlap with the computation of gradients
 
 
+def issue_stack(site: Site, host: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Return the user's frames at a call that has returned: `site`, and its callers if the host is still in that function."""
+    for i, frame in enumerate(host):
+        if (frame.file, frame.function) == (site.file, site.function):
+            return (site, *host[i + 1 :])
+    return (site,)
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One DDP-wrapped module of one rank."""
 
@@ -234,7 +242,10 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     host_blocked: bool | None = None  # the main thread sleeps and has used no CPU since the last snapshot (from /proc)
 
     # What the live recorder knows beyond the collectives; empty in dumps.
-    user_stack: tuple[Site, ...] = ()  # the user's frames, innermost first
+    user_stack: tuple[
+        Site, ...
+    ] = ()  # the user's frames, innermost first; on a device at the call that its device is in
+    host_stack: tuple[Site, ...] = ()  # where the host is meanwhile, if it has returned from that call
     loaders: tuple[Loader, ...] = ()
     models: tuple[Model, ...] = ()
     samples: tuple[Sample, ...] = ()

@@ -153,7 +153,7 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
     if cause in ("op", "missing_rank") and (only_some := _only_some_text(snapshot, verdict, source)):
         return only_some
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
-    if verdict.culprits and (cause == "missing_rank" or (cause == "shape" and apart)):
+    if verdict.culprits and (cause == "missing_rank" or (cause in ("shape", "dtype") and apart)):
         if (decides := _deciding(snapshot, verdict, source)) is not None:
             return decision_advice(decides, verdict.culprits)
         if cause == "shape":

@@ -60,9 +60,10 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
     state, main = snapshot.ranks.get(verdict.culprits[0]), verdict.wait
     if source is None or state is None or not main.ranks:
         return []
+    stack = paths.call_stack(state.user_stack, state.host_stack, source)
     if not main.p2p:
         waiting = snapshot.ranks[main.ranks[0]]
-        return paths.parting(state.user_stack, waiting.user_stack, source)
+        return paths.parting(stack, paths.call_stack(waiting.user_stack, waiting.host_stack, source), source)
     # the site of its newest message of this kind, if that is in a function on its stack
     wanted = messages.OPPOSITE[main.key[2]]
     earlier = (
@@ -71,8 +72,8 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
         if c.p2p and c.peer == main.ranks[0] and c.group == main.group and messages.direction_of(c) == wanted
     )
     site = next((x for x in earlier if x is not None), None)
-    here = [i for i, x in enumerate(state.user_stack) if site and (x.file, x.function) == (site.file, site.function)]
-    return paths.parting(state.user_stack[: here[0] + 1], (site,), source) if site is not None and here else []
+    here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
+    return paths.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []
 
 
 def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot, issue_stack
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.wait import call_at, conflict_at
 from distdiag.terms.backends import blocks_host
@@ -40,8 +40,8 @@ def _waiting(s: Snapshot, r: RankState) -> RankState | None:
         return None
     # A message may lie in a buffer: a send is what the device is in only if nothing else is.
     head = next((c for c in heads if c.op != "send"), heads[0])
-    stack = r.user_stack if head.site is None else (head.site, *r.user_stack[1:])
-    return replace(r, blocked=head, queued=tuple(heads), activity="waiting", user_stack=stack)
+    stack = r.user_stack if head.site is None else issue_stack(head.site, r.user_stack)
+    return replace(r, blocked=head, queued=tuple(heads), activity="waiting", user_stack=stack, host_stack=r.user_stack)
 
 
 def _open(s: Snapshot, r: RankState) -> Iterator[Call]:

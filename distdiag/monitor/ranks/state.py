@@ -6,20 +6,12 @@ import linecache
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.activity import activity_of
 from distdiag.monitor.ranks.waits import Waits
 from distdiag.page.layout import Blocked, Header, LifeWord, Phase
-
-
-def _issue_stack(site: Site, stack: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Return the user's frames at a call that has returned: `site`, and its callers if the host is still in that function."""
-    for i, frame in enumerate(stack):
-        if (frame.file, frame.function) == (site.file, site.function):
-            return (site, *stack[i + 1 :])
-    return (site,)
 
 
 @dataclass
@@ -127,6 +119,7 @@ class RankView(Waits):
             visits_whole=self.visits.whole,
             host_blocked=idle,
             user_stack=stack,
+            host_stack=self.stack(h) if on_device else (),
             loaders=self.loaders(page),
             models=self.models(page),
             samples=tuple(self.samples),
@@ -163,7 +156,7 @@ class RankView(Waits):
             stack = (wait_site, *stack[1:])
         place = stack[0] if stack else None
         if wait_site is not None and on_device:
-            return _issue_stack(wait_site, stack), place
+            return issue_stack(wait_site, stack), place
         if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # where it raised, or called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
             return stack, stack[0] if stack else place
