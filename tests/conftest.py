@@ -1,7 +1,8 @@
 """For every test: a fresh mark in the environment, and a check for processes that outlived the test.
 
-With `-n 2`, files whose tests are marked `job` run one after another on one worker, since each of them wants both cores. All others
-run on the second worker, which takes over job files at the end.
+With `-n 2`, the tests of files with real jobs (marked `job`) run one after another on one worker, since each of them wants both
+cores. All other files run on the second worker, which takes over job tests at the end. Job tests are assigned one by one: with whole
+files, one worker would end minutes before the other.
 """
 
 from __future__ import annotations
@@ -47,22 +48,28 @@ def _orphans(mark: str) -> dict[int, str]:
 
 
 class _JobsInARow(LoadScopeScheduling):
-    """Assigns whole files to workers: the job worker starts with job files, the others run them last."""
+    """Assigns files and single job tests to workers: the job worker starts with job tests, the others run them last."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        text = _text(file)
+        return nodeid if "mark.job" in text and 'scope="module"' not in text else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         jobs_first = self.nodes.index(node) % 2 == 0
-        wanted = next((file for file in self.workqueue if _has_jobs(file) == jobs_first), None)
+        wanted = next((unit for unit in self.workqueue if _has_jobs(unit) == jobs_first), None)
         if wanted is not None:
             self.workqueue.move_to_end(wanted, last=False)
         super()._assign_work_unit(node)
 
 
+def _has_jobs(unit: str) -> bool:
+    return "mark.job" in _text(unit.partition("::")[0])
+
+
 @functools.cache
-def _has_jobs(file: str) -> bool:
-    return "mark.job" in (REPOSITORY / file).read_text()
+def _text(file: str) -> str:
+    return (REPOSITORY / file).read_text()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

@@ -21,7 +21,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], check=
 run = place / "R"
 job = subprocess.Popen(
     [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distdiag.train",
-     "--monitor", "--run-dir", run, "--data", "generated", "--batch-size", "8", "--max-steps", "100"],
+     "--monitor", "--run-dir", run, "--data", sys.argv[2], "--batch-size", "8", "--max-steps", "100"],
     cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 try:
     end, steps = time.monotonic() + 120, 0
@@ -52,7 +52,7 @@ finally:
 """
 
 
-def test_a_full_disk_stops_nothing_and_is_reported(tmp_path: Path) -> None:
+def test_a_full_disk_stops_nothing_and_is_reported(tmp_path: Path, images: Path) -> None:
     for namespaces in ("-m", "-rm"):  # as root, or as a user who may create namespaces
         if not subprocess.run(
             ["unshare", namespaces, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False
@@ -61,7 +61,7 @@ def test_a_full_disk_stops_nothing_and_is_reported(tmp_path: Path) -> None:
     else:
         pytest.skip("no file system can be mounted here: neither root nor user namespaces")
     done = subprocess.run(
-        ["unshare", namespaces, sys.executable, "-c", INSIDE, str(tmp_path)],
+        ["unshare", namespaces, sys.executable, "-c", INSIDE, str(tmp_path), str(images)],
         env=clean_env(tmp_path / "home"), capture_output=True, text=True, timeout=220, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

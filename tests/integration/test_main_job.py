@@ -9,33 +9,31 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import REPOSITORY, closed, launch, rows, shared, wait_for
+from tests.jobs import REPOSITORY, Job, closed, launch, rows, shared, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
+Train = Callable[..., AbstractContextManager[Job]]
 FAULTS = str(REPOSITORY / "distdiag" / "train" / "faults.py")
 
 
-def train(tmp_path: Path, *options: str, timeout: float = 200.0, fork_ranks: bool = False) -> Any:
-    arguments = [
-        "-m",
-        "distdiag.train",
-        "--monitor",
-        "--run-dir",
-        "R",
-        "--batch-size",
-        "8",
-        "--checkpoint-every",
-        "0",
-        *options,
-    ]
-    return launch(arguments, nproc=2, cwd=tmp_path, timeout=timeout, fork_ranks=fork_ranks)
+@pytest.fixture
+def train(tmp_path: Path, images: Path) -> Train:
+    """Return a function that starts the recorded reference job on two ranks."""
+
+    def start(*options: str, fork_ranks: bool = False) -> AbstractContextManager[Job]:
+        arguments = ["-m", "distdiag.train", "--monitor", "--run-dir", "R", "--batch-size", "8", *options]
+        data = {"DISTDIAG_DATA": str(images)}
+        return launch(arguments, nproc=2, cwd=tmp_path, env=data, timeout=200.0, fork_ranks=fork_ranks)
+
+    return start
 
 
 def findings(run_dir: Path) -> list[dict[str, Any]]:
@@ -65,9 +63,9 @@ def ended(run_dir: Path) -> None:
     closed(run_dir)
 
 
-def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> None:
+def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train(tmp_path, "--max-steps", "60") as job:
+    with train("--max-steps", "60") as job:
         wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
         live = distdiag("tui", "R", "--once", cwd=tmp_path)
         assert job.wait() == 0, job.tail()
@@ -95,11 +93,11 @@ def test_a_healthy_run_is_recorded_shown_and_has_no_findings(tmp_path: Path) -> 
     assert 0.98 * (whole - wait) < parts < 1.02 * whole  # waiting for DDP's buffers is in no phase
 
 
-def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Path) -> None:
+def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Path, train: Train) -> None:
     """A rank starts another monitor; the rank that reads the data for all does not keep more memory than the others."""
     run = tmp_path / "R"
     options = ["--max-steps", "80", "--validate-every", "0", "--data", str(shared("cifar-10-batches-py"))]
-    with train(tmp_path, *options) as job:
+    with train(*options) as job:
         wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
         monitors = job.monitor_pids()
         assert len(monitors) == 1
@@ -114,9 +112,9 @@ def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Pa
     assert serious(run) == []
 
 
-def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path) -> None:
+def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train(tmp_path, "--max-steps", "200", "--inject", "deadlock@rank1:step20") as job:
+    with train("--max-steps", "200", "--inject", "deadlock@rank1:step20") as job:
         finding = wait_for(lambda: found(run, ["deadlock"]), 150, "the deadlock to be found", job)
         wait_for(lambda: "ERROR deadlock" in job.stderr(), 10, "the deadlock to be reported", job)
         dump = distdiag("dump", "R", cwd=tmp_path)
@@ -140,10 +138,10 @@ def place(finding: dict[str, Any], rank: int) -> Path:
     return Path(at["file"])
 
 
-def test_uneven_batches_and_a_nan_are_found(tmp_path: Path) -> None:
+def test_uneven_batches_and_a_nan_are_found(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
     options = ["--max-steps", "60", "--inject", "uneven@rank1", "--inject", "nan@rank1:step20"]
-    with train(tmp_path, *options, fork_ranks=True) as job:
+    with train(*options, fork_ranks=True) as job:
         uneven = wait_for(lambda: found(run, ["uneven_batches"]), 150, "the uneven share to be found", job)
         nan = wait_for(lambda: found(run, ["nonfinite"]), 150, "the NaN to be found", job)
     assert (uneven["cause"], uneven["culprits"]) == ("count", [1])
@@ -152,9 +150,9 @@ def test_uneven_batches_and_a_nan_are_found(tmp_path: Path) -> None:
     assert {k for k, _, _ in serious(run)} <= {"uneven_batches", "nonfinite", "deadlock"}
 
 
-def test_unused_parameters_are_named(tmp_path: Path) -> None:
+def test_unused_parameters_are_named(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train(tmp_path, "--max-steps", "60", "--inject", "unused") as job:
+    with train("--max-steps", "60", "--inject", "unused") as job:
         finding = wait_for(lambda: found(run, ["unused_parameters"]), 150, "unused parameters to be found", job)
     assert (finding["cause"], finding["culprits"]) == ("never_used", [])
     assert sorted(finding["names"]) == ["auxiliary_head.bias", "auxiliary_head.weight"]
@@ -162,16 +160,16 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
     assert {k for k, _, _ in serious(run)} <= {"unused_parameters", "deadlock"}
 
 
-def test_a_straggler_is_named_with_its_phase(tmp_path: Path) -> None:
+def test_a_straggler_is_named_with_its_phase(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train(tmp_path, "--max-steps", "400", "--inject", "straggler@rank1:120ms", fork_ranks=True) as job:
+    with train("--max-steps", "400", "--inject", "straggler@rank1:120ms", fork_ranks=True) as job:
         finding = wait_for(lambda: found(run, ["straggler"]), 150, "the straggler to be found", job)
     assert (finding["cause"], finding["culprits"], finding["victims"]) == ("forward", [1], [0])
 
 
-def test_a_rank_killed_from_outside_is_named_and_the_monitor_continues(tmp_path: Path) -> None:
+def test_a_rank_killed_from_outside_is_named_and_the_monitor_continues(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train(tmp_path, "--max-steps", "2000") as job:
+    with train("--max-steps", "2000") as job:
         wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
         os.kill(job.rank_pid(1), signal.SIGKILL)
         finding = wait_for(lambda: found(run, ["rank_lost"]), 60, "the lost rank to be found", job)

@@ -6,6 +6,7 @@ import gzip
 import json
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.jobs import Job, distdiag, launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
-TRAINER = ["-m", "distdiag.train", "--monitor", "--run-dir", "run", "--data", "generated", "--batch-size", "8"]
+TRAINER = ["-m", "distdiag.train", "--monitor", "--run-dir", "run", "--batch-size", "8"]
+ENDLESS = ["--epochs", "1000", "--validate-every", "0", "--checkpoint-every", "-1"]
 # Between two steps each rank does what the file `do` requests; a broadcast makes both ranks agree on it.
 OBEYS = """
     import os, time
@@ -68,14 +70,19 @@ def recording(run_dir: Path) -> bool:
     return [a.state for a in found if a is not None] == ["recording"] * 2
 
 
+def train(folder: Path, images: Path, *options: str, fork_ranks: bool = False) -> AbstractContextManager[Job]:
+    """Start the recorded reference job on two ranks; it trains until it is killed."""
+    return launch([*TRAINER, *ENDLESS, "--data", images, *options], cwd=folder, fork_ranks=fork_ranks)
+
+
 def profile(job: Job, *args: str) -> dict[str, Any]:
     ended = distdiag("profile", "run", "--json", "--timeout", "100", *args, cwd=job.cwd, timeout=150)
     assert ended.returncode == 0, ended.stdout + ended.stderr + job.tail()
     return json.loads(ended.stdout)
 
 
-def test_a_job_with_a_straggler_is_profiled_while_it_runs(tmp_path: Path) -> None:
-    with launch([*TRAINER, "--strategy", "ddp", "--inject", "straggler@rank1:200ms"], cwd=tmp_path) as job:
+def test_a_job_with_a_straggler_is_profiled_while_it_runs(tmp_path: Path, images: Path) -> None:
+    with train(tmp_path, images, "--strategy", "ddp", "--inject", "straggler@rank1:200ms") as job:
         run = tmp_path / "run"
         wait_for(lambda: steps(run) >= 8 or None, 120, "8 steps", job)
         found = profile(job, "--steps", "2")
@@ -126,8 +133,8 @@ def _check_merged(path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_other_strategies_are_profiled(tmp_path: Path, strategy: str) -> None:
-    with launch([*TRAINER, "--strategy", strategy], cwd=tmp_path, fork_ranks=True) as job:
+def test_other_strategies_are_profiled(tmp_path: Path, images: Path, strategy: str) -> None:
+    with train(tmp_path, images, "--strategy", strategy, fork_ranks=True) as job:
         wait_for(lambda: steps(tmp_path / "run") >= 4 or None, 120, "4 steps", job)
         found = profile(job, "--steps", "2")
         assert [r["rank"] for r in found["ranks"]] == [0, 1]
