@@ -62,9 +62,8 @@ class LoaderRow:
     setting: Setting
     samples_per_s: float
     mb_per_s: float  # 10^6 bytes
-    first_batch_ms: (
-        float  # from iter() to the first batch: includes the workers' start, at every epoch unless persistent
-    )
+    # from iter() to the first batch: includes the workers' start, at every epoch unless persistent
+    first_batch_ms: float
     next_epoch_ms: float | None  # the same for the second epoch
     wait_ms: float  # mean wait of the consumer per batch if it computes for step_ms between two batches
     wait_share: float  # wait as a share of the consumer's time

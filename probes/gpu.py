@@ -218,9 +218,9 @@ def _or(value: Any, none: str) -> str:
     return none if value is None else f"{value:.0f}"
 
 
-def _median_seconds(device: torch.device, work: Callable[[], object], seconds: float, warm_up: int = 3) -> float:
+def _median_seconds(device: torch.device, work: Callable[[], object], seconds: float) -> float:
     """Return the median time of `work` by CUDA events, on the device's own clock, over about `seconds`."""
-    for _ in range(warm_up):
+    for _ in range(3):  # warm-up
         work()
     torch.cuda.synchronize(device)
     times: list[float] = []

@@ -17,9 +17,8 @@ from distdiag.store.reader import open_run
 POLL_S = 0.1
 SETTLE_S = 3.0  # after the right finding: wait for other findings
 PART_RIGHT_S = 8.0  # after a finding of the right kind with wrong ranks or lines: wait for a correction
-CRASH_S = (
-    20.0  # after the right finding in a job that ends on gloo, but hangs if the backend does not notice a lost peer
-)
+# after the right finding in a job that ends on gloo, but hangs if the backend does not notice a lost peer
+CRASH_S = 20.0
 CLOSE_S = 8.0  # after the end of the job: for the monitor's last rows
 
 

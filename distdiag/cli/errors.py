@@ -7,11 +7,8 @@ import sys
 
 from distdiag.errors import DistdiagError
 
-_SCHEMAS = {
-    "diagnose": "distdiag.findings/1",
-    "tui": "distdiag.snapshot/1",
-    "dump": "distdiag.stacks/1",
-}  # of the others: distdiag.NAME/1
+# of the others: distdiag.NAME/1
+_SCHEMAS = {"diagnose": "distdiag.findings/1", "tui": "distdiag.snapshot/1", "dump": "distdiag.stacks/1"}
 
 
 def report_error(error: DistdiagError, json_of: str | None = None) -> int:

@@ -53,5 +53,5 @@ def failed(name: str, found: str, remedy: str) -> Check:
     return Check(name=name, verdict=Verdict.FAIL, found=found, remedy=remedy)
 
 
-def skipped(name: str, found: str, remedy: str | None = None) -> Check:
-    return Check(name=name, verdict=Verdict.SKIP, found=found, remedy=remedy)
+def skipped(name: str, found: str) -> Check:
+    return Check(name=name, verdict=Verdict.SKIP, found=found)

@@ -16,10 +16,8 @@ from distdiag.diagnosis.model.snapshot import DEAD, Call, Group, Life, RankState
 from distdiag.files import replacing
 
 VERSION = 1
-PERIOD_S, WAITING_PERIOD_S = (
-    2.0,
-    0.5,
-)  # between two files of a node; the latter while one of its ranks waits or has ended
+# between two files of a node; the latter while one of its ranks waits or has ended
+PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
 STALE_S = 12.0  # an older file is ignored; network file systems show files seconds late
 CALLS_SENT = 16

@@ -230,10 +230,8 @@ class CallRecord(Structure):
         ("entered_ns", c_uint64),
         ("wait_ns", c_uint64),  # time the host spent waiting in it
         ("left_ns", c_uint64),  # 0 while in flight on the host
-        (
-            "flags",
-            c_uint8,
-        ),  # 1 asynchronous, 2 rooted, 4 point-to-point, 8 failed, 16 not the main thread, 32 on a device
+        # 1 asynchronous, 2 rooted, 4 point-to-point, 8 failed, 16 not the main thread, 32 on a device
+        ("flags", c_uint8),
         ("step", c_uint64),
     ]
 
@@ -258,10 +256,8 @@ class StepRecord(Structure):
         ("loss_known", c_uint64),
         ("device_bytes", c_uint64),
         ("forward_wait_ns", c_uint64),  # part of wait_ns in forward: DDP's broadcast of buffers
-        (
-            "arrived_ns",
-            c_uint64,
-        ),  # when this rank arrived at the step's first synchronisation; 0: before the last, none
+        # when this rank arrived at the step's first synchronisation; 0: before the last, none
+        ("arrived_ns", c_uint64),
     ]
 
 
@@ -273,14 +269,12 @@ class SampleKind(IntEnum):
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank where it began
     REDUCED = 5  # elements all-reduced during the step, divided by those of the parameters with gradients
     AVERAGED = 7  # maximum between two steps so far
-    NOT_A_MEMBER = (
-        10  # a collective called by a rank outside its group, which returned at once; `name` is the operation
-    )
+    # a collective called by a rank outside its group, which returned at once; `name` is the operation
+    NOT_A_MEMBER = 10
     UNFROZEN = 11  # parameters with gradients that were frozen when DDP was built; `name` is the first of them
     NAN_INPUT = 8  # the batch of a non-finite loss contains NaN
-    LEARNING_RATE = (
-        9  # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups
-    )
+    # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups
+    LEARNING_RATE = 9
 
 
 class SampleRecord(Structure):

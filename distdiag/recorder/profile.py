@@ -72,9 +72,8 @@ def _profiler_of_job(torch: Any) -> bool:
     """
     cls, warmup = torch.profiler.profile, torch.profiler.ProfilerAction.WARMUP
     objects = gc.get_objects()
-    types = {
-        id(t): t for t in map(type, objects)
-    }  # some hundred: checking each of 200,000 objects takes five times as long
+    # some hundred: checking each of 200,000 objects takes five times as long
+    types = {id(t): t for t in map(type, objects)}
     ours = {i for i, t in types.items() if issubclass(t, cls)}
     for o in objects if ours else ():
         if id(type(o)) in ours and getattr(o, "current_action", None) == warmup:

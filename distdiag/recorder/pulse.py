@@ -44,9 +44,8 @@ class Pulse:
         self.watch: Any = None  # the `Watch` of the monitor
         self.request = ""  # path of the file in which a reader asks for a profile
         self.asked: Any = None  # called when that file exists
-        self._going_on = (
-            threading.Lock()
-        )  # held until the end: waiting for a lock is one call, waiting for an Event many
+        # held until the end: waiting for a lock is one call, waiting for an Event many
+        self._going_on = threading.Lock()
         self._going_on.acquire()
         self._running = threading.Lock()  # held while the thread runs
         self._gpu: int | None = None  # NVML's index, once looked up

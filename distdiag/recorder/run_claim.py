@@ -24,9 +24,8 @@ from distdiag.page.layout import page_path
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
-_launcher_job: str | None = (
-    None  # job of the launcher that spawned this process; not in the environment, see `belong_to`
-)
+# job of the launcher that spawned this process; not in the environment, see `belong_to`
+_launcher_job: str | None = None
 READ_S = 5.0  # timeout for the text of a decision on a file system without hard links
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (

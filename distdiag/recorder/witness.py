@@ -101,9 +101,8 @@ def _log_level() -> ctypes.c_int | None:
     import torch
 
     try:
-        library = ctypes.CDLL(
-            str(Path(torch.__file__).parent / "lib" / "libc10.so")
-        )  # already loaded: the same library
+        # already loaded: the same library
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
         return None

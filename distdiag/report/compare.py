@@ -65,9 +65,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: int  # warm-up
     step: Quantiles | None
     samples_per_s: float | None
-    phases_ms: dict[
-        str, float | None
-    ]  # medians over all ranks' steps, with `wait`, `self`, and DDP's `comm` and `exposed`
+    # medians over all ranks' steps, with `wait`, `self`, and DDP's `comm` and `exposed`
+    phases_ms: dict[str, float | None]
     against_baseline: Difference | None  # None: this is the baseline
     phases_change_ms: dict[str, float | None]
     findings: dict[str, str]  # "kind/cause": who, of severity warning and above

@@ -24,9 +24,8 @@ from distdiag.terms.untrusted import visible
 BUSY_TIMEOUT_S = 0.3
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FOLDING_S = 0.5  # the writer copies its log in some hundredths of a second
-_SUPER_JOURNAL = bytes.fromhex(
-    "d9d505f920a163d7"
-)  # the last bytes of a journal that names one (sqlite.org/fileformat2.html)
+# the last bytes of a journal that names one (sqlite.org/fileformat2.html)
+_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ are separate files"
 
 

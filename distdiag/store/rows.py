@@ -29,9 +29,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loss: float | None = None
     rss_bytes: int | None = None
     device_bytes: int | None = None
-    comm_ms: float | None = (
-        None  # if DDP measured this step: from the start of the first bucket to the end of the last one
-    )
+    # if DDP measured this step: from the start of the first bucket to the end of the last one
+    comm_ms: float | None = None
     exposed_ms: float | None = None  # the part of it that is not hidden by computing gradients
 
 

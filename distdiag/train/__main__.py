@@ -47,9 +47,8 @@ def _run(argv: Sequence[str]) -> int:
         return e.code if isinstance(e.code, int) else ExitCode.OK
     except BaseException as e:
         _ignore_interrupts()  # the launcher ends all ranks when one fails; print the traceback first
-        sys.excepthook(
-            type(e), e, e.__traceback__
-        )  # the recorder's hook, if it is attached, records the exception and prints it
+        # the recorder's hook, if it is attached, records the exception and prints it
+        sys.excepthook(type(e), e, e.__traceback__)
         return ExitCode.FAILED
     return ExitCode.OK
 

@@ -147,9 +147,8 @@ def _counter(value: Any) -> int | None:
 
 # -- entries -------------------------------------------------------------------------------------------------------------
 
-_needed = itemgetter(
-    "process_group", "collective_seq_id", "p2p_seq_id", "profiling_name", "is_p2p", "state", "retired"
-)  # of the last three only truth or equality is used, which every value supports
+# of the last three only truth or equality is used, which every value supports
+_needed = itemgetter("process_group", "collective_seq_id", "p2p_seq_id", "profiling_name", "is_p2p", "state", "retired")
 
 
 def is_modern(entries: list[dict[str, Any]]) -> bool:

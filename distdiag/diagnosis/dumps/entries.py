@@ -63,9 +63,8 @@ class Scan:
 def scan_file(f: DumpFile) -> Scan:
     """Return the newest and the oldest open collective of each group, and all messages, in one pass."""
     out = Scan(f, backend_of(f))
-    gloo = (
-        out.backend == "gloo"
-    )  # its state stays "scheduled"; NCCL entries that are retired and not completed have timed out
+    # its state stays "scheduled"; NCCL entries that are retired and not completed have timed out
+    gloo = out.backend == "gloo"
     tails, messages = out.tails, out.messages
     over: set[tuple[str, int]] = set()  # coalesced collectives that have completed
     unfinished: list[tuple[Tail, str, int]] = []

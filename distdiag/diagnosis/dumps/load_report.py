@@ -33,9 +33,8 @@ class LoadReport:
     oldest_s: dict[int, float] = field(default_factory=dict)
     # by group: members that never created it, as their own list of groups lacks it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    unmet: dict[int, list[Call]] = field(
-        default_factory=dict
-    )  # messages in flight whose peer has already issued later ones
+    # messages in flight whose peer has already issued later ones
+    unmet: dict[int, list[Call]] = field(default_factory=dict)
     usual_gap_s: dict[int, float] = field(default_factory=dict)  # length of a rank's repeated pauses
     timeout_s: float | None = None  # of the collectives; None if groups differ
     # when a rank's dump found operations complete that the watchdog (10 times a second) had not retired yet

@@ -34,9 +34,8 @@ MAX_FILES = 1 << 16
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
-_TEXT_NAME = re.compile(
-    r"log|out|err|rank|slurm|nccl|train|job|node|worker|pod"
-)  # of a .txt that is a log, not a README
+# of a .txt that is a log, not a README
+_TEXT_NAME = re.compile(r"log|out|err|rank|slurm|nccl|train|job|node|worker|pod")
 _WORKER = re.compile(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchrun: the number is the local rank
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _JSON = re.compile(rb"\s*[{\[]\s*[\"{\[}\]]")

@@ -52,9 +52,8 @@ class Where(msgspec.Struct, frozen=True, omit_defaults=False):
     file: str | None = None  # absolute path
     line: int | None = None
     function: str | None = None
-    state: str | None = (
-        None  # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device waits_for_device
-    )
+    # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device waits_for_device
+    state: str | None = None
 
 
 class CollectiveRef(msgspec.Struct, frozen=True):
@@ -91,9 +90,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cost: str = ""
     advice: str = ""
     evidence: tuple[str, ...] = ()
-    collective_completed: bool = (
-        False  # it completed although the ranks' calls differ: the job continues with wrong values
-    )
+    # it completed although the ranks' calls differ: the job continues with wrong values
+    collective_completed: bool = False
 
     @property
     def key(self) -> str:

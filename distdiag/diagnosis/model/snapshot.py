@@ -149,9 +149,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last check that found any
     never_trained: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at every check so far
     unused_step: int = 0
-    never_called: tuple[str, ...] | None = (
-        None  # modules of `unused` that the first forward did not enter; None: not seen
-    )
+    # modules of `unused` that the first forward did not enter; None: not seen
+    never_called: tuple[str, ...] | None = None
     unused_site: Site | None = None  # the forward that DDP refused because of them
     search_ms: float | None = None  # per step, spent looking for unused parameters
     buckets: Buckets | None = None  # None: no backward pass was measured yet
@@ -349,6 +348,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     host_memory_bytes: int | None = None  # total memory of the host
     host_available_bytes: int | None = None  # still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
-    stable_since_s: float | None = (
-        None  # time since which no rank has issued, completed or left an operation; None = not known
-    )
+    # time since which no rank has issued, completed or left an operation; None = not known
+    stable_since_s: float | None = None

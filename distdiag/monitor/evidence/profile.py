@@ -40,12 +40,10 @@ class Asked:
     rank: int
     host: str
     answer: Answer | None = None
-    entries: dict[tuple[str, int], ask.Entry] = field(
-        default_factory=dict
-    )  # of its flight recorder, right after the profile
-    messages: list[tuple[Call, int]] = field(
-        default_factory=list
-    )  # its newest sends and recvs, and the wall clock of each
+    # of its flight recorder, right after the profile
+    entries: dict[tuple[str, int], ask.Entry] = field(default_factory=dict)
+    # its newest sends and recvs, and the wall clock of each
+    messages: list[tuple[Call, int]] = field(default_factory=list)
     problem: str = ""  # why there is no trace
     in_time: bool = True
 

@@ -54,11 +54,8 @@ ROUTINE_SAMPLES = frozenset(
 )
 PLACE_SAMPLES = 400
 WARM_STEPS = 20
-MEMORY_S, MEMORY_SAMPLES, MEMORY_RATE = (
-    32.0,
-    40,
-    1 << 20,
-)  # bytes per second; slower growth needs minutes of samples anyway
+MEMORY_S, MEMORY_SAMPLES = 32.0, 40
+MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
 
 
 @dataclass

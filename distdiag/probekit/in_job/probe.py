@@ -52,7 +52,6 @@ class InTrainingProbe:
         every: Optimizer steps between two measurements; more if they would exceed the share of time.
         run_dir: Run in which rank 0 records the results; default DISTDIAG_RUN_DIR; if both are missing, not recorded.
         share: Largest share of the time since creation that measurements may take.
-        device: Device of the tensors; default the current CUDA device with NCCL, else the CPU.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class InTrainingProbe:
         every: int,
         run_dir: str | Path | None = None,
         share: float = MOST_SHARE,
-        device: torch.device | None = None,
     ) -> None:
         self.active = bool(names) and every > 0 and dist.is_initialized() and dist.get_world_size() > 1
         self.every = max(1, every)
@@ -75,7 +73,7 @@ class InTrainingProbe:
         nccl = "nccl" in backend
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device = device or (torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.backend = "nccl" if nccl else "gloo"
         self.dtype = torch.float32
         # a separate group: operations on the job's group would shift its sequence numbers

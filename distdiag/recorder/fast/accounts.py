@@ -50,10 +50,8 @@ class Ledger:
         self.samples = self.batch = 0
         self.loss: float | None = None
         self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
-        self.next_event, self.always = (
-            0,
-            True,
-        )  # the next step with a check before the optimizer, unless every step has one
+        self.next_event = 0  # the next step with a check before the optimizer
+        self.always = True  # every step has one
         self.bad_losses = 0  # consecutive losses that are not finite
         # id of the iterator of the newest batch, and the index of its batch count; 0: unknown
         self.loader = self.batches_at = 0
@@ -62,9 +60,8 @@ class Ledger:
         self.counted_site, self.count_at = 0, -1
         self.cuda = False  # each forward may be the first on a device
         self.on_device = False  # phases are timed on a device
-        self.newest: Callable[[], torch.Tensor | None] | None = (
-            None  # the first tensor of the newest batch, while it exists
-        )
+        # the first tensor of the newest batch, while it exists
+        self.newest: Callable[[], torch.Tensor | None] | None = None
         self.lead: Callable[[], Any] | None = None  # the optimizer whose steps are the job's
         self.lead_misses = 0
         self.averaged_by: Any = None  # the model with the last averaged gradients

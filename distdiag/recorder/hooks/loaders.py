@@ -31,9 +31,8 @@ from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory, unseen
 
 POLLS = 16  # newest polls of a loader's workers that are averaged
-_SCATTERED = [
-    i * 2654435761 % 2**31 for i in range(1, 65)
-]  # spread by the golden ratio, so that no period of the data matches
+# spread by the golden ratio, so that no period of the data matches
+_SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]
 # Elements are read from memory: one torch operator takes longer than reading all of them.
 _C_TYPES: dict[torch.dtype, Any] = {
     torch.float32: ctypes.c_float, torch.float64: ctypes.c_double, torch.float16: ctypes.c_uint16,

@@ -92,9 +92,8 @@ class Samples:
     def when_copied(self, t: torch.Tensor, then: Any) -> None:
         if len(self._later) > 16 or t.device.type != "cuda":
             return
-        host = torch.empty(
-            t.shape, dtype=t.dtype, device="cpu", pin_memory=True
-        )  # explicit: the job may have another default device
+        # explicit: the job may have another default device
+        host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
         with torch.cuda.device(t.device):
             host.copy_(t, non_blocking=True)
             event = torch.cuda.Event()

@@ -10,9 +10,8 @@ from distdiag.train.costs.paper import PaperRow, Sheet
 from distdiag.train.costs.possible import SINGLE
 
 _MOST_RANKS = 2**20  # to search for the least number of ranks
-_HIDDEN_SHARE = (
-    2 / 3
-)  # of the computing: backward takes about twice as long as forward, and only it can hide DDP's exchange
+# of the computing: backward takes about twice as long as forward, and only it can hide DDP's exchange
+_HIDDEN_SHARE = 2 / 3
 _WELL = ("yes", "accumulate")
 _ACCEPTED_SHARE = 0.2  # of a step for an exchange that nothing hides
 
