@@ -58,7 +58,7 @@ def rank(q: int, poll: int, what: str) -> RankState:
     calls = tuple(call("all_reduce", k, LOOP, done=True) for k in range(last - 31, last + 1))
     sites = {"/job/train.py:40": last, **({"/job/train.py:52": 1} if deadlocked and q == 0 else {})}
     return RankState(
-        rank=q, place=LOOP, user_stack=(LOOP,), step=last, steps=steps, blocked=blocked, host_blocked=deadlocked,
+        rank=q, current_site=LOOP, user_stack=(LOOP,), step=last, steps=steps, blocked=blocked, host_blocked=deadlocked,
         calls=(*calls, blocked) if blocked else calls, sites=sites, enqueued={"default_pg": last + deadlocked},
         completed={"default_pg": last}, models=(MODEL,), loaders=(LOADER,),
     )  # fmt: skip

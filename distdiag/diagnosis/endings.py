@@ -272,8 +272,8 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
         if k in ("mismatch", "echo", "timeout") or (k == "outside" and states[q].ended_waiting)
     ]
     for state in dead:
-        if state.place is not None:
-            by_site.setdefault(state.place.key, []).append(state.rank)
+        if state.current_site is not None:
+            by_site.setdefault(state.current_site.key, []).append(state.rank)
     if len(by_site) < 2:
         return _aborted_in_one_call(states, dead)
     odd = _minority(list(by_site.values()))

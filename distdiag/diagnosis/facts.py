@@ -31,9 +31,9 @@ class Facts:
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause is known, too
     waits_settled: bool = True  # no rank made progress since the last poll: what the waits prove may be reported
-    # no rank waits now, and none has made progress since some waited for a living rank: ranks are being killed
-    waits_on: bool = False
-    kept: tuple[Finding, ...] = ()  # findings about ranks that wait for good, repeated unchanged at this poll
+    # no rank waits now, but none has made progress since some waited for a living rank: ranks are being killed
+    no_progress_since_wait: bool = False
+    repeated: tuple[Finding, ...] = ()  # findings about ranks that wait for good, repeated unchanged at this poll
     locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the last poll
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls
     found: list[Finding] = field(default_factory=list)  # findings of this poll so far
@@ -73,7 +73,7 @@ class Facts:
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
         """One verdict for each incident that the wait-for graph proves at this poll."""
-        if self.kept or self.locks:
+        if self.repeated or self.locks:
             return ()
         conflict_died = any(wait.conflict and wait.died for wait in self.graph.waits)
         if not (self.waits_settled or conflict_died):

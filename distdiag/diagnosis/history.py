@@ -32,7 +32,7 @@ def all_ended(s: Snapshot) -> bool:
 def _progress(s: Snapshot) -> tuple:
     """Return a value that changes if any rank makes progress: steps, collectives, sites."""
     return tuple(
-        (q, r.step, r.phase, r.place, tuple(sorted(r.enqueued.items())), tuple(sorted(r.completed.items())))
+        (q, r.step, r.phase, r.current_site, tuple(sorted(r.enqueued.items())), tuple(sorted(r.completed.items())))
         for q, r in sorted(s.ranks.items())
     )
 
@@ -69,7 +69,9 @@ class History:
         graph = build(s)
         self._follow_waits(s, graph)
         facts = Facts(s, source, self.without, reported=tuple(reported))
-        facts.waits_on = not graph.sinks and bool(self._waiting_mark) and self._waiting_mark == _progress(s)
+        facts.no_progress_since_wait = (
+            not graph.sinks and bool(self._waiting_mark) and self._waiting_mark == _progress(s)
+        )
         facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
@@ -95,7 +97,7 @@ class History:
         if facts.graph.stuck:
             self._stuck_mark = _progress(s)
         if blocked and facts.ends:
-            facts.waits_settled, facts.kept = False, blocked  # already proved; the ends of its ranks add nothing
+            facts.waits_settled, facts.repeated = False, blocked  # already proved; the ends of its ranks add nothing
             return
         mark = tuple(
             (q, b.group, b.seq, b.nth, b.peer, b.entered_s, s.ranks[q].life)
@@ -113,11 +115,11 @@ class History:
         else:
             facts.waits_settled = bool(mark) and s.t_s - self._mark_s >= SAME_S
         if not mark and blocked and self._as_proved(s):
-            facts.kept = blocked  # a rank that is being killed no longer sleeps in its call, and has not left it
+            facts.repeated = blocked  # a rank that is being killed no longer sleeps in its call, and has not left it
             return
         died_in_conflict = any(wait.conflict and wait.died for wait in facts.graph.waits)
         if mark and not (facts.waits_settled or died_in_conflict):
-            facts.kept = blocked
+            facts.repeated = blocked
 
     def _as_proved(self, s: Snapshot) -> bool:
         """True if no rank has moved since a poll at which ranks were stuck and a deadlock was open."""

@@ -1,6 +1,6 @@
 """The registry of finding kinds: how each is evaluated, when it is reported, when it is cleared, and what it explains.
 
-This is the only place with such policy: the engine, the job's state and the documentation read it from here.
+No other file has such policy: the engine, the job's state and the documentation read it from here.
 """
 
 from __future__ import annotations

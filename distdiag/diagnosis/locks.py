@@ -33,7 +33,7 @@ def lock_cycles(s: Snapshot, graph: WaitGraph) -> tuple[LockCycle, ...]:
         if rank not in s.ranks:
             continue
         waiting = graph.victims_of(rank)
-        holders = tuple(h for h in s.ranks[rank].holds_up if h in waiting and s.ranks[h].blocked is not None)
+        holders = tuple(h for h in s.ranks[rank].lock_holders if h in waiting and s.ranks[h].blocked is not None)
         if holders:
             out.append(LockCycle(rank, holders, tuple(sorted({rank, *waiting}))))
     return tuple(out)

@@ -16,7 +16,7 @@ from distdiag.files import replacing
 from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
 
 
-class Voice:
+class Announcer:
     """Prints whole lines at once; stops when the stream is closed."""
 
     def __init__(self, run_dir: Path, quiet: bool) -> None:
@@ -35,7 +35,7 @@ class Voice:
         except OSError:
             self.quiet = True
 
-    def printed(self, key: str) -> None:
+    def mark_printed(self, key: str) -> None:
         """Mark a finding as printed, by an earlier monitor of this run."""
         self._printed.add(key)
 

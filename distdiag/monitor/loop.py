@@ -17,7 +17,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.monitor.announce import Voice
+from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.host import processes
 from distdiag.monitor.nodes import Nodes, shifted
@@ -59,14 +59,14 @@ class Monitor:
         self.views = self.pages.views
         earlier = _earlier_findings(run_dir)
         self.writer = Writer(run_dir, keep_bytes=keep_bytes)
-        self.voice = Voice(run_dir, quiet)
+        self.announcer = Announcer(run_dir, quiet)
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
         self.diagnosis = Diagnosis(source=_source, without=frozenset(without.split(",")) - {""})
         for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold
             self.diagnosis.records[f.key] = Record(f, reported=True)
-            self.voice.printed(f.key)
+            self.announcer.mark_printed(f.key)
         self.endings = processes.Endings()
         self.cpu = processes.CpuWatch()
         self.sampling = Sampling(node, self.writer)
@@ -166,7 +166,7 @@ class Monitor:
                 return False
         calm = self._poll_s > FULL_POLL_S  # then reading CPU times would cost the job time
         for v in self.views.values():
-            v.sample_place(None if calm else self._sleeps(v))
+            v.sample_site(None if calm else self._sleeps(v))
         return True
 
     def _poll_interval_s(self, now_s: float) -> float:
@@ -210,7 +210,7 @@ class Monitor:
         changed = self.diagnosis.update(snapshot, final=over) if news or over else []
         for q, longest in self.diagnosis.recovered.items():
             if q in self.views:
-                self.views[q].longest_usual_s = longest
+                self.views[q].longest_delay_s = longest
         self._write(snapshot, changed, over)
         return over
 
@@ -255,7 +255,7 @@ class Monitor:
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
                 self.gatherer.of_death(v, self.now_s)
         if v.ending is None:
-            v.sample_place(self._sleeps(v))
+            v.sample_site(self._sleeps(v))
         else:
             self._idle[v.rank] = (None, None)
 
@@ -278,7 +278,7 @@ class Monitor:
             if f.cleared_s is None and at_least(f.severity, Severity.WARNING) and not f.evidence:
                 f = self._with_evidence(s, f)
             self.writer.finding(f)
-            self.voice.finding(f)
+            self.announcer.finding(f)
 
     def _with_evidence(self, s: Snapshot, f: Finding) -> Finding:
         """Return a finding with the paths of its evidence, if its kind has any."""
@@ -313,7 +313,7 @@ class Monitor:
             v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
         )
         if finished:
-            self.voice.summary(self.diagnosis, self.own.found, self.node)
+            self.announcer.summary(self.diagnosis, self.own.found, self.node)
         for v in self.views.values():
             v.page = None
             v.reader.close()

@@ -81,4 +81,4 @@ def _with_locks(now_s: float, r: RankState, views: Mapping[int, RankView]) -> Ra
         return r
     by_pid = {v.page.header.pid: k for k, v in views.items() if v.page is not None}
     found = tuple(sorted(by_pid[p] for p in holders if p in by_pid))
-    return msgspec.structs.replace(r, activity="lock", holds_up=found) if found else r
+    return msgspec.structs.replace(r, activity="lock", lock_holders=found) if found else r

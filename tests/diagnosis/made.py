@@ -32,7 +32,9 @@ MODEL = Model(
 
 
 def rank(q: int, **more: Any) -> RankState:
-    return RankState(**{"rank": q, "place": LOOP, "user_stack": (LOOP,), "step": 100, "models": (MODEL,), **more})
+    return RankState(
+        **{"rank": q, "current_site": LOOP, "user_stack": (LOOP,), "step": 100, "models": (MODEL,), **more}
+    )
 
 
 def job(*ranks: RankState, t_s: float = 100.0, **more: Any) -> Snapshot:

@@ -168,7 +168,7 @@ def test_a_group_used_at_another_groups_line_names_its_rank() -> None:
     def state(here: int, visits: dict[str, tuple[int, ...]], whole: bool = True) -> RankState:
         sites = {"net.py:12": 9, "net.py:30": 9}
         return RankState(
-            rank=0, calls=(reduced(7, here, here),), sites=sites, visits={"default_pg": visits}, visits_whole=whole
+            rank=0, calls=(reduced(7, here, here),), sites=sites, visits={"default_pg": visits}, visits_complete=whole
         )
 
     usual, wrong = {"net.py:12": (1,)}, {"net.py:12": (1,), "net.py:30": (7,)}

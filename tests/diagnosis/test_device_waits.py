@@ -47,7 +47,7 @@ def rank(q: int, *open_calls: Call, waits: bool = True, done: dict[str, int] | N
     )
     return RankState(
         rank=q,
-        place=HOST,
+        current_site=HOST,
         user_stack=(HOST,),
         queued=queued,
         blocked=device_queue.waited_for(queued) if waits else None,
@@ -162,7 +162,7 @@ def test_the_call_site_and_the_hosts_site_are_shown() -> None:
 
 def test_a_host_that_waits_at_the_line_of_its_call_is_not_mentioned_again() -> None:
     ranks = [rank(0, issued("all_reduce", 7, 90.0, 10)), rank(1, issued("broadcast", 7, 90.0, 14, root=1))]
-    at_call = [replace(r, place=r.blocked and r.blocked.site) for r in ranks]
+    at_call = [replace(r, current_site=r.blocked and r.blocked.site) for r in ranks]
     (found,) = proved(job(*at_call))
     assert "wait for the device" not in found.message
 

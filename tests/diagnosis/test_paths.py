@@ -297,9 +297,9 @@ def test_an_abort_by_gloo_names_the_condition_of_the_extra_call() -> None:
     text, at = places(FLUSH)
     flush, loop, main = (Site(FILE, at[m], f) for m, f in (("A", "flush"), ("C", "main"), ("D", "main")))
     s = snapshot(
-        rank(0, place=loop, user_stack=(loop,), life=Life.CRASHED, exception="RuntimeError: Connection closed by peer",
+        rank(0, current_site=loop, user_stack=(loop,), life=Life.CRASHED, exception="RuntimeError: Connection closed by peer",
              ended_s=40.1, sites={key(loop): 9}),
-        rank(1, place=flush, user_stack=(flush, main), life=Life.KILLED, signal=6, ended_waiting=True, ended_s=40.0,
+        rank(1, current_site=flush, user_stack=(flush, main), life=Life.KILLED, signal=6, ended_waiting=True, ended_s=40.0,
              sites={key(loop): 9, key(flush): 1}),
     )  # fmt: skip
     (f,) = findings(s, mismatch, source={FILE: text}.get)
@@ -402,7 +402,7 @@ def test_the_condition_by_which_a_rank_left_is_named_after_the_others_failed() -
     inside, caller = Site(FILE, at["A"], "fit"), Site(FILE, at["B"], "main")
     s = snapshot(
         rank(0, life=Life.CRASHED, exception="RuntimeError: Connection closed by peer", ended_s=40.1,
-             place=inside, user_stack=(inside, caller)),
+             current_site=inside, user_stack=(inside, caller)),
         rank(1, life=Life.FINISHED, ended_s=40.0, step=58),
     )  # fmt: skip
     (f,) = findings(s, deadlock, source={FILE: text}.get)

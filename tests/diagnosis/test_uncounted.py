@@ -31,7 +31,13 @@ def rank(q: int, *calls: Call, host: str | None = "device") -> RankState:
         else:
             enqueued[c.group] = c.seq or 0
     return RankState(
-        rank=q, place=HOST, user_stack=(HOST,), host_wait=host, calls=calls, enqueued=enqueued, p2p_issued=messages
+        rank=q,
+        current_site=HOST,
+        user_stack=(HOST,),
+        host_wait=host,
+        calls=calls,
+        enqueued=enqueued,
+        p2p_issued=messages,
     )
 
 

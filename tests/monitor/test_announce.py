@@ -8,28 +8,28 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
-from distdiag.monitor.announce import Voice
+from distdiag.monitor.announce import Announcer
 
 
 def test_a_printed_error_that_is_cleared_is_corrected(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    voice = Voice(tmp_path, quiet=False)
+    announcer = Announcer(tmp_path, quiet=False)
     error = Finding(
         kind="deadlock", cause="missing_rank", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,),
         message="rank 1 is elsewhere",
     )  # fmt: skip
     cleared = msgspec.structs.replace(error, cleared_s=9.0)
-    voice.finding(cleared)  # never printed: nothing to correct
+    announcer.finding(cleared)  # never printed: nothing to correct
     assert capfd.readouterr().err == ""
-    voice.finding(error)
+    announcer.finding(error)
     assert "ERROR deadlock/missing_rank  rank 1 is elsewhere" in capfd.readouterr().err
-    voice.finding(cleared)
+    announcer.finding(cleared)
     assert capfd.readouterr().err == "\n[distdiag] cleared, the job continues: error deadlock: rank 1 is elsewhere\n"
-    voice.finding(cleared)
+    announcer.finding(cleared)
     assert capfd.readouterr().err == "", "one correction for one finding"
 
 
 def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    voice = Voice(tmp_path, quiet=False)
+    announcer = Announcer(tmp_path, quiet=False)
     stall = Finding(
         kind="stall",
         cause="user_code",
@@ -38,27 +38,27 @@ def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capf
         culprits=(1,),
         message="busy",
     )
-    voice.finding(stall)
+    announcer.finding(stall)
     capfd.readouterr()
-    voice.finding(msgspec.structs.replace(stall, severity=Severity.INFO, cleared_s=9.0))
-    voice.finding(msgspec.structs.replace(stall, severity=Severity.WARNING))
+    announcer.finding(msgspec.structs.replace(stall, severity=Severity.INFO, cleared_s=9.0))
+    announcer.finding(msgspec.structs.replace(stall, severity=Severity.WARNING))
     assert capfd.readouterr().err == ""
 
 
 def test_a_warning_that_the_job_makes_no_progress_is_printed_at_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    voice = Voice(tmp_path, quiet=False)
+    announcer = Announcer(tmp_path, quiet=False)
     stall = Finding(
         kind="stall", cause="user_code", severity=Severity.WARNING, certainty=Certainty.SUSPECTED, culprits=(1,),
         message="rank 1 is in a loop",
     )  # fmt: skip
     slow = msgspec.structs.replace(stall, kind="straggler", cause="host", message="rank 1 is slow")
-    voice.finding(slow)  # waits for the end of the job
+    announcer.finding(slow)  # waits for the end of the job
     assert capfd.readouterr().err == ""
-    voice.finding(stall)
+    announcer.finding(stall)
     assert "WARNING stall/user_code (suspected)  rank 1 is in a loop" in capfd.readouterr().err
-    voice.finding(msgspec.structs.replace(stall, severity=Severity.ERROR))
+    announcer.finding(msgspec.structs.replace(stall, severity=Severity.ERROR))
     assert capfd.readouterr().err == "", "printed once"
-    voice.finding(msgspec.structs.replace(stall, cleared_s=9.0))
+    announcer.finding(msgspec.structs.replace(stall, cleared_s=9.0))
     assert "cleared, the job continues: warning stall" in capfd.readouterr().err

@@ -177,7 +177,7 @@ def test_growing_memory_is_sampled_more_often(
 def test_rows_are_written_more_often_while_a_reader_is_open(monitor: Monitor) -> None:
     reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
     going_on = SimpleNamespace(
-        ending=None, takes_memory=lambda: False, moves_on=lambda *_: True, sample_place=lambda _: None
+        ending=None, takes_memory=lambda: False, moves_on=lambda *_: True, sample_site=lambda _: None
     )
     monitor.views = {0: cast(RankView, going_on)}
     monitor.diagnosis.state, monitor._host_at, monitor._poll_s = State.RUNNING, monitor.now_s, UNREAD_POLL_S

@@ -12,7 +12,7 @@ def site_of(st: RankState | None, call: Call | None) -> str | None:
     """Return the site of a rank's call; the main thread's site if the call has none and the rank waits in it."""
     site = call.site if call is not None else None
     if site is None and st is not None and st.blocked is call:
-        site = st.place
+        site = st.current_site
     return site.key if site is not None else None
 
 
@@ -57,7 +57,7 @@ def odd_in_group(states: dict[int, RankState], wait: Wait, here: dict[int, str |
     the rest. They may know their site from other groups."""
     odd = set(odd)
     rest = frozenset().union(*wait.sides) - odd
-    if not all(states[r].visits_whole for r in odd | rest):
+    if not all(states[r].visits_complete for r in odd | rest):
         return False
     visited = {r: states[r].visits.get(wait.group, {}) for r in odd | rest}
     mine, theirs = {here.get(a) or "" for a in odd}, {here.get(b) or "" for b in rest}

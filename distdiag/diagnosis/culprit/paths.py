@@ -65,16 +65,16 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
     return []
 
 
-def leaving(place: Site | None, theirs: Sequence[Site], source: Source) -> list[Condition]:
+def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[Condition]:
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in.
 
     Args:
-        place: Its last site. If that is a call of `sys.exit`, the rank left there, and the `if` around it is the condition.
+        site: Its last site. If that is a call of `sys.exit`, the rank left there, and the `if` around it is the condition.
         theirs: The user's frames of the other rank, innermost first.
     """
-    steps = _blocks_around(place, source) if place is not None else []
-    if place is not None and steps and _exits_process(steps[-1][0][steps[-1][1]]):
-        around = rank_condition.enclosing(place, source)
+    steps = _blocks_around(site, source) if site is not None else []
+    if site is not None and steps and _exits_process(steps[-1][0][steps[-1][1]]):
+        around = rank_condition.enclosing(site, source)
         return [] if around is None else [around]
     return parting((), theirs, source)
 

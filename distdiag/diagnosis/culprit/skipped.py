@@ -48,7 +48,7 @@ def _open(state: RankState, i: int) -> int:
     """Return how many forwards will never have a backward, without the one that the rank is in or has just left."""
     model = state.models[i]
     n = model.forwards - model.synced_backwards
-    here = state.blocked.site if state.blocked is not None and state.blocked.site is not None else state.place
+    here = state.blocked.site if state.blocked is not None and state.blocked.site is not None else state.current_site
     if state.phase != "forward" and (swallowed(state) or here is None or state.sites.get(here.key, 0) <= 1):
         return n  # after an exception, or at a site that is not part of every step
     return max(0, n - 1)

@@ -20,7 +20,7 @@ def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Wh
     for r in ranks:
         call = blame.oldest.get(r)
         st = snapshot.ranks.get(r)
-        site = (call.site if call is not None else None) or (st.place if st is not None else None)
+        site = (call.site if call is not None else None) or (st.current_site if st is not None else None)
         out.append(where_at(r, site, "waiting" if call is not None else None))
     return tuple(out)
 

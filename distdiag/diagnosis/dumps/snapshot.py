@@ -78,14 +78,14 @@ class SnapshotBuilder(Groups):
                 rank=rank,
                 life=Life.RUNNING,
                 activity="unknown",
-                place=self._newest_site(rank),
+                current_site=self._newest_site(rank),
                 enqueued={g: n for g, (n, _) in positions.items()},
                 completed={g: n for g, (_, n) in positions.items()},
                 calls=tuple(sorted((*calls[rank], *open_messages[rank]), key=lambda c: c.entered_s or 0.0)),
                 p2p_issued=issued_messages[rank],
                 sites=sites.get(rank, {}),
                 visits=visits[rank].known() if rank in visits else {},
-                visits_whole=rank in visits and visits[rank].whole and self._from_the_start(rank),
+                visits_complete=rank in visits and visits[rank].whole and self._from_the_start(rank),
             )
         t = max((*self.report.newest_s.values(), 0.0))
         return Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")

@@ -216,7 +216,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     epoch: int | None = None
 
-    place: Site | None = None  # the user's innermost frame of the main thread; at death, of the exception
+    current_site: Site | None = None  # the user's innermost frame of the main thread; at death, of the exception
     activity: str = "user_code"  # what it does there: Where.state's words
     activity_since_s: float | None = None  # since when it is at this site with nothing new issued
     stack: tuple[str, ...] = ()  # innermost first, where evidence was taken
@@ -237,7 +237,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> number of calls
     # group -> site -> the collective sequence numbers of its last visits, oldest first; only the first of consecutive calls
     visits: dict[str, dict[str, tuple[int, ...]]] = {}
-    visits_whole: bool = False  # complete: a site that a group lacks there was never visited
+    visits_complete: bool = False  # complete: a site that a group lacks there was never visited
     host_blocked: bool | None = None  # the main thread sleeps and has used no CPU since the last snapshot (from /proc)
 
     # What the live recorder knows beyond the collectives; empty in dumps.
@@ -270,11 +270,11 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
-    phase_places: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
+    phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle
-    holds_up: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (from the kernel's lock table)
-    longest_usual_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
+    lock_holders: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (from the kernel's lock table)
+    longest_delay_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

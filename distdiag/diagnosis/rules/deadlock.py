@@ -40,7 +40,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the deadlocks."""
     if facts.cascade.end is End.FINISHED:
         yield _finished(facts)
-    yield from (f for f in facts.kept if f.kind == kind.name)
+    yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
     yield from incident_findings(facts, kind)
     if facts.graph.stuck and not facts.waits_settled:
@@ -66,9 +66,9 @@ def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
         where=(*(where(s.ranks[h], "waiting") for h in holders), where(r, "lock")),
         waiting=tuple(where(s.ranks[v]) for v in lock.members if v != r.rank and v not in holders),
         step=r.step,
-        message=f"rank {r.rank} waits{at(r.place)} for a file lock that {rank_list(holders)} {verb(holders, 'holds', 'hold')}, "
+        message=f"rank {r.rank} waits{at(r.current_site)} for a file lock that {rank_list(holders)} {verb(holders, 'holds', 'hold')}, "
         f"and {rank_list(holders)} {verb(holders, 'waits', 'wait')} for rank {r.rank} in "
-        f"{op_text(call)}{at(s.ranks[holders[0]].place)}",
+        f"{op_text(call)}{at(s.ranks[holders[0]].current_site)}",
         cost=NO_PROGRESS,
         advice="release the lock before the collective: hold no lock across one",
     )
@@ -93,7 +93,7 @@ def _finished(facts: Facts) -> Finding:
         first_seen_s=min((r.ended_s for r in finished if r.ended_s is not None), default=first_echo_s),
         message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} continued"
         + (f" and waited in {op_text(call)}" if call and call.op else "")
-        + paths.parting_text(paths.leaving(finished[0].place, s.ranks[victims[0]].user_stack, facts.source)),
+        + paths.parting_text(paths.leaving(finished[0].current_site, s.ranks[victims[0]].user_stack, facts.source)),
         cost="the others wait for a rank that has ended, and fail",
         advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for an "
         "exit (sys.exit, os._exit in a thread) on some ranks only",

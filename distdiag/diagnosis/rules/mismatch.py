@@ -20,7 +20,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Site, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.phrases import at, count, place_text, where
+from distdiag.diagnosis.text.phrases import at, count, site_text, where
 from distdiag.diagnosis.waits.compatible import op_name
 
 kind = kinds.MISMATCH
@@ -41,7 +41,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             yield _model(facts.snapshot, facts.cascade)
         case End.ABORTED:
             yield _aborted(facts)
-    yield from (f for f in facts.kept if f.kind == kind.name)
+    yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from incident_findings(facts, kind)
     yield from completed(facts.snapshot)
 
@@ -98,7 +98,7 @@ def _aborted(facts: Facts) -> Finding:
     odd, rest = cascade.ranks, cascade.others
     dead = sorted({*odd, *rest})
     killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
-    sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].place)}" for side in cascade.sites)
+    sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].current_site)}" for side in cascade.sites)
     calls = [call for q in dead if (call := last_wait(s.ranks[q])) is not None]
     what = "called one collective with tensors"
     if calls and all(call.p2p for call in calls):
@@ -143,7 +143,7 @@ def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Fin
         step=s.ranks[ranks[0]].step,
         first_seen_s=min((t for q in ranks if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
         message=f"another thread of {rank_list(ranks)} is in {op_name(first.op)}{at(first.site)} while the main thread uses the same "
-        f"group at {place_text(s.ranks[ranks[0]].place)}: the calls of two threads mix, and gloo aborted {rank_list(ranks)}",
+        f"group at {site_text(s.ranks[ranks[0]].current_site)}: the calls of two threads mix, and gloo aborted {rank_list(ranks)}",
         cost="the job ended",
         advice="let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make the same "
         "calls in a thread on every rank",

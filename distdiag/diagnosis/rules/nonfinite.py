@@ -53,7 +53,7 @@ def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
 
 def _backward_place(r: RankState) -> Site | None:
     stack = r.phase_stacks.get("backward")
-    return stack[0] if stack else r.place
+    return stack[0] if stack else r.current_site
 
 
 # -- wording ----------------------------------------------------------------------------------------------------------

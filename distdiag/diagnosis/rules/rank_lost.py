@@ -19,7 +19,7 @@ from distdiag.diagnosis.endings import UNUSED, End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import at, place_text, shortened, where, where_stack
+from distdiag.diagnosis.text.phrases import at, shortened, site_text, where, where_stack
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.units import rough_duration
 
@@ -90,16 +90,16 @@ def _lost(facts: Facts) -> Finding:
     echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
     if first.life == Life.KILLED:
         name = signals.Signals(first.signal).name if first.signal else "a signal"
-        message = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {name}{at(first.place)}"
+        message = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {name}{at(first.current_site)}"
         advice = _KILLED_ADVICE.get(
             name, "read the rank's own stderr above: what did the library print before the rank died?"
         )
     else:
-        message = f"{who} ended by {shortened(first.exception or f'exit code {first.exit_code}', 200)}{at(first.place)}"
-        advice = f"fix {place_text(first.place) or 'the exception'}"
+        message = f"{who} ended by {shortened(first.exception or f'exit code {first.exit_code}', 200)}{at(first.current_site)}"
+        advice = f"fix {site_text(first.current_site) or 'the exception'}"
         if echoes:
             advice += "; the other ranks' errors follow from it"
-        condition = rank_condition.enclosing(first.place, facts.source) if not first.exception else None
+        condition = rank_condition.enclosing(first.current_site, facts.source) if not first.exception else None
         if condition is not None:
             message += f", under `{condition.text}` at line {condition.line}"
             advice = f"find why `{condition.text.removeprefix('if ')}` held on {who}" + (
@@ -160,7 +160,7 @@ def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
         where=tuple(w for r in failed for w in where_stack(r, r.user_stack, "crashed", 2)),
         first_seen_s=first.ended_s,
         message=f"{rank_list(ranks)} failed because another rank was gone; the first known end is that of rank "
-        f"{first.rank}: {(first.exception or '').splitlines()[0][:160] if first.exception else 'no exception'}{at(first.place)}",
+        f"{first.rank}: {(first.exception or '').splitlines()[0][:160] if first.exception else 'no exception'}{at(first.current_site)}",
         cost="the job ended",
         advice="read the ranks' own stderr from the top: the first error in it is the cause",
     )
@@ -178,7 +178,7 @@ def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
         victims=ranks,
         where=tuple(w for r in tried for w in where_stack(r, r.user_stack, None, 2)),
         first_seen_s=min((r.ended_s for r in tried if r.ended_s is not None), default=None),
-        message=f"{rank_list(ranks)} could not connect: {(first.exception or '').splitlines()[0][:160]}{at(first.place)}",
+        message=f"{rank_list(ranks)} could not connect: {(first.exception or '').splitlines()[0][:160]}{at(first.current_site)}",
         cost="the job did not start",
         advice="check that every rank started, and that its address and port are reachable from the others; "
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",

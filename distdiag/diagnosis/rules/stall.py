@@ -103,7 +103,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
     stalled = [f for f in facts.reported if f.kind == kind.name]
-    if stalled and (facts.ends or facts.waits_on):  # keep it as reported: ranks that are ending give no new evidence
+    if stalled and (
+        facts.ends or facts.no_progress_since_wait
+    ):  # keep it as reported: ranks that are ending give no new evidence
         yield from stalled
         return
     s, graph = facts.snapshot, facts.graph
@@ -139,7 +141,7 @@ def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
     """
     groups: dict[object, list[_Late]] = {}
     for x in late:
-        groups.setdefault(x.state.place or x.state.rank, []).append(x)
+        groups.setdefault(x.state.current_site or x.state.rank, []).append(x)
     for group in groups.values():
         limit_s = min((x.limit_s for x in group if x.waited_s >= x.limit_s), default=None)
         if limit_s is not None:
@@ -150,7 +152,7 @@ def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
     """Return the stall of ranks that wait for one that still makes steps; None if the wait is not unusual."""
     found = outpaced(facts.snapshot, facts.graph, r.rank)
-    if found is None or found[1] < max(limits.training_s, limits.usual_factor * r.longest_usual_s):
+    if found is None or found[1] < max(limits.training_s, limits.usual_factor * r.longest_delay_s):
         return None
     victims, waited_s, ahead = found
     stack = r.phase_stacks.get("backward") or r.phase_stacks.get("optimizer") or r.user_stack
@@ -220,7 +222,7 @@ def patience_s(r: RankState) -> float:
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock", "gil_held"):
         base = max(base, _start_s(len(r.calls)))
-    return max(base, limits.usual_factor * r.longest_usual_s)
+    return max(base, limits.usual_factor * r.longest_delay_s)
 
 
 def _start_s(calls: int) -> float:
@@ -297,7 +299,7 @@ _DEFAULT_ADVICE = "check that line; `distdiag dump` saves all stacks; this is cl
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
     """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
     s, r, doing = facts.snapshot, late[0].state, _doing(late[0].state)
-    line = _line(r.place, facts.source)
+    line = _line(r.current_site, facts.source)
     doing = next((word for pattern, word in _BY_LINE.get(doing, ()) if pattern.search(line)), doing)
     victims = sorted({v for x in late for v in x.victims})
     call = s.ranks[late[0].victims[0]].blocked
@@ -316,7 +318,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     far_beyond = any(x.waited_s > limits.error_factor * x.limit_s for x in late)
     return Finding(
         kind=kind.name,
-        cause=_CAUSE.get(doing, "user_code" if r.place else "unknown"),
+        cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         certainty=Certainty.SUSPECTED,
         severity=Severity.ERROR if far_beyond else Severity.WARNING,
         culprits=tuple(state.rank for state in by_rank),
@@ -355,7 +357,7 @@ def _message(
 ) -> str:
     ranks, r, waited_s = [x.state.rank for x in late], late[0].state, late[0].waited_s
     size = f", {size_text(call.bytes)}" if call.bytes else ""
-    does = f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.place)}"
+    does = f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}"
     worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
     if worker is not None:
         does += f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"
@@ -367,7 +369,7 @@ def _message(
         )
     if r.handling:
         does += f", while it handles {exception_text.handled(r)}"
-    usual = f" (its longest so far: {rough_duration(r.longest_usual_s)})" if r.longest_usual_s > 0.5 else ""
+    usual = f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else ""
     waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
     return f"{_missing_text(ranks, call, late[0].victims[0])}{size}{implicit}; {does}; {waited}"
 

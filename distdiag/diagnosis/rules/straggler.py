@@ -128,7 +128,7 @@ def _slow_at_times(s: Snapshot, window: Window, found: Periodic) -> Finding:
     first, last = found.indices[0], found.indices[-1]
     steady = len(found.indices) >= limits.periodic_times and 2 * (last - first) >= len(window.columns)
     r = s.ranks[found.rank]
-    for_all = r.local_rank == 0 or r.phase_places.get("validate") or r.phase_places.get("checkpoint")
+    for_all = r.local_rank == 0 or r.phase_sites.get("validate") or r.phase_sites.get("checkpoint")
     costly = found.cost >= limits.periodic_share and not for_all
     return periodic_finding(s, window, found, Severity.WARNING if steady and costly else Severity.INFO)
 

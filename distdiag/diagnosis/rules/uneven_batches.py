@@ -64,7 +64,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 def _seen(facts: Facts) -> Finding | None:
     """Return the finding of ranks that ran out of batches, if ranks are stuck or ended because of that."""
     s = facts.snapshot
-    stuck = not facts.kept and any(f.kind == kinds.DEADLOCK.name for f in facts.found)
+    stuck = not facts.repeated and any(f.kind == kinds.DEADLOCK.name for f in facts.found)
     if not (stuck or facts.cascade.end is End.OUT_OF_BATCHES) or not uneven_ranks(s):
         return None
     loaders = facts.loaders
@@ -194,7 +194,7 @@ def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
     """Return where a rank waits or ended, if it does, and the loop in which its batches are counted."""
     loop = where(r, "data", x.site)
     there = r.blocked is not None or r.life in DEAD
-    return (where(r), loop) if there and r.place is not None and r.place != x.site else (loop,)
+    return (where(r), loop) if there and r.current_site is not None and r.current_site != x.site else (loop,)
 
 
 def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:

@@ -243,7 +243,7 @@ def _branch(case: _Case, culprits: tuple[int, ...]) -> str:
     if not culprits:
         return ""
     modules = {name.rpartition(".")[0].rpartition(".")[2] for q in culprits for name, _ in case.having[q].unused}
-    places = [m.unused_site or case.snapshot.ranks[q].place for q, m in case.having.items() if q in culprits]
+    places = [m.unused_site or case.snapshot.ranks[q].current_site for q, m in case.having.items() if q in culprits]
     files = {x.file for x in (*places, *(m.site for m in case.having.values())) if x is not None}
     found = {c for name in modules - {""} for file in files if (c := only_under(name, file, case.source)) is not None}
     texts = [f"`{c.text}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in sorted(found)[:2]]

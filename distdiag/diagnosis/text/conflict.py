@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
-from distdiag.diagnosis.text.phrases import at, count, place_text
+from distdiag.diagnosis.text.phrases import at, count, site_text
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 
@@ -221,7 +221,7 @@ def _both(a: Site | None, b: Site | None) -> str:
     """Return the sites of two calls; one site if it is the same."""
     if a is None or b is None:
         return "the two calls"
-    return f"the ranks at {place_text(a)}" if place_text(a) == place_text(b) else f"{place_text(a)} and {place_text(b)}"
+    return f"the ranks at {site_text(a)}" if site_text(a) == site_text(b) else f"{site_text(a)} and {site_text(b)}"
 
 
 def _sides(verdict: Verdict) -> list[frozenset[int]]:

@@ -13,13 +13,13 @@ from distdiag.terms.untrusted import visible
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
-SHOWN_PLACES = 4
+SHOWN_SITES = 4
 
 
 printable = visible  # the same escapes on a terminal, in a report and on the screen
 
 
-def place(w: Where, short: bool = False) -> str:
+def where_text(w: Where, short: bool = False) -> str:
     """Return `train.py:88 in evaluate`."""
     if w.file is None:
         return ""
@@ -28,10 +28,10 @@ def place(w: Where, short: bool = False) -> str:
     return f"{file}:{w.line}{inside}"
 
 
-def _places(places: tuple[Where, ...]) -> str:
+def _listed(wheres: tuple[Where, ...]) -> str:
     seen: dict[str, list[int]] = {}
-    for w in places:
-        text = place(w)
+    for w in wheres:
+        text = where_text(w)
         if text and w.state == "finished":  # its site at the last sample: the line by which it left is not known
             text = f"last seen at {text}"
         if text:
@@ -39,11 +39,11 @@ def _places(places: tuple[Where, ...]) -> str:
             if w.rank not in ranks:
                 ranks.append(w.rank)
     parts = []
-    for text, ranks in list(seen.items())[:SHOWN_PLACES]:
+    for text, ranks in list(seen.items())[:SHOWN_SITES]:
         shown = ", ".join(map(str, ranks[:6])) + (" …" if len(ranks) > 6 else "")
         parts.append(f"{text} (rank{'s' if len(ranks) > 1 else ''} {shown})")
-    if len(seen) > SHOWN_PLACES:
-        parts.append(f"and {len(seen) - SHOWN_PLACES} more")
+    if len(seen) > SHOWN_SITES:
+        parts.append(f"and {len(seen) - SHOWN_SITES} more")
     return "; ".join(parts)
 
 
@@ -67,8 +67,8 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
         f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
     )
     lines = [("", f"{glyph} {word} {kind}{certain}  {f.message}{gone}")]
-    where = _places(f.where)
-    waiting = _places(f.waiting)
+    where = _listed(f.where)
+    waiting = _listed(f.waiting)
     if waiting and where:
         where += f"; waiting: {waiting}"
     for label, text in (("cost", f.cost), ("where", where or waiting), ("do", f.advice)):

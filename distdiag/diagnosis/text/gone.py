@@ -42,8 +42,8 @@ def _left_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> s
     waiting = [r for r in verdict.wait.ranks if snapshot.ranks[r].user_stack]
     if not waiting:
         return ""
-    place = snapshot.ranks[verdict.ended[0]].place
-    return paths.parting_text(paths.leaving(place, snapshot.ranks[waiting[0]].user_stack, source))
+    site = snapshot.ranks[verdict.ended[0]].current_site
+    return paths.parting_text(paths.leaving(site, snapshot.ranks[waiting[0]].user_stack, source))
 
 
 def _ending(states: list[RankState]) -> str:

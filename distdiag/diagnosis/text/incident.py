@@ -6,7 +6,7 @@ from collections.abc import Collection, Sized
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.text.phrases import place_text, where_at
+from distdiag.diagnosis.text.phrases import site_text, where_at
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.units import size_text
@@ -26,10 +26,10 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
     """Return where a rank is: at its call, else at the user's innermost frame."""
     if st is None:
         return Where(rank)
-    site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.place
+    site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.current_site
     if st.life in (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED):
         # the caller of a known call: the last sample may be older, and an exception may come from a later call
-        site = (call.site if call is not None else None) or st.place or site
+        site = (call.site if call is not None else None) or st.current_site or site
         state = str(st.life)
     else:
         state = "waiting" if st.blocked is not None or call is not None else st.activity
@@ -78,7 +78,9 @@ def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
     return out
 
 
-def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]) -> tuple[Where, ...]:
+def where_of_ranks(
+    snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]
+) -> tuple[Where, ...]:
     """Return where each rank is: at its call, and where its host waits for the device, if that is another site."""
     out = []
     for r in sorted(ranks):
@@ -93,12 +95,12 @@ def places(snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wa
 def host_site(state: RankState | None) -> Site | None:
     """Return where the host of a rank waits for its device; None if it does not, or that is not known."""
     waits = state is not None and state.host_wait == "device" and state.blocked is not None and state.blocked.on_device
-    return state.place if state is not None and waits else None
+    return state.current_site if state is not None and waits else None
 
 
 def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
     """Return where the hosts of ranks on a device backend wait: only the device is in the collective. Often empty."""
-    by_place: dict[str, list[int]] = {}
+    by_site: dict[str, list[int]] = {}
     connecting = []
     for r in sorted(ranks):
         state = snapshot.ranks.get(r)
@@ -108,12 +110,12 @@ def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
         if host is not None:
             call = state.blocked.site
             if call is None or (host.file, host.line) != (call.file, call.line):  # the message has that line already
-                by_place.setdefault(place_text(host), []).append(r)
+                by_site.setdefault(site_text(host), []).append(r)
         elif state.blocked.left_s is None:
             connecting.append(r)
     texts = [
-        f"the {verb(rs, 'host', 'hosts')} of {rank_list(rs)} {verb(rs, 'waits', 'wait')} for the device at {place}"
-        for place, rs in list(by_place.items())[:3]
+        f"the {verb(rs, 'host', 'hosts')} of {rank_list(rs)} {verb(rs, 'waits', 'wait')} for the device at {site}"
+        for site, rs in list(by_site.items())[:3]
     ]
     if connecting:
         texts.append(

@@ -11,7 +11,7 @@ from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import conflict, cycle, gone
-from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, places
+from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, where_of_ranks
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
 from distdiag.diagnosis.waits.incidents import Root
 
@@ -55,8 +55,8 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
         culprits=culprits,
         victims=victims,
         collective=collective_ref(snapshot, verdict.wait, verdict.call),
-        where=places(snapshot, culprits or members, calls),
-        waiting=places(snapshot, victims if culprits else outside, calls),
+        where=where_of_ranks(snapshot, culprits or members, calls),
+        waiting=where_of_ranks(snapshot, victims if culprits else outside, calls),
         step=step,
         first_seen_s=None if snapshot.source == "dumps" else _complete_since(snapshot, (*culprits, *victims)),
         message=message + host_text(snapshot, (*culprits, *victims)),

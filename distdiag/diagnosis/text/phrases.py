@@ -9,8 +9,8 @@ NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
 
 
-def place_text(site: Site | None) -> str:
-    """Return `train.py:88 in evaluate`; empty if the place is not known."""
+def site_text(site: Site | None) -> str:
+    """Return `train.py:88 in evaluate`; empty if the site is not known."""
     if site is None:
         return ""
     name = site.file.rsplit("/", 1)[-1]
@@ -20,7 +20,7 @@ def place_text(site: Site | None) -> str:
 
 def at(site: Site | None) -> str:
     """Return ` at train.py:88 in evaluate`, or nothing."""
-    return f" at {place_text(site)}" if site else ""
+    return f" at {site_text(site)}" if site else ""
 
 
 def rough_time(s: float) -> str:
@@ -64,7 +64,7 @@ def where_at(rank: int, site: Site | None, state: str | None = None) -> Where:
 
 def where(r: RankState, state: str | None = None, site: Site | None = None) -> Where:
     """Return a rank with what it does, at `site` or where it is."""
-    return where_at(r.rank, site or r.place, state or r.activity)
+    return where_at(r.rank, site or r.current_site, state or r.activity)
 
 
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:

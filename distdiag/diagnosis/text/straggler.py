@@ -64,7 +64,7 @@ def slow_finding(
     """
     r, n = s.ranks[rank], len(window.columns)
     stack = _stack_of(r, phase)
-    place: Site | None = stack[0] if stack else None
+    site: Site | None = stack[0] if stack else None
     rest = tuple(q for q in window.ranks if q not in slow.ranks)
     alone = len(slow.ranks) == 1
     whose, up_to = f"{'its' if alone else 'their'} own code between steps", "" if alone else "up to "
@@ -82,7 +82,7 @@ def slow_finding(
         where=(*(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)), *others),
         step=r.step,
         message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
-        f"per step against the others{_queued_text(excess_ms, queued_ms)}, {slower} in {slow.count} of the last {n} steps{at(place)}",
+        f"per step against the others{_queued_text(excess_ms, queued_ms)}, {slower} in {slow.count} of the last {n} steps{at(site)}",
         cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms of a step of "
         f"{slow.step_ms:.0f} ms{_gain_text(window, slow, limit_ms)}",
         advice=_advice(s, slow.ranks, phase),
@@ -195,15 +195,15 @@ def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     Samples of `init` are from before the first step, so they count only if there are no others.
     """
     names = ("other", "checkpoint", "validate") if phase == "other" else (phase,)
-    if phase == "other" and not any(r.phase_places.get(name) for name in names):
+    if phase == "other" and not any(r.phase_sites.get(name) for name in names):
         names = ("init",)
     best: tuple[Site, ...] = ()
     most = 0
     for name in names:
-        places = r.phase_places.get(name, ())
-        if places and places[0][1] > most:
-            most = places[0][1]
-            best = r.phase_stacks.get(name, (places[0][0],))
+        sites = r.phase_sites.get(name, ())
+        if sites and sites[0][1] > most:
+            most = sites[0][1]
+            best = r.phase_stacks.get(name, (sites[0][0],))
     return best
 
 
@@ -230,7 +230,7 @@ def arrival_finding(
 ) -> Finding:
     """Return the finding of a rank that enters its collectives last, in a loop without optimizer steps."""
     stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
-    stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_places.get(name)), stack)
+    stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
     return Finding(
         kind=kind.name,
         cause="host",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.wait import Wait, call_at, judge
+from distdiag.diagnosis.waits.wait import Wait, call_at, find_conflict
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
             of_rank[r] = tuple(mine)
     for w in waits.values():
         if not w.any_of:
-            judge(snapshot, w)
+            find_conflict(snapshot, w)
     stuck, free = _fixpoint(ranks, gone, waits.values(), of_rank)
     sinks = {
         q for w in waits.values() if any(r in free for r in w.ranks) for q in w.missing if q not in gone and q in free

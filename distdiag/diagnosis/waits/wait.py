@@ -62,14 +62,14 @@ def call_at(st: RankState, group: str, seq: int) -> Call | None:
 def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
     """Return why a collective that every member has issued cannot complete: op, root, dtype or shape; None if it can."""
     wait = Wait((group, seq))
-    judge(snapshot, wait)
+    find_conflict(snapshot, wait)
     return wait.conflict
 
 
-def judge(snapshot: Snapshot, w: Wait) -> None:
+def find_conflict(snapshot: Snapshot, w: Wait) -> None:
     """Set `conflict` and `sides` if the calls that have arrived cannot complete together."""
     if w.p2p:
-        _judge_message(snapshot, w)
+        _find_message_conflict(snapshot, w)
         return
     group = snapshot.groups[w.group]
     by_signature: dict[Signature, list[int]] = {}
@@ -110,7 +110,7 @@ def judge(snapshot: Snapshot, w: Wait) -> None:
     w.calls = calls
 
 
-def _judge_message(snapshot: Snapshot, w: Wait) -> None:
+def _find_message_conflict(snapshot: Snapshot, w: Wait) -> None:
     """Mark a send and its recv that differ in length or dtype.
 
     Both ends must be in it, waiting or dead. On a device, a small send completes without its recv: there, the recv waits alone.

@@ -190,7 +190,7 @@ class Gatherer:
         stuck = self.stuck_stacks.get(r.rank)
         fatal = r.life == Life.KILLED and r.signal not in (None, 9, 15)
         if stuck is not None and (fatal or (r.activity == "gil_held" and now_s - stuck[0] < STACK_KEPT_S)):
-            return msgspec.structs.replace(r, place=stuck[1][0], user_stack=stuck[1])
+            return msgspec.structs.replace(r, current_site=stuck[1][0], user_stack=stuck[1])
         return r
 
     def record(self, rank: int) -> ask.FlightRecord | None:

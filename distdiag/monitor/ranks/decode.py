@@ -30,27 +30,27 @@ class GroupSeen:
 
 
 @dataclass
-class Slots:
+class PageDecoder:
     """A page and the texts that its offsets point at; cached, because texts never change."""
 
     reader: PageReader
     start_ns: int  # monotonic time at which the run began
     page: Page | None = None
     _json: dict[int, Any] = field(default_factory=dict)
-    _places: dict[int, Site | None] = field(default_factory=dict)
+    _sites: dict[int, Site | None] = field(default_factory=dict)
     _stacks: dict[bytes, tuple[Site, ...]] = field(default_factory=dict)
 
-    # -- times and places -------------------------------------------------------------------------
+    # -- times and sites --------------------------------------------------------------------------
 
     def s(self, ns: int) -> float | None:
         """Return monotonic nanoseconds as seconds since the run began; None for 0, which means not known."""
         return (ns - self.start_ns) / 1e9 if ns else None
 
     def site(self, offset: int) -> Site | None:
-        if offset not in self._places:
+        if offset not in self._sites:
             found = self.reader.site(offset)
-            self._places[offset] = Site(*found) if found else None
-        return self._places[offset]
+            self._sites[offset] = Site(*found) if found else None
+        return self._sites[offset]
 
     def text(self, offset: int) -> str:
         return self.reader.text(offset)

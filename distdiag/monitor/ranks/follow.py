@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.monitor.host.processes import Ending
 from distdiag.monitor.ranks.ddp_times import DdpTimes
-from distdiag.monitor.ranks.decode import Slots
+from distdiag.monitor.ranks.decode import PageDecoder
 from distdiag.page.layout import (
     ASYNC,
     CALLS,
@@ -52,14 +52,14 @@ _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
 )
-PLACE_SAMPLES = 400
+SITE_SAMPLES = 400
 WARM_STEPS = 20
 MEMORY_S, MEMORY_SAMPLES = 32.0, 40
 MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
 
 
 @dataclass
-class PageView(Slots):
+class PageView(PageDecoder):
     """One rank's page and what has been read of its rings."""
 
     rank: int = 0
@@ -78,8 +78,8 @@ class PageView(Slots):
     _sampled: int = 0  # version of the stack that was counted last
     ending: Ending | None = None
     ended_s: float | None = None
-    place_counts: dict[str, Counter[Site]] = field(default_factory=dict)
-    place_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
+    site_counts: dict[str, Counter[Site]] = field(default_factory=dict)
+    site_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
     visits: Visits = field(default_factory=Visits)
     _shares: bool = False  # it has exchanged floating-point tensors with others while it trained
     group_calls: dict[str, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class PageView(Slots):
     closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
     missed: int = 0  # steps and scalars that were overwritten before they were read
     missed_calls: int = 0  # the same for calls: their times are lost, their counts are exact
-    longest_usual_s: float = 0.0
+    longest_delay_s: float = 0.0
     warm_since_s: float | None = None
     died_in_background: bool = False  # a fatal signal in a thread of gloo or NCCL
 
@@ -315,7 +315,7 @@ class PageView(Slots):
                 out.append(ScalarRow(rank=h.rank, step=rec.step, name=name, value=rec.value, t_s=self.s(rec.t_ns)))
         return out
 
-    def sample_place(self, idle: bool | None) -> None:
+    def sample_site(self, idle: bool | None) -> None:
         """Count the main thread's newest site, unless it waits for other ranks there."""
         words = self.reader.words
         blocked, version = words[_BLOCKED], words[_VERSION]
@@ -329,12 +329,12 @@ class PageView(Slots):
         if not stack:
             return
         self._sampled = version
-        counts = self.place_counts.setdefault(phase, Counter())
+        counts = self.site_counts.setdefault(phase, Counter())
         counts[stack[0]] += 1
-        self.place_stacks[(phase, stack[0])] = stack
-        if counts.total() > PLACE_SAMPLES:  # forget slowly: the job changes
+        self.site_stacks[(phase, stack[0])] = stack
+        if counts.total() > SITE_SAMPLES:  # forget slowly: the job changes
             for k in list(counts):
                 counts[k] //= 2
                 if not counts[k]:
                     del counts[k]
-                    self.place_stacks.pop((phase, k), None)
+                    self.site_stacks.pop((phase, k), None)

@@ -10,12 +10,12 @@ from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.activity import activity_of
-from distdiag.monitor.ranks.waits import Waits
+from distdiag.monitor.ranks.waits import RankWaits
 from distdiag.page.layout import Blocked, Header, LifeWord, Phase
 
 
 @dataclass
-class RankView(Waits):
+class RankView(RankWaits):
     """What one rank is doing, from its page and the kernel's state of its process."""
 
     def life(self, os_state: str | None) -> tuple[str, int | None, int | None]:
@@ -81,9 +81,9 @@ class RankView(Waits):
             if blocked is None and life in (Life.RUNNING, Life.STARTING):
                 blocked = self._blocked_by_device(page, kind, queued, enqueued, completed)
         on_device = blocked is not None and blocked.on_device and kind == HostWait.DEVICE
-        stack, place = self._stack_and_site(h, life, blocked, on_device)
+        stack, site = self._stack_and_site(h, life, blocked, on_device)
         silent_s = now_s - heartbeat_s if heartbeat_s is not None else None
-        activity = self._activity(h, life, blocked, place, os_state, idle, silent_s)
+        activity = self._activity(h, life, blocked, site, os_state, idle, silent_s)
         if activity not in ("waiting", "stopped", "gil_held") and kind == HostWait.DEVICE and life == Life.RUNNING:
             activity = "device"
         return RankState(
@@ -102,7 +102,7 @@ class RankView(Waits):
             phase_since_s=self.s(h.phase_since_ns),
             step=h.step,
             epoch=h.epoch if h.epoch >= 0 else None,
-            place=place,
+            current_site=site,
             activity=activity,
             activity_since_s=self.still_since_s,
             enqueued=enqueued,
@@ -116,7 +116,7 @@ class RankView(Waits):
             p2p_issued=self.p2p(page),
             sites=self.sites(page),
             visits=self.visits.known(),
-            visits_whole=self.visits.whole,
+            visits_complete=self.visits.whole,
             host_blocked=idle,
             user_stack=stack,
             host_stack=self.stack(h) if on_device else (),
@@ -141,9 +141,9 @@ class RankView(Waits):
             queued_share=self.queued_share,
             workers_starved=self.workers_starved,
             workers_busy=self.workers_busy,
-            phase_places={p: tuple(c.most_common(3)) for p, c in self.place_counts.items()},
-            phase_stacks={p: self.place_stacks[(p, c.most_common(1)[0][0])] for p, c in self.place_counts.items() if c},
-            longest_usual_s=self.longest_usual_s,
+            phase_sites={p: tuple(c.most_common(3)) for p, c in self.site_counts.items()},
+            phase_stacks={p: self.site_stacks[(p, c.most_common(1)[0][0])] for p, c in self.site_counts.items() if c},
+            longest_delay_s=self.longest_delay_s,
         )
 
     def _stack_and_site(
@@ -154,18 +154,18 @@ class RankView(Waits):
         wait_site = blocked.site if blocked is not None else None
         if wait_site is not None and not on_device and (not stack or stack[0] != wait_site):
             stack = (wait_site, *stack[1:])
-        place = stack[0] if stack else None
+        site = stack[0] if stack else None
         if wait_site is not None and on_device:
-            return issue_stack(wait_site, stack), place
+            return issue_stack(wait_site, stack), site
         if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # where it raised, or called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
-            return stack, stack[0] if stack else place
+            return stack, stack[0] if stack else site
         if life == Life.KILLED and self.calls:
             last = self.calls[-1]
             sampled_s = self.s(h.stack_ns) or 0.0
             if last.completed_s is None and last.site is not None and (last.entered_s or 0.0) > sampled_s:
                 return (last.site, *(s for s in stack if s.function != last.site.function)), last.site
-        return stack, place
+        return stack, site
 
     def _ended_s(self, h: Header, life: str) -> float | None:
         """Return when the rank raised, else when its process ended."""
@@ -183,7 +183,7 @@ class RankView(Waits):
         return (*self._still_mark, *(page.groups[i].completed for i in range(page.header.n_groups)))
 
     def _activity(
-        self, h: Header, life: str, blocked: Call | None, place: Site | None, os_state: str | None, idle: bool | None,
+        self, h: Header, life: str, blocked: Call | None, site: Site | None, os_state: str | None, idle: bool | None,
         silent_s: float | None,
     ) -> str:  # fmt: skip
         if life == Life.STOPPED:
@@ -194,5 +194,5 @@ class RankView(Waits):
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
-        line = linecache.getline(place.file, place.line).strip() if place else ""
+        line = linecache.getline(site.file, site.line).strip() if site else ""
         return activity_of(self.text(h.raw_innermost), line, Phase(h.phase), bool(idle))

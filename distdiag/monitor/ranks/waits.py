@@ -20,7 +20,7 @@ _CPP_WAITS = ("_functional_collectives.", "_ops.")
 
 
 @dataclass
-class Waits(PageView):
+class RankWaits(PageView):
     """The operation that one rank waits in, on the host or for its device."""
 
     # by group: number and time of the oldest open collective, if C++ issued it
@@ -248,9 +248,9 @@ class Waits(PageView):
         if h.blocked == Blocked.DDP:
             return self.site(h.blocked_site)
         if h.n_models and call.op in ("all_reduce", "broadcast", ""):
-            places = self.place_counts.get("forward" if call.op == "broadcast" else "backward")
-            if places:
-                return places.most_common(1)[0][0]
+            sites = self.site_counts.get("forward" if call.op == "broadcast" else "backward")
+            if sites:
+                return sites.most_common(1)[0][0]
         return next(iter(self.stack(h)), None)
 
     def _blocked_by_device(

@@ -23,7 +23,7 @@ from tests.diagnosis.waits import EVAL, TRAIN, call, key, only, rank, snapshot, 
     ],
 )
 def test_a_wait_for_a_rank_that_ended_is_a_deadlock(end: dict[str, Any], cause: str, words: str) -> None:
-    s = snapshot(rank(0, call()), rank(1, call()), rank(2, enqueued={"default_pg": 6}, place=EVAL, **end))
+    s = snapshot(rank(0, call()), rank(1, call()), rank(2, enqueued={"default_pg": 6}, current_site=EVAL, **end))
     f = only(s)
     assert summary(f) == ("deadlock", cause, (2,), (0, 1))
     assert f.certainty == "proved" and f.severity == "error"

@@ -35,9 +35,9 @@ def test_in_an_abort_by_gloo_the_rhythm_decides_between_two_sites(
     before = {"default_pg": {"/job/train.py:8": log[:-1]}}
     sites = {"/job/train.py:8": 3, f"{LOOP.file}:{LOOP.line}": 170}
     s = job(
-        rank(0, life=Life.KILLED, signal=6, ended_s=40.0, ended_waiting=True, place=call.site, calls=(call,), sites=sites,
+        rank(0, life=Life.KILLED, signal=6, ended_s=40.0, ended_waiting=True, current_site=call.site, calls=(call,), sites=sites,
              visits={"default_pg": {"/job/train.py:8": log}}),
-        rank(1, life=Life.CRASHED, exception="RuntimeError: Connection reset by peer", ended_s=40.1, place=LOOP, sites=sites,
+        rank(1, life=Life.CRASHED, exception="RuntimeError: Connection reset by peer", ended_s=40.1, current_site=LOOP, sites=sites,
              visits=before),
     )  # fmt: skip
     s = msgspec.structs.replace(s, groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")})
@@ -69,12 +69,12 @@ def test_ranks_that_died_of_a_mismatch_are_shown_at_the_call() -> None:
         rank(
             0,
             life="crashed",
-            place=backward,
+            current_site=backward,
             enqueued={"default_pg": 7},
             calls=(calls[0],),
             exception="RuntimeError: reset",
         ),
-        rank(1, life="killed", signal=6, place=backward, enqueued={"default_pg": 7}, calls=(calls[1],)),
+        rank(1, life="killed", signal=6, current_site=backward, enqueued={"default_pg": 7}, calls=(calls[1],)),
     )
     f = only(proved(s))
     assert (f.kind, f.cause) == ("mismatch", "dtype")
@@ -98,7 +98,7 @@ def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual:
     s = job(
         *(
             rank(
-                q, place=route, ended_waiting=True, ended_s=99.0, enqueued={"default_pg": 7}, **ends[q],
+                q, current_site=route, ended_waiting=True, ended_s=99.0, enqueued={"default_pg": 7}, **ends[q],
                 calls=(*(call(n, before[q], n + 90.1) for n in (4, 5, 6)), call(7, last[q], None)),
             )
             for q in (0, 1)
@@ -115,7 +115,7 @@ def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
     def stage(q: int, op: str, line: int, **end: Any) -> RankState:
         site = Site("/job/train.py", line, "run")
         message = Call(op=op, group="default_pg", peer=1 - q, nth=9, shape=(4,), site=site, entered_s=98.0)
-        return rank(q, place=site, ended_waiting=True, ended_s=99.0, calls=(message,), **end)
+        return rank(q, current_site=site, ended_waiting=True, ended_s=99.0, calls=(message,), **end)
 
     s = job(
         stage(0, "irecv", 49, life="killed", signal=6),
@@ -135,11 +135,11 @@ def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its
         signal=6,
         ended_s=99.0,
         ended_waiting=True,
-        place=validate,
+        current_site=validate,
         sites={validate.key: 1, backward.key: 60},
     )
     swept = rank(
-        1, life="killed", signal=15, ended_s=99.1, ended_waiting=True, place=backward, sites={backward.key: 60}
+        1, life="killed", signal=15, ended_s=99.1, ended_waiting=True, current_site=backward, sites={backward.key: 60}
     )
     f = only(findings(job(aborted, swept), mismatch, rank_lost))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("mismatch", "shape", (0,), (1,))
@@ -171,8 +171,8 @@ def test_a_thread_that_uses_the_main_threads_group_is_named_after_the_abort() ->
 
     def ended(calls: tuple[Call, ...]) -> Finding:
         s = job(
-            rank(0, life=Life.KILLED, signal=6, ended_s=40.0, place=backward, models=model, calls=calls),
-            rank(1, life=Life.CRASHED, exception=reset, ended_s=40.1, place=backward, models=model),
+            rank(0, life=Life.KILLED, signal=6, ended_s=40.0, current_site=backward, models=model, calls=calls),
+            rank(1, life=Life.CRASHED, exception=reset, ended_s=40.1, current_site=backward, models=model),
             groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")},
         )
         return only(findings(s, mismatch, rank_lost))

@@ -150,7 +150,7 @@ def test_a_job_that_was_ended_from_outside_blames_nobody() -> None:
 def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
     source = "def train():\n    if not isfinite(loss):\n        print(loss)\n        sys.exit(1)\n"
     place = Site("/job/engine.py", 4, "train")
-    s = job(rank(0), rank(1, life=Life.CRASHED, exit_code=1, ended_s=9.0, place=place, user_stack=(place,)))
+    s = job(rank(0), rank(1, life=Life.CRASHED, exit_code=1, ended_s=9.0, current_site=place, user_stack=(place,)))
     f = only(ended(s, source=lambda _: source))
     assert (f.kind, f.culprits) == ("rank_lost", (1,))
     assert "exit code 1 at engine.py:4 in train, under `if not isfinite(loss)` at line 2" in f.message

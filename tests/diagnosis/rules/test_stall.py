@@ -61,7 +61,7 @@ def test_ranks_that_wait_at_one_line_are_one_finding() -> None:
     def late(number: int, line: int, moved_s: float = 0.0, **more: Any) -> RankState:
         made = Call(op="all_reduce", group="default_pg", seq=6, entered_s=moved_s, completed_s=moved_s)
         place = Site(LOOP.file, line, "plan")
-        known = {"activity": "socket", "place": place, "user_stack": (place,), "calls": (made,), **more}
+        known = {"activity": "socket", "current_site": place, "user_stack": (place,), "calls": (made,), **more}
         return rank(number, enqueued={"default_pg": 6}, **known)
 
     (f,) = findings(_waiting_for(late(1, 30), late(2, 30), late(3, 30)), stall)
@@ -122,12 +122,12 @@ def test_a_rank_that_computes_intermittently_is_not_asleep() -> None:
 
 
 def test_a_rank_that_recovered_from_long_waits_has_more_patience() -> None:
-    s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_usual_s=15.0)
+    s = waits_for_rank_one(75.0, 100.0, activity="user_code", longest_delay_s=15.0)
     assert findings(s, rank_lost, stall) == []
 
 
 def test_a_file_lock_held_by_the_waiting_rank_is_a_deadlock() -> None:
-    s = waits_for_rank_one(99.0, 100.0, activity="lock", holds_up=(0,))
+    s = waits_for_rank_one(99.0, 100.0, activity="lock", lock_holders=(0,))
     f = only([deadlock.lock_finding(s, lock) for lock in lock_cycles(s, build(s))])
     assert (f.kind, f.cause, f.certainty) == ("deadlock", "file_lock", "proved")
     assert (f.culprits, f.victims) == ((0,), (1,))
@@ -221,7 +221,7 @@ def test_a_rank_that_trains_alone_while_the_others_are_in_a_barrier_stalls_them_
     assert findings(_ahead(900, 120, waited_s=40.0), stall) == [], "a longer round of local training"
     assert findings(_ahead(900, 0, waited_s=70.0), stall) == [], "a stage that rank 0 has no part in"
     assert findings(_ahead(100, 120, waited_s=70.0), stall) == [], "it catches up"
-    assert findings(_ahead(900, 120, waited_s=70.0, longest_usual_s=30.0), stall) == [], "it has come after as long"
+    assert findings(_ahead(900, 120, waited_s=70.0, longest_delay_s=30.0), stall) == [], "it has come after as long"
 
 
 def test_a_team_of_some_ranks_that_trains_while_the_others_wait_is_no_stall() -> None:

@@ -38,7 +38,7 @@ def test_the_line_of_slow_code_is_not_from_before_the_first_step() -> None:
     index, logging = Site("/job/train.py", 8, "__init__"), Site("/job/train.py", 14, "epoch")
     seen = {"init": ((index, 26),), "other": ((logging, 5),)}
     late = rank(
-        1, steps=steps(80.0, "other", seed=1), phase_places=seen, phase_stacks={"init": (index,), "other": (logging,)}
+        1, steps=steps(80.0, "other", seed=1), phase_sites=seen, phase_stacks={"init": (index,), "other": (logging,)}
     )
     f = only(stragglers(job(rank(0, steps=steps(wait_ms=80.0, seed=0)), late)))
     assert (f.cause, f.where[0].line) == ("host", 14)
