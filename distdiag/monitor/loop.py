@@ -30,7 +30,7 @@ from distdiag.monitor.self_check import OwnFaults
 from distdiag.monitor.snapshot import make_snapshot
 from distdiag.page import directories
 from distdiag.page.layout import LifeWord
-from distdiag.page.writer import PageError
+from distdiag.page.reader import PageError
 from distdiag.store import rundir
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run

@@ -12,7 +12,7 @@ from distdiag import procfs
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
 from distdiag.page.layout import Header, page_path
-from distdiag.page.writer import PageError
+from distdiag.page.reader import PageError
 
 DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of this node are known
 

@@ -1,4 +1,4 @@
-"""The rank page: a rank's state, readable by another process at any instant without a lock.
+"""Writes the rank page: a rank's state, readable by another process at any instant without a lock.
 
 A fixed-layout file, memory-mapped by the rank (writer) and by the monitor (reader). Writes are plain stores into
 shared memory: no system call and no lock, and the contents survive SIGKILL because the page belongs to the kernel.
@@ -22,31 +22,20 @@ from distdiag.page.layout import (
     CALLS,
     DDP_TIMES,
     FAILED_CALL,
-    GROUPS,
     HEAP_BYTES,
-    LOADERS,
     MAGIC,
-    MODELS,
     PAGE_BYTES,
-    PEERS,
     SAMPLES,
-    SITES,
-    STACK,
     STEPS,
     VERSION,
-    Blocked,
     CallRecord,
     Header,
-    LifeWord,
     Page,
-    Phase,
-    SampleRecord,
     StepRecord,
     word,
 )
 
 _STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
-_SAMPLES_AT = Page.samples.offset
 _STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # start of the ring, length of a record
 assert [getattr(StepRecord, f[0]).offset for f in StepRecord._fields_] == [8 * i for i in range(19)]
 _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
@@ -225,109 +214,3 @@ class PageWriter:
         rec.comm_ns, rec.overlap_ns, rec.backward_ns = comm_ns, overlap_ns, backward_ns
         rec.number = number
         header.n_ddp_times = number
-
-
-# Limits of a valid header: slots of its tables, and counts that a job cannot reach in years.
-_COUNT = 1 << 48
-_MOST = (
-    ("phase", len(Phase) - 1), ("blocked", len(Blocked) - 1), ("life", len(LifeWord) - 1), ("stack_depth", STACK),
-    ("stack_phase", len(Phase) - 1), ("exception_depth", STACK), ("n_groups", GROUPS), ("n_peers", PEERS),
-    ("n_sites", SITES), ("n_loaders", LOADERS), ("n_models", MODELS), ("heap_used", HEAP_BYTES), ("initialised", 1 << 16),
-    ("rank", 1 << 20), ("world_size", 1 << 20), ("local_world_size", 1 << 16), ("node", 1 << 20),
-    ("pid", 1 << 30), ("step", _COUNT), ("micro_steps", _COUNT), ("n_steps", _COUNT), ("n_calls", _COUNT),
-    ("n_samples", _COUNT), ("n_scalars", _COUNT), ("n_ddp_times", _COUNT), ("dropped", _COUNT), ("errors", _COUNT),
-)  # fmt: skip
-
-
-class PageError(ValueError):
-    """The file is not a page, or one of another version."""
-
-
-class PageReader:
-    """Reads a page in the monitor: a read-only map and copies of it."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size < ctypes.sizeof(Header):
-                raise PageError(f"{path.name}: too short for a rank page")
-            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        head = Header.from_buffer_copy(self._map)
-        if head.magic != MAGIC:
-            raise PageError(f"{path.name}: not a rank page")
-        if head.version != VERSION or head.page_bytes != PAGE_BYTES:
-            raise PageError(f"{path.name}: page version {head.version}, this distdiag reads {VERSION}")
-        if size < PAGE_BYTES:
-            raise PageError(f"{path.name}: {size} of {PAGE_BYTES} bytes")
-        self.path = path
-        self._identity = head.pid, head.rank
-        damage = self._damage(head)
-        if damage:
-            raise PageError(f"{path.name} is damaged: {damage}")
-        self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # current values
-        self._texts: dict[int, str] = {0: ""}
-        self._page = Page()
-        self._from, self._to = memoryview(self._map), memoryview(self._page).cast("B")
-
-    def header(self) -> Header:
-        return Header.from_buffer_copy(self._map)
-
-    def sample_kinds(self, first: int, end: int) -> set[int]:
-        """Return the kinds of the samples `first` to `end` (exclusive, 0-based); the ring holds only the newest."""
-        size, at = ctypes.sizeof(SampleRecord), SampleRecord.kind.offset
-        found = set()
-        for i in range(max(first, end - SAMPLES), end):
-            kind = _SAMPLES_AT + i % SAMPLES * size + at
-            found.add(int.from_bytes(self._map[kind : kind + 4], "little"))
-        return found
-
-    def read(self, calls_known: int = -1) -> Page:
-        """Copy the page, except its texts; each copy overwrites the previous one.
-
-        The calls, its largest part, are not copied again if their number is still `calls_known`.
-
-        Raises:
-            PageError: the header has values that no rank can have written.
-        """
-        self._to[:_CALLS_AT] = self._from[:_CALLS_AT]
-        if self._page.header.n_calls != calls_known:
-            self._to[_CALLS_AT:_STEPS_AT] = self._from[_CALLS_AT:_STEPS_AT]
-        self._to[_STEPS_AT:_HEAP_AT] = self._from[_STEPS_AT:_HEAP_AT]
-        damage = self._damage(self._page.header)
-        if damage:
-            raise PageError(f"{self.path.name} is damaged: {damage}")
-        return self._page
-
-    def _damage(self, h: Header) -> str | None:
-        """Return which value in a header no rank can have written; None if it is valid."""
-        for name, most in _MOST:
-            if not 0 <= getattr(h, name) <= most:
-                return f"{name} is {getattr(h, name)}"
-        if h.magic != MAGIC or h.version != VERSION:
-            return "its first bytes are overwritten"
-        if (h.pid, h.rank) != self._identity:
-            return f"rank {self._identity[1]} with pid {self._identity[0]} became rank {h.rank} with pid {h.pid}"
-        return None
-
-    def text(self, offset: int) -> str:
-        s = self._texts.get(offset)
-        if s is None:
-            base = _HEAP_AT + offset
-            n = int.from_bytes(self._map[base : base + 2], "little")
-            s = self._map[base + 2 : base + 2 + n].decode("utf-8", "replace")
-            self._texts[offset] = s
-        return s
-
-    def site(self, offset: int) -> tuple[str, int, str] | None:
-        """Return (file, line, function) of a site, or None."""
-        if not offset:
-            return None
-        parts = self.text(offset).split("\0")
-        if len(parts) != 3 or not parts[1].isascii() or not parts[1].isdigit() or len(parts[1]) > 9:
-            raise PageError(f"{self.path.name} is damaged: no site at {offset}")
-        return parts[0], int(parts[1]), parts[2]
-
-    def close(self) -> None:
-        self._from.release()
-        self.words.release()
-        self._map.close()

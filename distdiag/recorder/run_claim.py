@@ -263,10 +263,9 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     """Return this rank's directories in a run directory of its job; None if it must try the next one."""
     node, launcher = node_number(), launcher_id()
     record = directories.node_record(run_dir, node)
-    overflow = run_dir / f"pages.{node}"
     overflow = directories.overflow(run_dir, node)
     if not record.exists():
-        pages = _choose_place(run_dir, node, overflow, local_ranks(world_size))
+        pages = _choose_page_directory(run_dir, node, overflow, local_ranks(world_size))
         decide(record, f"{launcher} {pages}")
     owner, _, chosen = record.read_text().rstrip("\n").partition(" ")
     if owner != launcher:
@@ -284,7 +283,7 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
 
 def _has_page(pages: Path, rank: int) -> bool:
     """True if another process has already published a page of this rank here."""
-    from distdiag.page.writer import PageError, PageReader
+    from distdiag.page.reader import PageError, PageReader
 
     try:
         return PageReader(page_path(pages, rank)).header().pid != os.getpid()
@@ -292,7 +291,7 @@ def _has_page(pages: Path, rank: int) -> bool:
         return False
 
 
-def _choose_place(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
+def _choose_page_directory(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:
     """Return a directory in memory if it is usable and has room for the pages of this node's ranks, else the run directory."""
     key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}|{launcher_id()}".encode()).hexdigest()[:12]
     memory = directories.memory_root() / key

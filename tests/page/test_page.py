@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.page.layout import CALLS, FAILED_CALL, HEAP_BYTES, MAGIC, page_path
-from distdiag.page.writer import PageError, PageReader, PageWriter
+from distdiag.page.reader import PageError, PageReader
+from distdiag.page.writer import PageWriter
 from distdiag.terms.ranks import fold_ranks, unfold_ranks
 
 

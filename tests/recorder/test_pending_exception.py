@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.page.layout import Blocked
-from distdiag.page.writer import PageReader, PageWriter
+from distdiag.page.reader import PageReader
+from distdiag.page.writer import PageWriter
 from distdiag.recorder import frames
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, now_ns

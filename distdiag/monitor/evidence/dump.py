@@ -18,7 +18,7 @@ from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
-from distdiag.page.writer import PageError
+from distdiag.page.reader import PageError
 from distdiag.recorder.frames import LIBRARY, kind_of_file
 from distdiag.store import stacks
 

@@ -11,7 +11,7 @@ import msgspec
 
 from distdiag.diagnosis.model.snapshot import Buckets, Loader, Model, Site
 from distdiag.page.layout import BARRIER_PEER, NO_GROUP, Header, Page
-from distdiag.page.writer import PageReader
+from distdiag.page.reader import PageReader
 from distdiag.terms.ranks import unfold_ranks
 
 STACKS_KEPT = 512

@@ -38,7 +38,7 @@ from distdiag.page.layout import (
     SampleKind,
     word,
 )
-from distdiag.page.writer import PageReader
+from distdiag.page.reader import PageReader
 from distdiag.store.rows import ScalarRow
 from distdiag.terms.ranks import unfold_ranks
 
