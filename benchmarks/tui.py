@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import fcntl
 import os
 import platform
@@ -72,6 +73,18 @@ def peak_mib(pid: int) -> float:
     """Return the peak resident memory, MiB."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
+
+
+def name_signals() -> None:
+    """Name the signal that ends this program, and end what it has started: by default Python ends without a word."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(f"tui: error: ended by {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGXCPU):
+        if signal.getsignal(number) is signal.SIG_DFL:  # ignored under nohup: it stays ignored
+            signal.signal(number, end)
+    faulthandler.enable()
 
 
 @contextlib.contextmanager
@@ -206,13 +219,14 @@ def measure(ranks: int, seconds: float, launches: int, keys: int) -> Result:
     for hz in (2.0, 4.0):
         with tempfile.TemporaryDirectory(prefix="tui-") as made:
             run = Path(made) / "run"
+            print(f"{ranks} ranks, {hz:g} Hz: measuring", file=sys.stderr, flush=True)
             with writer(run, ranks, hz):
                 result.cpu_pct[hz], memory = measure_cpu(run, hz, seconds)
                 result.memory_mib = max(result.memory_mib, memory)
                 if hz == 2.0:
                     measure_times(run, launches, keys, result)
                     result.frame_bytes = {size: measure_bytes(run, size) for size in SIZES}
-        print(f"{ranks} ranks, {hz:g} Hz: {result.cpu_pct[hz]:.1f}% of one core", file=sys.stderr)
+        print(f"{ranks} ranks, {hz:g} Hz: {result.cpu_pct[hz]:.1f}% of one core", file=sys.stderr, flush=True)
     return result
 
 
@@ -255,6 +269,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=40)
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/tui.md")
     arguments = parser.parse_args()
+    name_signals()
     if shutil.which("tmux") is None:
         raise SystemExit("tmux is needed: its terminal is the one measured")
     results = [measure(n, arguments.seconds, arguments.launches, arguments.keys) for n in arguments.ranks]

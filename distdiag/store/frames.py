@@ -7,7 +7,7 @@ import sys
 import typing
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -143,7 +143,6 @@ class RankTable:
         self._packed = packed
         self._numbers: dict[str, array] = {}
         self._words: dict[str, list[str | None]] = {}
-        self._readers: list[tuple[str, array | list[str | None], bool]] | None = None
 
     def __len__(self) -> int:
         return self.n
@@ -190,28 +189,25 @@ class RankTable:
 
     def row(self, i: int) -> RankRow:
         """Return one rank as a row."""
-        if self._readers is None:
-            numbers = [(n, self.numbers(n), n in _INTEGERS) for n in self._packed.numbers if n in _HINTS]
-            self._readers = [*numbers, *((n, self.words(n), False) for n in self._packed.words if n in _HINTS)]
-        values: dict[str, typing.Any] = {}
-        for name, column, whole in self._readers:
-            v = column[i]
-            if v is not None and v == v:
-                # numbers only: words are never whole
-                values[name] = v if not whole else int(v) if abs(typing.cast(float, v)) < MAX_INT else None
-        return RankRow(**values)
+        return self.rows((i,))[0]
 
-    def rows(self) -> list[RankRow]:
-        """Return all ranks as rows; for thousands of ranks use the columns."""
+    def rows(self, indices: Iterable[int] | None = None) -> list[RankRow]:
+        """Return some ranks as rows, by default all; of thousands of ranks use the columns."""
+        chosen = list(range(self.n) if indices is None else indices)
         columns: dict[str, list[typing.Any]] = {}
         for name in self._packed.numbers:
+            if name not in _HINTS:
+                continue
+            column, missing = self.numbers(name), _DEFAULTS[name]
             if name in _INTEGERS:
-                columns[name] = [int(v) if abs(v) < MAX_INT else None for v in self.numbers(name)]
-            elif name in _HINTS:
-                columns[name] = [None if v != v else v for v in self.numbers(name)]
+                columns[name] = [int(v) if abs(v) < MAX_INT else missing for v in map(column.__getitem__, chosen)]
+            else:
+                columns[name] = [v if v == v else missing for v in map(column.__getitem__, chosen)]
         for name in self._packed.words:
             if name in _HINTS:
-                columns[name] = self.words(name)
+                vocabulary, index = self.coded(name)
+                vocabulary = [_DEFAULTS[name] if word is None else word for word in vocabulary]
+                columns[name] = [vocabulary[index[i]] for i in chosen]
         names = list(columns)
         return [RankRow(**dict(zip(names, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 

@@ -149,7 +149,7 @@ class DistdiagApp(Navigation):
             return True
 
         def of(r: Request) -> tuple[object, ...]:
-            return (r.page, r.rank, r.gpu, r.at_s, r.metric, r.place)
+            return (r.page, r.rank, r.gpu, r.at_s, r.metric, r.places)
 
         return of(have) == of(request)
 

@@ -48,7 +48,7 @@ KEYS: tuple[Key, ...] = (
     Key("4", "show('memory')", "Mem", "who will run out; are the GPUs busy", "4"),
     Key("5", "show('findings')", "Findings", "what happened while I was away", "5"),
     Key("6", "show('data')", "Data", "does every rank get its own, equally many batches", "6"),
-    Key("7", "show('stacks')", "Stacks", "where is every rank in the code", "7"),
+    Key("7", "show('stacks')", "Stacks", "which line is every rank at", "7"),
     Key("8", "show('probes')", "Probes", "what can this machine do", "8"),
     Key("9", "show('timeline')", "Timeline", "who stopped first, and who has waited since then", "9"),
     Key("0", "show('profile')", "Profile", "where does the time of a step go", "0"),

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.errors import DistdiagError
 from distdiag.store.frames import RankRow
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
@@ -20,6 +21,7 @@ from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, plain
 from distdiag.tui.draw.palette import code_256
 from distdiag.tui.draw.palette import colours as area_colours
+from distdiag.tui.draw.text import quote
 from distdiag.tui.screens import Page, pages, readers
 from distdiag.tui.ui import Ui
 
@@ -122,7 +124,11 @@ def needs_ascii(stream: Any = None) -> bool:
 
 
 def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapshot:
-    """Print one screen; at a terminal as large as it is (one line stays for the prompt), in a pipe all rows."""
+    """Print one screen; at a terminal as large as it is (one line stays for the prompt), in a pipe all rows.
+
+    Raises:
+        DistdiagError: the rank to print is not part of the run.
+    """
     escapes, colours = wants_colour()
     ui = replace(ui, colour=colours)
     if size is not None:
@@ -133,6 +139,12 @@ def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapsh
     else:
         width, height = _piped_width(), None
     lines, snap = screen(run, ui, width, height)
+    ranks = snap.summary.layout.ranks
+    if ui.page == "rank" and snap.frame is not None and ui.rank not in ranks:
+        raise DistdiagError(
+            f"rank {ui.rank} is not part of this run, which has {rank_list(ranks)}",
+            f"`distdiag tui {quote(snap.run)} --once` prints all its ranks",
+        )
     for x in lines:
         print(coloured(x, colours) if escapes else plain(x))
     return snap

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.tui.data.snapshot import Snapshot
-from distdiag.tui.data.state import JobState, closing_lines
+from distdiag.tui.data.state import JobState, closing_lines, job_state
 from distdiag.tui.draw import severity
 from distdiag.tui.draw.lines import Line, cut_line, fitted, line, rule
-from distdiag.tui.draw.text import cells, clean, clip, place, quote, seconds, wrap
+from distdiag.tui.draw.text import cells, clean, clip, counted, place, quote, seconds, wrap
 from distdiag.tui.header import overflow
 from distdiag.tui.ui import Ui
 
+WHOLE_FROM = 30  # lines of a screen that shows a finding as a whole, whatever its subject
 _STATES = {
     "user_code": "in its own code", "data": "waiting for data", "data_worker": "its data loader's worker", "lock": "waiting for a lock", "queue": "waiting for a queue",
     "socket": "waiting for a socket", "stdin": "waiting for standard input", "gil_held": "holding the GIL",
@@ -33,13 +34,14 @@ def first_line(f: Finding) -> tuple[severity.Mark, str]:
     return mark, f"{kind}  {clean(f.message)}" if f.message else kind
 
 
-def finding_lines(f: Finding, width: int, full: bool = True) -> list[Line]:
+def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool = False) -> list[Line]:
     """Return one finding: only its first line (wrapped, never cut), or also cost, where and what to do.
 
     Args:
         f: Texts in it come from the job: they are cleaned here.
         width: Cells of a line.
         full: False leaves one line, cut with an ellipsis.
+        message_only: Without cost, site and advice.
     """
     mark, text = first_line(f)
     closed = f.cleared_s is not None
@@ -59,6 +61,8 @@ def finding_lines(f: Finding, width: int, full: bool = True) -> list[Line]:
     for i, row in enumerate(wrap(text, width - cells(lead) - 1)):
         body = (row, "muted" if closed else "", hit)
         out.append(line((lead, f"{style} bold", hit), body) if i == 0 else line(" " * cells(lead), body))
+    if message_only:
+        return out
     details = []
     if f.cost:
         details.append(("cost", clean(f.cost)))
@@ -139,7 +143,7 @@ def _some_findings(
     left = len(findings) - shown
     if left:
         how = "press 5" if ui.interactive else f"distdiag diagnose {quote(snap.run)}"
-        body.append(line((f"   {left} more finding{'s' if left != 1 else ''}: {how}", "muted", "do:show('findings')")))
+        body.append(line((f"   {counted(left, 'more finding')}: {how}", "muted", "do:show('findings')")))
     elif len(body) < height and job.word in ("DEADLOCK", "FAILED", "LOST"):
         verb = "dump" if job.word == "DEADLOCK" else "report"
         body.append(line(("   more    ", "muted"), (f"distdiag {verb} {quote(snap.run)}", "muted")))
@@ -154,6 +158,20 @@ def summary_line(snap: Snapshot, width: int, ui: Ui) -> Line:
     more = f"   +{len(findings) - 1}: {ui.opens('5', 'findings')}" if len(findings) > 1 else ""
     lead = finding_lines(findings[0], width - cells(more), full=False)[0]
     return (*lead, (more, "muted", "do:show('findings')")) if more else lead
+
+
+def brief_panel(snap: Snapshot, ui: Ui, width: int, height: int) -> list[Line]:
+    """Return rule and findings for screens with another subject: two lines of the worst one, or a quarter of a high screen."""
+    if height >= WHOLE_FROM:
+        made = footer_panel(snap, ui, job_state(snap), width, min(height // 4, 14))
+        return made if len(made) > 1 else [rule(width), summary_line(snap, width, ui)]
+    findings = snap.open_findings
+    lines = finding_lines(findings[0], width, message_only=True) if findings else []
+    if len(lines) < 2:
+        return [rule(width), summary_line(snap, width, ui)]
+    more = f"   +{len(findings) - 1}: {ui.opens('5', 'findings')}" if len(findings) > 1 else ""
+    second = fitted((*lines[1], (" …" if len(lines) > 2 else "", "", "")), width - cells(more))
+    return [rule(width), lines[0], line(*second, (more, "muted", "do:show('findings')"))]
 
 
 def who(f: Finding) -> str:

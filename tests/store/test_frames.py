@@ -25,6 +25,7 @@ def test_every_field_round_trips() -> None:
         assert got == put
     table = unpack_table(pack([full, empty]))
     assert (table.row(0), table.row(1)) == (full, empty)
+    assert table.rows([1, 0, 1]) == [empty, full, empty]
     assert table.words("host")[1] == "" and math.isnan(table.numbers("step")[1])
 
 

@@ -382,3 +382,28 @@ def test_a_light_terminal_gets_a_light_theme(runs: MakeRun, monkeypatch: pytest.
     assert asyncio.run(theme()) == "textual-light"
     monkeypatch.setenv("TEXTUAL_THEME", "ansi-dark")
     assert asyncio.run(theme()) == "ansi-dark"
+
+
+def test_an_unchanged_line_is_not_made_again(runs: MakeRun) -> None:
+    async def work() -> None:
+        async with showing(runs(RUNNING), (120, 30)) as d:
+            canvas = d.app.canvas
+            before = [canvas.render_line(y) for y in range(30)]
+            await d.press("j")  # the cursor leaves one row and enters the next
+            again = [y for y in range(30) if canvas.render_line(y) is not before[y]]
+            assert len(again) == 2
+            assert sum(len(list(canvas.render_line(y))) for y in range(30)) < sum(map(len, canvas.lines))
+            await d.resize(100, 30)
+            assert {canvas.render_line(y).cell_length for y in range(30)} == {100}
+
+    asyncio.run(work())
+
+
+def test_collectives_are_read_only_if_the_screen_has_lines_for_them(runs: MakeRun) -> None:
+    async def work() -> None:
+        for ranks, wanted in ((2, True), (67, False)):
+            async with showing(runs(Scenario(ranks=ranks)), (160, 48)) as d:
+                assert d.app.snap.request.extra is wanted
+                assert ("collectives, last" in d.text()) is wanted
+
+    asyncio.run(work())

@@ -18,11 +18,11 @@ from tests.tui.synthetic import Scenario, findings, make, set_monitor
 def test_five_lines_around_the_line_are_shown_cleaned(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("".join(f"line {i}\n" for i in range(1, 5)) + "\tx = '\x1b[31m'\nline 6\nline 7\n" + "y" * 9999)
-    found = excerpt.read(str(file), 5, None)
+    found = excerpt.read(str(file), 5, None).near(5)
     assert [n for n, _ in found.lines] == [3, 4, 5, 6, 7] and found.why == ""
     assert found.lines[2][1] == "    x = '\\x1b[31m'"
     assert all(len(t) <= excerpt.MAX_LINE for _, t in excerpt.read(str(file), 8, None).lines)
-    assert [n for n, _ in excerpt.read(str(file), 1, None).lines] == [1, 2, 3]
+    assert [n for n, _ in excerpt.read(str(file), 1, None).near(5).lines] == [1, 2, 3]
 
 
 def test_a_file_changed_since_the_run_began_is_marked(tmp_path: Path) -> None:
@@ -51,7 +51,9 @@ def test_the_story_shows_the_culprits_source(tmp_path: Path) -> None:
     run = make(tmp_path / "r", sc)
     found = [
         msgspec.structs.replace(
-            f, where=(Where(0, "/x.py", 1, "f", ""), Where(5, str(source), 118, "next_batch", "data"))
+            f,
+            where=(Where(0, "/x.py", 1, "f", ""), Where(5, str(source), 118, "next_batch", "data")),
+            waiting=(Where(1, str(source), 91, "main", "waiting"),),
         )
         for f in findings(sc)
     ]
@@ -64,6 +66,8 @@ def test_the_story_shows_the_culprits_source(tmp_path: Path) -> None:
         async with showing(run, (120, 40)) as d:
             text = await d.press("5")
             assert "› 118 │ step_118()" in text and "step_116()" in text and "step_120()" in text
+            text = await d.resize(200, 70)  # more lines before it, and those of a rank that waits
+            assert "› 118 │ step_118()" in text and "step_108()" in text and "› 91 │ step_91()" in text
             text = await d.resize(80, 40)  # too narrow for two columns: below the finding
             assert "› 118 │ step_118()" in text
 

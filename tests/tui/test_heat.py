@@ -102,7 +102,7 @@ def test_few_ranks_have_tall_rows(runs: MakeRun) -> None:
         async with showing(runs(Scenario(ranks=3)), (130, 34)) as d:
             text = await d.press("3")
             rows = [{p[2] for p in line if p[2].startswith("cell:")} for line in d.app.canvas.lines]
-            assert [sum(f"cell:{r}" in hits for hits in rows) for r in range(3)] == [6, 6, 6]
+            assert [sum(f"cell:{r}" in hits for hits in rows) for r in range(3)] == [5, 5, 5]
             assert text.count(" slowest\n") == 3 and text.count("◆") == 2  # on the map, and below it
 
     asyncio.run(work())

@@ -123,6 +123,14 @@ def test_options_reach_the_screen(runs: MakeRun) -> None:
     assert "REPLAY" in tui(run, "--once", "--at", "268").stdout or "PAUSED" in tui(run, "--once", "--at", "268").stdout
 
 
+def test_a_rank_that_the_run_lacks_is_an_error(runs: MakeRun) -> None:
+    result = tui(always(runs, Scenario(ranks=8)), "--once", "--rank", "8")
+    error, hint = result.stderr.splitlines()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert error == "distdiag: error: rank 8 is not part of this run, which has ranks 0–7"
+    assert hint.startswith("hint: ") and "--once" in hint
+
+
 def test_json_is_one_object_with_its_schema_first(runs: MakeRun) -> None:
     result = tui(always(runs, Scenario(state="deadlocked", ranks=8)), "--once", "--json")
     body = json.loads(result.stdout)

@@ -202,7 +202,7 @@ def test_a_past_view_shows_only_what_was_known_then(runs: MakeRun) -> None:
 @pytest.mark.parametrize("page", ["heat", "stacks", "probes"])
 def test_a_printed_screen_names_the_command_where_a_live_one_names_the_key(runs: MakeRun, page: str) -> None:
     run = runs(Scenario(state="running", ranks=1024), "live")
-    live, printed = ("\n".join(_check(run, page, Ui(interactive=i), 120, 30)) for i in (True, False))
+    live, printed = ("\n".join(_check(run, page, Ui(interactive=i), 120, 28)) for i in (True, False))
     assert "+1: press 5" in live and "+1: distdiag tui --screen findings" in printed and "press 5" not in printed
 
 
@@ -250,7 +250,7 @@ def test_groups_and_collectives_in_flight_are_a_matrix() -> None:
     assert "all_reduce" in text[0] and "broadcast" in text[0]
     assert "tp_1" in text[1] and "31" in text[1], "what is in flight comes first"
     assert "dp" in text[2] and "3" in text[2]
-    assert "more groups" in plain(matrix(data, 100, 4)[-2])
+    assert "1 more group" in plain(matrix(data, 100, 4)[-2])
     assert matrix(CommData(data.ops[:1], 50), 100, 12) == []
 
 

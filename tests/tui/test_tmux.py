@@ -141,3 +141,16 @@ def test_a_live_job_from_waiting_to_replay(tmp_path: Path) -> None:
             except ProcessLookupError:
                 pass
             p.wait()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM"])
+def test_the_benchmark_names_the_signal_that_ends_it(name: str) -> None:
+    body = f"import os, signal; from benchmarks import tui; tui.name_signals(); os.kill(os.getpid(), signal.{name})"
+    made = subprocess.run(
+        [sys.executable, "-c", body],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (made.returncode, made.stderr) == (1, f"tui: error: ended by {name}\n")

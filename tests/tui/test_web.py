@@ -137,7 +137,7 @@ def test_the_websocket_carries_the_app(server: str) -> None:
                 await until(b"DEADLOCK")
                 await until(b"train.py:118 in next_batch")
                 await ws.send_json(["stdin", "7"])
-                await until(b"where does every rank stand in the code?")
+                await until(b"which line is every rank at?")
 
     asyncio.run(work())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Gradients
+from distdiag.diagnosis.model.findings import Gradients, State
 from distdiag.store.frames import Frame
 from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run
@@ -200,11 +200,14 @@ def _steps_during(run: Run, rows: list[CollectiveRow]) -> int:
     )[0][0]
 
 
-def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any]) -> CommData:
-    """Read and aggregate; the rows of a moment are read once."""
-    newest = run.query("SELECT (SELECT count(*) FROM collective), (SELECT max(step) FROM step)")[0]
-    key = ("comm", newest, at_s)
-    if cache.get("comm_key") != key:
+def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any], every_s: float = 1.0) -> CommData:
+    """Read and aggregate; completed collectives of a running job are read every `every_s` seconds, those in flight always."""
+    now = (at_s, frame.state, run.data_version())
+    read, read_at_s = cache.get("comm_read", ((), 0.0))
+    live = at_s is None and frame.state not in (State.ENDED, State.FAILED)
+    recent = live and now[:2] == read[:2] and 0 <= frame.t_s - read_at_s < every_s
+    if now != read and not recent:
+        cache["comm_read"] = (now, frame.t_s)
         rows = run.collectives(WINDOW_STEPS, at_s)
         steps = _steps_during(run, rows)
         groups = run.groups()
@@ -218,6 +221,5 @@ def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any])
         ops.sort(key=lambda o: -(o.p50_us or 0.0) * (o.per_step if o.per_step is not None else o.count))
         cache["comm"] = (tuple(ops), steps, tuple((g.name, len(g.ranks), g.description) for g in groups), _probed(run))
         cache["comm_members"] = {g.name: g.ranks for g in groups}
-        cache["comm_key"] = key
     ops, steps, groups, probed = cache["comm"]
     return CommData(ops, steps, groups, in_flight(frame, cache["comm_members"]), probed)

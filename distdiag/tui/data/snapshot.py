@@ -29,7 +29,7 @@ class Request:
         window: Steps that fit on the screen.
         metric: Column of a heat map.
         extra: Whether the page has room for its optional panels.
-        place: File and line whose source is shown.
+        places: Files and lines whose source is shown.
         per: Steps of one cell of a heat map.
         end: Its last step; None follows the newest.
         step: The step under its cursor; None is the newest.
@@ -44,7 +44,7 @@ class Request:
     window: int = 50
     metric: str = "delta"
     extra: bool = False
-    place: tuple[str, int] | None = None
+    places: tuple[tuple[str, int], ...] = ()
     per: int = 1
     end: int | None = None
     step: int | None = None

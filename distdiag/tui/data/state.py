@@ -9,7 +9,7 @@ from distdiag.store.liveness import Monitor
 from distdiag.store.opening import ReadStatus
 from distdiag.store.rundir import CREATE
 from distdiag.tui.data.snapshot import Snapshot
-from distdiag.tui.draw.text import clean, integer, quote, seconds
+from distdiag.tui.draw.text import clean, counted, integer, quote, seconds
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _from_frame(snap: Snapshot) -> JobState:
     frame, s, run = snap.frame, snap.summary, quote(snap.run)
     state = frame.state if frame is not None else (snap.meta.get("state") or State.WAITING)
     text = clean(frame.state_text) if frame is not None else ""
-    ranks = f"{s.n:,} ranks / {s.nodes:,} node{'s' if s.nodes != 1 else ''}" if s.n else ""
+    ranks = f"{counted(s.n, 'rank')} / {counted(s.nodes, 'node')}" if s.n else ""
     if state == State.WAITING:
         world = snap.world_size
         reported = f"{s.reported:,} of {world:,} ranks have reported" if world else "no rank has reported yet"
@@ -104,7 +104,7 @@ def _from_frame(snap: Snapshot) -> JobState:
             return JobState("LOST", "×", "error", text or f"{rank_list(s.lost)} gone", f"distdiag diagnose {run}")
         return JobState("DEGRADED", "▲", "warning", text or ranks, f"distdiag diagnose {run}")
     if state == State.ENDED:
-        steps = f"after {integer(s.step, grouped=True)} steps" if s.step is not None else "no step was recorded"
+        steps = f"after {counted(s.step, 'step')}" if s.step is not None else "no step was recorded"
         return JobState("ENDED", "■", "bold", text or steps, f"distdiag report {run}")
     if state == State.FAILED:
         lost = f"{rank_list(s.lost)} failed" if s.lost else ""

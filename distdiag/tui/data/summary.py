@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankTable
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.text import median_low, quantile
+from distdiag.tui.draw.text import cells, clean, median_low, quantile
 
 _GONE = (Life.KILLED, Life.CRASHED, Life.SILENT)
 Waiting = tuple[str, str, int | None, int | None]  # op, group, seq, bytes
@@ -61,6 +61,7 @@ class Layout:
     nodes: list[int] = field(default_factory=list)  # all nodes, rising
     locals: list[int] = field(default_factory=list)  # all local ranks, rising
     place: list[tuple[int, int]] = field(default_factory=list)  # of each row: index into nodes, index into locals
+    host_cells: int = 8  # the longest host name
 
 
 def layout_of(table: RankTable, before: Layout) -> Layout:
@@ -74,7 +75,9 @@ def layout_of(table: RankTable, before: Layout) -> Layout:
     column, row = {n: i for i, n in enumerate(nodes)}, {x: i for i, x in enumerate(locals_)}
     hosts = {n: h or "" for n, h in zip(node, table.words("host"), strict=True)}
     ranks = [int(r) for r in table.numbers("rank")]
-    return Layout(key, ranks, hosts, nodes, locals_, [(column[n], row[x]) for n, x in zip(node, local, strict=True)])
+    places = [(column[n], row[x]) for n, x in zip(node, local, strict=True)]
+    longest = max((cells(clean(h.split(".")[0])) for h in hosts.values()), default=8)
+    return Layout(key, ranks, hosts, nodes, locals_, places, longest)
 
 
 def summarise(table: RankTable, before: Summary | None = None) -> Summary:

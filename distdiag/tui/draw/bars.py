@@ -47,30 +47,24 @@ def stacked(
     if not colour:
         return _letters(ends, width)
     out: list[Part] = []
-    cell = 0
+    cell = nth = 0
     while cell < width:
-        name = _at(ends, cell * 8)
-        if name is None:
+        while nth < len(ends) and ends[nth][1] <= cell * 8:
+            nth += 1
+        if nth == len(ends):
             out.append((" " * (width - cell), "", ""))
             break
-        end = next(e for n, e in ends if n == name and e > cell * 8)
+        name, end = ends[nth]
         full = end // 8 - cell
         if full > 0:
             out.append(_run(name, full, words))
             cell += full
-        elif cell < width:  # the segment ends inside this cell: it and what follows share it
-            after = _at(ends, cell * 8 + 7)
+        else:  # the segment ends inside this cell: it and what follows share it
+            after = next((n for n, e in ends[nth:] if e > cell * 8 + 7), None)
             share = end - cell * 8
-            if after == name:
-                out.append(("█", f"area-{name}", ""))
-            else:
-                out.append((EIGHTHS[share], f"area-{name}" + (f" on-{after}" if after else ""), ""))
+            out.append((EIGHTHS[share], f"area-{name}" + (f" on-{after}" if after else ""), ""))
             cell += 1
     return out
-
-
-def _at(ends: list[tuple[str, int]], eighth: int) -> str | None:
-    return next((name for name, end in ends if end > eighth), None)
 
 
 def _run(name: str, n: int, words: bool) -> Part:

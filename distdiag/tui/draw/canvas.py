@@ -15,9 +15,10 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Tooltip
 
-from distdiag.tui.draw.lines import STYLES, Line, hit_at, split_hit
+from distdiag.tui.draw.lines import BLANK, STYLES, Line, hit_at, split_hit
 from distdiag.tui.draw.palette import colours
 from distdiag.tui.draw.picture import svg
+from distdiag.tui.draw.text import cells
 
 
 class Canvas(Widget, can_focus=True):
@@ -76,6 +77,7 @@ class Canvas(Widget, can_focus=True):
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[Line] = []
+        self._strips: list[tuple[Line, Strip] | None] = []  # made from each line
         self._styles: dict[str, Style] = {}
         self._about: str | None = None  # what is under the mouse
         self._mouse = (-1, -1)
@@ -88,27 +90,64 @@ class Canvas(Widget, can_focus=True):
 
     def show(self, lines: list[Line]) -> int:
         """Show these lines from the top; returns how many had to be drawn again."""
-        old, self._lines = self._lines, lines
-        width = self.size.width
-        changed = [
-            y
-            for y in range(max(len(old), len(lines)))
-            if (old[y] if y < len(old) else None) != (lines[y] if y < len(lines) else None)
-        ]
+        old = self._lines
+        # an unchanged line stays the same object: its strip is found again
+        now = self._lines = [old[y] if y < len(old) and old[y] == text else text for y, text in enumerate(lines)]
+        width, both = self.size.width, min(len(old), len(now))
+        changed = [y for y in range(max(len(old), len(now))) if y >= both or old[y] is not now[y]]
         if changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
         if self._about is not None:  # another page, or a scrolled list: the text under the mouse may have changed
             self._explain()
         return len(changed)
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Return the strips of a region.
+
+        The base class adds borders, margins and tints to each line, which costs more than all that is drawn here; the
+        canvas has none.
+        """
+        filters, background = self.get_line_filters(), self.background_colors[1]
+        strips = []
+        for y in crop.line_range:
+            strip = self.render_line(y)
+            for each in filters:
+                strip = strip.apply_filter(each, background)
+            strips.append(strip)
+        return strips if crop.column_span == (0, self.size.width) else [s.crop(*crop.column_span) for s in strips]
+
     def render_line(self, y: int) -> Strip:
+        """Return one line as a strip; the one made before if the line has not changed."""
         width = self.size.width
+        text = self._lines[y] if y < len(self._lines) else BLANK
+        self._strips += [None] * (y + 1 - len(self._strips))
+        made = self._strips[y]
+        if made is None or made[0] is not text or made[1].cell_length != width:
+            made = self._strips[y] = (text, self._strip(text, width))
+        return made[1]
+
+    def _strip(self, text: Line, width: int) -> Strip:
+        """Return a line in exactly `width` cells, neighbours of the same style in one segment."""
         base = self.style_of("")
-        if y >= len(self._lines):
-            return Strip.blank(width, base)
-        known = self._styles
-        segments = [Segment(text, known.get(style) or self.style_of(style)) for text, style, _ in self._lines[y]]
-        return Strip(segments).adjust_cell_length(width, base)
+        segments: list[Segment] = []
+        used, before, run = 0, base, ""
+        for words, names, _ in text:
+            style = self._styles.get(names) or self.style_of(names)
+            used += cells(words)
+            if style is before:
+                run += words
+                continue
+            if run:
+                segments.append(Segment(run, before))
+            before, run = style, words
+        if used < width:
+            if before is not base:
+                segments.append(Segment(run, before))
+                before, run = base, ""
+            run += " " * (width - used)
+        if run:
+            segments.append(Segment(run, before))
+        return Strip(segments, used).crop(0, width) if used > width else Strip(segments, width)
 
     def style_of(self, names: str) -> Style:
         """Return the colours of some styles: of the text, and the ground of an area or the cursor."""
@@ -138,6 +177,7 @@ class Canvas(Widget, can_focus=True):
     def notify_style_update(self) -> None:
         """Use another theme: all styles are looked up again."""
         self._styles.clear()
+        self._strips.clear()
         super().notify_style_update()
 
     def on_click(self, event: events.Click) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,9 @@ TALLEST = 22  # lines of one chart
 _STEPS = tuple(f * 10**k for k in range(-2, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
 _TOPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # of a braille cell: left and right column, from below
+# of each column: all dots from one to another
+_RUNS = [[[sum(column[a : b + 1]) for b in range(4)] for a in range(4)] for column in _DOTS]
+_BRAILLE = [" ", *map(chr, range(0x2801, 0x2900))]
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ def step_of(span_s: float, dots: int) -> float:
 def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]:
     """Return the curve as `n` values of `step` seconds each, the last one ending at `end`; short gaps are bridged."""
     start = end - step * n
-    found: list[list[float]] = [[] for _ in range(n)]
-    for t, v in zip(curve.times, curve.values, strict=True):
-        if v is not None and start < t <= end and math.isfinite(v):
-            found[min(n - 1, int((t - start) / step))].append(v)
+    times, values = curve.times, curve.values
+    at = [bisect_left(times, start + i * step) for i in range(1, n)]
+    edges = itertools.pairwise([bisect_right(times, start), *at, bisect_right(times, end)])
+    found = ([v for v in values[a:b] if v is not None and math.isfinite(v)] for a, b in edges)
     out: list[float | None] = [curve.pick(v) if v else None for v in found]
     known = [i for i, v in enumerate(out) if v is not None]
     gaps = sorted(b - a for a, b in itertools.pairwise(known))
@@ -126,9 +130,11 @@ def _drawn(chart: Chart, start: float, now: float, width: int, height: int, asci
             y = min(levels - 1, max(0, int((v - low) / (high - low) * (levels - 1) + 0.5)))
             first = 0 if curve.filled else y if before is None else min(y, before + (y > before))
             last = y if curve.filled or before is None else max(y, before - (y < before))
-            for dot in range(first, last + 1):
-                r, c = height - 3 - dot // rows, i // per_cell
-                grid[r][c] |= _DOTS[i % 2][dot % 4] if not ascii_only else 1
+            c, runs = i // per_cell, _RUNS[i % 2]
+            (low_cell, low_dot), (high_cell, high_dot) = divmod(first, rows), divmod(last, rows)
+            for cell in range(low_cell, high_cell + 1):
+                r = height - 3 - cell
+                grid[r][c] |= runs[low_dot if cell == low_cell else 0][high_dot if cell == high_cell else rows - 1]
                 style[r][c] = curve.style
             before = y
     out = [title]
@@ -136,13 +142,13 @@ def _drawn(chart: Chart, start: float, now: float, width: int, height: int, asci
         label = chart.show(high) if r == 0 else chart.show(low) if r == height - 3 and height > 4 else ""
         parts: list[Part] = [(fit(label, LABEL - 1, ">") + " │", "muted", "")]
         glyphs = (
-            ["*" if d else " " for d in grid[r]] if ascii_only else [chr(0x2800 + d) if d else " " for d in grid[r]]
+            "".join("*" if d else " " for d in grid[r]) if ascii_only else "".join(map(_BRAILLE.__getitem__, grid[r]))
         )
-        for glyph, name in zip(glyphs, style[r], strict=True):
-            if parts[-1][1] == name and len(parts) > 1:
-                parts[-1] = (parts[-1][0] + glyph, name, "")
-            else:
-                parts.append((glyph, name, ""))
+        at = 0
+        for name, cells in itertools.groupby(style[r]):
+            n_cells = len(list(cells))
+            parts.append((glyphs[at : at + n_cells], name, ""))
+            at += n_cells
         out.append(tuple(parts))
     out.append(_axis(chart, end - step * n, end, now, columns))
     return out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distdiag.tui.draw.text import clean
 
-AROUND = 2  # lines before and after
+BEFORE, AFTER = 24, 8  # lines that are read; what decides whether a rank gets to a line is above it
+KEPT = 16  # excerpts in the cache
 MAX_BYTES = 1 << 20
 MAX_LINE = 400  # characters of a line
 
@@ -28,6 +30,12 @@ class Excerpt:
     line: int
     lines: tuple[tuple[int, str], ...] = ()
     why: str = ""
+
+    def near(self, most: int) -> Excerpt:
+        """Return at most so many of its lines, but five: up to a third of them after the line, the others before it."""
+        after = max(2, (most - 1) // 3)
+        before = max(2, most - 1 - after)
+        return replace(self, lines=tuple(x for x in self.lines if self.line - before <= x[0] <= self.line + after))
 
 
 def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
@@ -51,17 +59,22 @@ def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
     every = data.decode("utf-8", "replace").split("\n")
     if not 1 <= line <= len(every):
         return Excerpt(file, line, why="its source has fewer lines now")
-    first = max(1, line - AROUND)
-    shown = every[first - 1 : line + AROUND]
+    first = max(1, line - BEFORE)
+    shown = every[first - 1 : line + AFTER]
     lines = tuple((first + i, clean(x[:MAX_LINE].rstrip("\r").expandtabs(4))) for i, x in enumerate(shown))
     changed = started_unix_s is not None and about.st_mtime > started_unix_s
     return Excerpt(file, line, lines, "changed since the run began: lines may have moved" if changed else "")
 
 
-def cached(place: tuple[str, int] | None, started_unix_s: float | None, cache: dict[Any, Any]) -> Excerpt | None:
-    """Return the excerpt for a site; it is read once while the site is unchanged."""
-    if place is None:
-        return None
-    if cache.get("excerpt_place") != place:
-        cache["excerpt_place"], cache["excerpt"] = place, read(*place, started_unix_s)
-    return cache["excerpt"]
+def cached(
+    places: Iterable[tuple[str, int]], started_unix_s: float | None, cache: dict[Any, Any]
+) -> tuple[Excerpt, ...]:
+    """Return the excerpts for some sites; each is read once."""
+    kept: dict[tuple[str, int], Excerpt] = cache.setdefault("excerpts", {})
+    out = []
+    for place in places:
+        kept[place] = kept.pop(place, None) or read(*place, started_unix_s)  # the newest last
+        out.append(kept[place])
+    while len(kept) > KEPT:
+        del kept[next(iter(kept))]
+    return tuple(out)

@@ -70,6 +70,17 @@ def marked(text: Line, width: int, style: str = "cursor") -> Line:
     return tuple((t, f"{s} {style}" if s else style, h) for t, s, h in padded)
 
 
+def merged(parts: Iterable[Part]) -> Line:
+    """Return the parts with neighbours of the same style and hit as one: every part costs time at every drawing."""
+    out: list[Part] = []
+    for part in parts:
+        if out and out[-1][1] == part[1] and out[-1][2] == part[2]:
+            out[-1] = (out[-1][0] + part[0], part[1], part[2])
+        else:
+            out.append(part)
+    return tuple(out)
+
+
 def ascii_line(text: Line) -> Line:
     return tuple((to_ascii(t), s, h) for t, s, h in text)
 

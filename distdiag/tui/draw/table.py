@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from distdiag.tui.draw.lines import Line, Part, explained
+from distdiag.tui.draw.lines import Line, Part, explained, merged
 from distdiag.tui.draw.text import cells, fit
 
 R = TypeVar("R")
@@ -104,4 +104,4 @@ def row(
         if dim and style not in ("error", "warning"):
             style = "muted"
         parts.append((" " + fit(text, width, column.align), style, hit))
-    return tuple(parts)
+    return merged(parts)

@@ -71,6 +71,8 @@ def clip_left(text: str, width: int) -> str:
 
 def fit(text: str, width: int, align: str = "<") -> str:
     """Return `text` in exactly `width` cells, `<` left or `>` right."""
+    if len(text) <= width and text.isascii():
+        return text.rjust(width) if align == ">" else text.ljust(width)
     text = clip(text, width)
     pad = " " * (width - cells(text))
     return pad + text if align == ">" else text + pad
@@ -128,6 +130,12 @@ def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
 
 def percent(v: float | None) -> str:
     return f"{v:.0f}%" if is_number(v) else MISSING
+
+
+def counted(n: float | None, word: str, plural: str = "") -> str:
+    """Return `1 rank`, `3 ranks`; `– ranks` if not measured."""
+    many = plural or f"{word}s"
+    return f"{int(n):,} {word if n == 1 else many}" if n is not None and is_number(n) else f"{MISSING} {many}"
 
 
 def gib(v: float | None) -> str:

@@ -13,11 +13,11 @@ from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.draw.severity import WARN
-from distdiag.tui.draw.table import Column, choose, header, row
-from distdiag.tui.draw.text import cells, clean, clip, decimal, integer, percent, seconds, size
+from distdiag.tui.draw.table import Cell, Column, choose, header, row
+from distdiag.tui.draw.text import cells, clean, clip, counted, decimal, integer, percent, seconds, size
 from distdiag.tui.header import step_line, title_line
 from distdiag.tui.panels import footer_panel
-from distdiag.tui.screens.comm_panels import arrivals, ceiling, matrix
+from distdiag.tui.screens.comm_panels import STALE_S, arrivals, ceiling, matrix
 from distdiag.tui.ui import Ui
 
 __all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
@@ -27,8 +27,9 @@ MATTERS = 0.02  # share of step time below which collectives are not worth a ver
 EXPOSED = 0.3  # the limit of the finding comm_bound
 
 
-def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> CommData:
-    return read_comm(run, frame, request.at_s, cache)
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any], every_s: float = 1.0) -> CommData:
+    """Read the collectives, those that are completed at most every `every_s` seconds."""
+    return read_comm(run, frame, request.at_s, cache, every_s)
 
 
 def _ms(us: float | None) -> str:
@@ -77,10 +78,12 @@ def _entered(f: InFlight) -> str:
     return f"{len(f.entered):,} of {f.size:,}" if f.size else f"{len(f.entered):,}"
 
 
-def _missing(f: InFlight) -> str:
+def _missing(f: InFlight) -> Cell:
     if not f.size:
         return "members not known"
-    return rank_list(f.missing) if f.missing else "none"
+    if not f.missing:
+        return "none"
+    return rank_list(f.missing), "error" if (f.age_s or 0.0) > STALE_S else ""
 
 
 def verdict(data: CommData, snap: Snapshot) -> Line:
@@ -121,7 +124,7 @@ def _gradients(o: OpStats) -> Line:
     """Return the cost of DDP's gradients: only exposed communication costs."""
     share = 100 * (o.exposed_share or 0.0)
     much = share >= 100 * EXPOSED
-    sent = f"{size(o.bytes)} in {integer(o.buckets)} bucket{'s' if o.buckets != 1 else ''}"
+    sent = f"{size(o.bytes)} in {counted(o.buckets, 'bucket')}"
     text = f" gradients: {sent}, {_ms(o.p50_us)} ms a step, {_ms(o.exposed_us)} ms of it exposed: {percent(share)} of step time"
     return line((f" {WARN.glyph if much else '·'}", "warning" if much else "muted"), text)
 
@@ -208,7 +211,7 @@ def _share(snap: Snapshot, width: int) -> Line:
     s = snap.summary
     share = percent(100 * s.wait_mean / s.step_ms) if s.wait_mean is not None and s.step_ms else "–"
     groups = snap.panel.groups if isinstance(snap.panel, CommData) else ()
-    named = ", ".join(f"{clean(n)} ({k} ranks)" for n, k, _ in groups[:4]) + (
+    named = ", ".join(f"{clean(n)} ({counted(k, 'rank')})" for n, k, _ in groups[:4]) + (
         f", {len(groups) - 4} more" if len(groups) > 4 else ""
     )
     return fitted(
@@ -236,10 +239,7 @@ def _flights(data: CommData, width: int, room: int) -> list[Line]:
         return [line((" in flight: nothing", "muted"))]
     out = [header(chosen)]
     for f in data.in_flight[: room - 1]:
-        text = row(chosen, f)
-        if f.missing and (f.age_s or 0) > 5:
-            text = (*text[:-1], (text[-1][0], "error", ""))
-        out.append(text)
+        out.append(row(chosen, f))
     if len(data.in_flight) > room - 1:
         out.append(line((f" {len(data.in_flight) - room + 1} more in flight", "muted")))
     return out

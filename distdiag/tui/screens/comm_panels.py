@@ -9,7 +9,7 @@ from distdiag.store.frames import Frame
 from distdiag.tui.data.comm_data import CommData, InFlight
 from distdiag.tui.draw import bars
 from distdiag.tui.draw.lines import BLANK, Line, Part, explained, line
-from distdiag.tui.draw.text import SPARKS, clean, clip, decimal, fit, milliseconds, seconds
+from distdiag.tui.draw.text import SPARKS, clean, clip, counted, decimal, fit, milliseconds, seconds
 
 LEAST_SPREAD_MS = 0.5  # between first and last arrival; below it the picture would show noise
 STALE_S = 5.0  # from this age on a collective in flight is drawn as an error
@@ -67,7 +67,7 @@ def matrix(data: CommData, width: int, room: int) -> list[Line]:
         parts += [_cell(flying.get((group, op)), per_step.get((group, op))) for op in ops]
         out.append(tuple(parts))
     if len(groups) > len(shown):
-        out.append(line((f"   {len(groups) - len(shown)} more groups", "muted")))
+        out.append(line((f"   {counted(len(groups) - len(shown), 'more group')}", "muted")))
     return [*out, BLANK]
 
 

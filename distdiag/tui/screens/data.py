@@ -14,11 +14,11 @@ from distdiag.store.rows import LoaderRow
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
-from distdiag.tui.draw.text import clean, integer, median_low, milliseconds, percent, place
+from distdiag.tui.draw.text import clean, counted, integer, median_low, milliseconds, percent, place
 from distdiag.tui.header import title_line
-from distdiag.tui.panels import summary_line
+from distdiag.tui.panels import brief_panel
 from distdiag.tui.ui import Ui
 
 
@@ -164,7 +164,7 @@ class DataPage:
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, DataData) else DataData()
         lines = [title_line(snap, ui, width, self.title, self.question), *_totals(snap, data, width)]
-        tail = [rule(width), summary_line(snap, width, ui)]
+        tail = brief_panel(snap, ui, width, height)
         items = self.items(snap, ui)
         room = max(1, height - len(lines) - len(tail) - 2)
         top, index = ui.window("data", items, room)
@@ -225,7 +225,7 @@ def _totals(snap: Snapshot, data: DataData, width: int) -> list[Line]:
     if lengths:
         agree = len(lengths) == 1
         text = (
-            f"lengths agree: {integer(min(lengths))} batches"
+            f"lengths agree: {counted(min(lengths), 'batch', 'batches')}"
             if agree
             else f"lengths differ: {min(lengths)} to {max(lengths)} batches"
         )

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.store.frames import Frame
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
@@ -15,26 +15,27 @@ from distdiag.terms.units import size_text
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import excerpt, severity
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
-from distdiag.tui.draw.text import cells, clean, clip, clock, wrap
+from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import finding_lines, where_text
 from distdiag.tui.ui import Ui
 
 _EVENTS = 5
 BESIDE = 100  # cells of a screen that shows list and story side by side
+SHORTEST = 5  # lines of an excerpt
 
 
 @dataclass(frozen=True)
 class FindingsData:
-    """The monitor's own events, and the source of the chosen finding."""
+    """The monitor's own events, and the source of the chosen finding's sites."""
 
     events: tuple[Event, ...] = ()
-    source: excerpt.Excerpt | None = None
+    sources: tuple[excerpt.Excerpt, ...] = ()
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> FindingsData:
     events = tuple(e for e in run.events(50) if request.at_s is None or (e.t_s or 0.0) <= request.at_s)
-    return FindingsData(events, excerpt.cached(request.place, number(run.meta.get("started_unix_s")), cache))
+    return FindingsData(events, excerpt.cached(request.places, number(run.meta.get("started_unix_s")), cache))
 
 
 class FindingsPage:
@@ -44,7 +45,7 @@ class FindingsPage:
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
         chosen = self._chosen(snap, ui)
-        return Request("findings", ui.paused_at_s, place=None if chosen is None else site_of(chosen))
+        return Request("findings", ui.paused_at_s, places=() if chosen is None else sites_of(chosen))
 
     def _chosen(self, snap: Snapshot, ui: Ui) -> Finding | None:
         return snap.findings[ui.index("findings", self.items(snap, ui))] if snap.findings else None
@@ -86,15 +87,20 @@ class FindingsPage:
                 cursor = len(entries)
                 entry = [marked(x, left) for x in entry]
             entries += [*entry, BLANK]
-        f = snap.findings[chosen or 0]
-        source = snap.panel.source if isinstance(snap.panel, FindingsData) else None
-        story = story_lines(f, source if site_of(f) else None, width - left - 3)
+        f, beside = snap.findings[chosen or 0], width - left - 3
+        story = story_lines(f, (), beside)
+        sources = _of_finding(snap, f)
+        while sources and len(story) + len(sources) * SHORTEST > room:
+            sources = sources[:-1]
+        if sources:
+            each = max(SHORTEST, (room - len(story)) // len(sources) - 1)
+            story = story_lines(f, tuple(s.near(each) for s in sources), beside)
         if len(story) > room:
             story = [*story[: room - 1], cut_line(len(story) - room + 1)]
         out = []
         for y in range(max(len(entries), len(story))):
             a = fitted(entries[y], left) if y < len(entries) else BLANK
-            b = fitted(story[y], width - left - 3) if y < len(story) else BLANK
+            b = fitted(story[y], beside) if y < len(story) else BLANK
             out.append((*a, (" " * (left - width_of(a)), "", ""), (" │ ", "muted", ""), *b))
         out += [line(" " * left, (" │", "muted"))] * (room - len(out))
         return out, cursor
@@ -106,8 +112,8 @@ class FindingsPage:
         blocks: list[list[Line]] = []
         for i, f in enumerate(snap.findings):
             block = [*finding_lines(f, width), *(evidence_lines(f, width, i == chosen or not ui.interactive))]
-            if i == chosen and isinstance(snap.panel, FindingsData) and snap.panel.source is not None:
-                block += source_lines(snap.panel.source, width, 3)
+            if i == chosen and (sources := _of_finding(snap, f)):
+                block += source_lines(sources[0].near(SHORTEST), width, 3)
             if i == chosen:
                 block[0] = marked(block[0], width)
             blocks.append([*block, BLANK])
@@ -141,10 +147,22 @@ class FindingsPage:
         return out, cursor
 
 
-def site_of(f: Finding) -> tuple[str, int] | None:
-    """Return file and line of the culprit, or of the first rank named; None if no line is known."""
-    found = sorted((w for w in f.where if w.file and w.line), key=lambda w: w.rank not in f.culprits)
-    return (found[0].file, int(found[0].line)) if found and found[0].file and found[0].line else None
+def sites_of(f: Finding) -> tuple[tuple[str, int], ...]:
+    """Return file and line of the culprit, or of the first rank named, then other lines that ranks are at."""
+    found = sorted(f.where, key=lambda w: w.rank not in f.culprits)
+    sites = (site for w in (*found, *f.waiting) if (site := _site(w)) is not None)
+    return tuple(dict.fromkeys(sites))[:4]
+
+
+def _site(w: Where) -> tuple[str, int] | None:
+    return (w.file, int(w.line)) if w.file and w.line else None
+
+
+def _of_finding(snap: Snapshot, f: Finding) -> tuple[excerpt.Excerpt, ...]:
+    """Return the excerpts of the culprit's line and of one more; none before those of this finding have been read."""
+    read = snap.panel.sources if isinstance(snap.panel, FindingsData) else ()
+    found = [s for s in read if (s.file, s.line) in sites_of(f)]
+    return (*found[:1], *[s for s in found[1:] if s.lines][:1])
 
 
 def list_entry(f: Finding, width: int) -> list[Line]:
@@ -160,8 +178,8 @@ def list_entry(f: Finding, width: int) -> list[Line]:
     return [head, line((f"   {clip(clean(f.message), width - 4)}", "muted", hit))]
 
 
-def story_lines(f: Finding, source: excerpt.Excerpt | None, width: int) -> list[Line]:
-    """Return the details: what, who, where with its source, cost, what to do, evidence."""
+def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> list[Line]:
+    """Return the details: what, who, where with the source, cost, what to do, evidence."""
     mark = severity.of_finding(f.severity)
     closed = f.cleared_s is not None
     style = "muted" if closed else mark.style
@@ -192,16 +210,22 @@ def story_lines(f: Finding, source: excerpt.Excerpt | None, width: int) -> list[
         section("waiting" if f.culprits else "members", [rank_list(f.victims)], "muted")
     section(
         "where",
-        [where_text(w) for w in f.where[:4]] + ([f"and {len(f.where) - 4} more ranks"] if len(f.where) > 4 else []),
+        [where_text(w) for w in f.where[:4]]
+        + ([f"and {counted(len(f.where) - 4, 'more rank')}"] if len(f.where) > 4 else []),
     )
-    if source is not None and (source.lines or source.why):
-        out.extend(source_lines(source, width, 10))
+    culprits = {_site(w) for w in f.where}
+    for source in sources:
+        if (source.file, source.line) in culprits:
+            out.extend(source_lines(source, width, 10))
     section(
         "waits at",
         [where_text(w) for w in f.waiting[:2]]
-        + ([f"and {len(f.waiting) - 2} more ranks"] if len(f.waiting) > 2 else []),
+        + ([f"and {counted(len(f.waiting) - 2, 'more rank')}"] if len(f.waiting) > 2 else []),
         "muted",
     )
+    for source in sources:
+        if (source.file, source.line) not in culprits:
+            out.extend(source_lines(source, width, 10))
     if f.names:
         section(
             "names",
@@ -277,7 +301,7 @@ def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple
         rows += [("at" if i == 0 else "", where_text(w)) for i, w in enumerate(f.where[2:8])]
         rows += [("waits" if i == 0 else "", where_text(w)) for i, w in enumerate(f.waiting[:4])]
         if len(f.waiting) > 4:
-            rows.append(("", f"and {len(f.waiting) - 4} more ranks"))
+            rows.append(("", f"and {counted(len(f.waiting) - 4, 'more rank')}"))
         if len(f.names) > 3:
             rows.append(
                 (

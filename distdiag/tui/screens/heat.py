@@ -13,11 +13,11 @@ from distdiag.store.rows import StepRow
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import bars
-from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, fitted, line, rule
+from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, fitted, line
 from distdiag.tui.draw.palette import HEAT_LEVELS
 from distdiag.tui.draw.text import cells, clean, clip, fit, median_low, milliseconds, quantile
 from distdiag.tui.header import title_line
-from distdiag.tui.panels import finding_lines, summary_line
+from distdiag.tui.panels import brief_panel, finding_lines
 from distdiag.tui.ui import Ui
 
 NAMES = {
@@ -193,18 +193,18 @@ class HeatPage:
         room = width - LABEL - TAIL
         return max(10, room // 10 * 10)
 
-    def _room(self, height: int) -> int:
-        return max(1, height - 3 - 5 - 4)
+    def _room(self, height: int, tail: int) -> int:
+        return max(1, height - 3 - 5 - 2 - tail)
 
-    def _rows(self, n: int, ui: Ui, height: int) -> tuple[int, int]:
+    def _rows(self, n: int, ui: Ui, height: int, tail: int) -> tuple[int, int]:
         """Return the ranks on the screen, and how many share a line."""
-        lines = self._room(height)
+        lines = self._room(height, tail)
         pair = 2 if ui.drawn and n > lines else 1
         return lines * pair, pair
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
         items = self.items(snap, ui)
-        room, _ = self._rows(len(items), ui, height)
+        room, _ = self._rows(len(items), ui, height, len(brief_panel(snap, ui, width, height)))
         top, index = ui.window("heat", items, room)
         window = self._window(width)
         if ui.step is None:
@@ -234,7 +234,7 @@ class HeatPage:
             title_line(snap, ui, width, self.title, self.question, span),
             fitted((*_name(ui.metric), *line((keys, "muted"))), width),
         ]
-        tail = [rule(width), summary_line(snap, width, ui)]
+        tail = brief_panel(snap, ui, width, height)
         items = self.items(snap, ui)
         if data.last < data.first or not items:
             text = (
@@ -245,7 +245,7 @@ class HeatPage:
             lines += [BLANK, line((text, "muted"))]
             lines += [BLANK] * (height - len(lines) - len(tail))
             return Screenful([*lines, *tail][:height])
-        room, pair = self._rows(len(items), ui, height)
+        room, pair = self._rows(len(items), ui, height, len(tail))
         top, index = ui.window("heat", items, room)
         shown = items[top : top + room]
         column = self._column(data, ui)
@@ -253,7 +253,7 @@ class HeatPage:
         rows = {} if snap.frame is None else {int(r): i for i, r in enumerate(snap.frame.table.numbers("rank"))}
         cursor = None
         chosen = items[index] if index is not None else None
-        tall = max(1, min(TALLEST, self._room(height) // len(items))) if ui.drawn else 1
+        tall = max(1, min(TALLEST, self._room(height, len(tail)) // len(items))) if ui.drawn else 1
         above = (tall - 1) // 2
         for nth in range(0, len(shown), pair):
             some = shown[nth : nth + pair]
@@ -393,7 +393,7 @@ def _legend(data: HeatData, ui: Ui, top: int, shown: int, n: int) -> list[Line]:
         scale = f" scale  . to {low} ms   1 to {first}   2 to {second} … 8 to {high}   9 above   {NOT_MEASURED} not measured"
         out = [line((scale, "muted"))]
     if data.per > 1:
-        every = f", of which every {data.stride}th is read" if data.stride > 1 else ""
+        every = f", of which one in {data.stride} is read" if data.stride > 1 else ""
         out.append(line((f" cell   the highest of {data.per} steps{every}", "muted")))
     out.append(line((" reads  one row lit: that rank.  one column lit: one bad step (all ranks).", "muted")))
     out.append(line(("        scattered: jitter.  the rows of one host lit together: that node.", "muted")))

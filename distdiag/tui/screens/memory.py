@@ -13,11 +13,11 @@ from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
 from distdiag.tui.draw.text import cells, clean, decimal, gib, integer, percent, rate, spark, wrap
 from distdiag.tui.header import title_line
-from distdiag.tui.panels import summary_line
+from distdiag.tui.panels import brief_panel
 from distdiag.tui.screens import memory_charts
 from distdiag.tui.screens.ranks_columns import host_width, short_host
 from distdiag.tui.ui import Ui
@@ -200,7 +200,7 @@ class MemoryPage:
         lines = [title_line(snap, ui, width, self.title, self.question)]
         lines += _hosts(data, snap, width, 2 if height < 30 else 6)
         lines += _notices(data, snap, width)
-        tail = [rule(width), summary_line(snap, width, ui)]
+        tail = brief_panel(snap, ui, width, height)
         room = height - len(lines) - len(tail) - 2
         if height >= CHARTS_FROM and data.history is not None:
             room = max(min(room, MIN_ROWS), room - memory_charts.ROOM - 1)  # with many ranks one row of charts stays

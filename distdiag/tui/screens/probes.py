@@ -16,7 +16,7 @@ from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
 from distdiag.tui.draw.text import clean, clock, decimal, fit, size
 from distdiag.tui.header import title_line
-from distdiag.tui.panels import summary_line
+from distdiag.tui.panels import brief_panel
 from distdiag.tui.ui import Ui
 
 _STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}
@@ -59,7 +59,7 @@ class ProbesPage:
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, ProbesData) else ProbesData()
         lines = [title_line(snap, ui, width, self.title, self.question)]
-        tail = [rule(width), summary_line(snap, width, ui)]
+        tail = brief_panel(snap, ui, width, height)
         items = self.items(snap, ui)
         cursor = None
         room = 1

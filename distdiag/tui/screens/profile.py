@@ -17,9 +17,9 @@ from distdiag.tui.draw import bars
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, marked, rule
 from distdiag.tui.draw.palette import PARTS
 from distdiag.tui.draw.table import Column, choose, header, row
-from distdiag.tui.draw.text import clean, clip, clip_left, delta, fit, milliseconds, percent, quote, size, wrap
+from distdiag.tui.draw.text import clean, clip, clip_left, counted, delta, fit, milliseconds, percent, quote, size, wrap
 from distdiag.tui.header import title_line
-from distdiag.tui.panels import summary_line
+from distdiag.tui.panels import brief_panel
 from distdiag.tui.ui import Ui
 
 
@@ -87,7 +87,7 @@ class ProfilePage:
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, ProfileData) else ProfileData()
-        tail = [rule(width), summary_line(snap, width, ui)]
+        tail = brief_panel(snap, ui, width, height)
         lines = [title_line(snap, ui, width, self.title, self.question)]
         room, cursor = 1, None
         p = data.profile
@@ -129,7 +129,7 @@ def _nothing(snap: Snapshot, ui: Ui, data: ProfileData) -> list[Line]:
 
 def _what(p: Profile, width: int) -> list[Line]:
     last = (p.first_step or 0) + p.steps - 1
-    steps = f"steps {p.first_step}–{last}" if p.first_step is not None else f"{p.steps} steps"
+    steps = f"steps {p.first_step}–{last}" if p.first_step is not None else counted(p.steps, "step")
     out = [line((f"   profile {p.number}: {steps}, all times in ms per step", "muted"))]
     out += [line((f"   {x}", "warning")) for x in wrap(clean(p.verdict), width - 4)] if p.verdict else []
     out += [line((f"   rank {m.rank}: no profile: {clean(m.reason)}", "warning")) for m in p.missing[:3]]

@@ -21,6 +21,7 @@ from distdiag.tui.draw.text import (
     clean,
     clip_left,
     clock,
+    counted,
     decimal,
     fit,
     gib,
@@ -133,7 +134,14 @@ class RankPage:
         if table is None or at is None:
             lines = [title_line(snap, ui, width, f"rank {ui.rank}", self.question), BLANK]
             if snap.problem is None and table is not None:
-                lines += [line((f"   rank {ui.rank} is not part of this run, which has {len(table):,}", "warning"))]
+                lines += [
+                    line(
+                        (
+                            f"   rank {ui.rank} is not part of this run, which has {counted(len(table), 'rank')}",
+                            "warning",
+                        )
+                    )
+                ]
             panel = footer_panel(snap, ui, job_state(snap), width, max(4, height // 2))
             return Screenful([*lines, *[BLANK] * (height - len(lines) - len(panel)), *panel][:height])
         row, mark = table.row(at), snap.summary.marks[at]
@@ -198,7 +206,7 @@ def _now(row: RankRow, snap: Snapshot, stuck: bool, width: int) -> list[Line]:
             line(
                 (" note   ", "muted"),
                 (
-                    f"the recorder failed {row.recorder_errors} times here: {clean(row.recorder_error or '?')}",
+                    f"the recorder failed {counted(row.recorder_errors, 'time')} here: {clean(row.recorder_error or '?')}",
                     "warning",
                 ),
             )
@@ -213,6 +221,7 @@ def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
     bars = max(8, min(WINDOW, width - 47))
     n = min(len(data.steps), bars)
     many = len(data.steps) >= 100
+    reference = f"median of the {snap.summary.n - 1:,} other ranks" if snap.summary.n > 2 else "the other rank"
     out = [
         line(
             (
@@ -243,7 +252,7 @@ def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
             (spark(values, bars), "accent"),
         )
         out.append(explained(made, name, HELP.get(name, "")))
-    out.append(line((f" others = median of the {snap.summary.n - 1:,} other ranks; self = step - wait", "muted")))
+    out.append(line((f" others = {reference}; self = step - wait", "muted")))
     return out
 
 
@@ -287,7 +296,13 @@ def _stack(data: RankData, row: RankRow, snap: Snapshot, ui: Ui, width: int, hei
         out.append(line(f"   {fit(clip_left(at, 40), 40)}  ", function))
     if len(frames) > at_most:
         out.append(
-            line((f"   {len(frames) - at_most} more frames: {ui.opens('7', 'stacks')}", "muted", "do:show('stacks')"))
+            line(
+                (
+                    f"   {counted(len(frames) - at_most, 'more frame')}: {ui.opens('7', 'stacks')}",
+                    "muted",
+                    "do:show('stacks')",
+                )
+            )
         )
     return out
 
@@ -301,8 +316,8 @@ def _facts(data: RankData, row: RankRow, width: int) -> list[Line]:
         parts = [f" process  CPU {percent(p.cpu_pct if p else row.cpu_pct)}", f"rss {gib(rss)} GiB"]
         if p:
             parts += [
-                f"{integer(p.threads)} threads",
-                f"{integer(p.children)} children at {percent(p.children_cpu_pct)}",
+                counted(p.threads, "thread"),
+                f"{counted(p.children, 'child', 'children')} at {percent(p.children_cpu_pct)}",
                 f"reads {rate(p.read_bytes_per_s)}",
             ]
         out.append(_within(parts, width))

@@ -30,7 +30,9 @@ MIN_ROWS = 6
 PANEL_WIDTH, PANEL_HEIGHT = 90, 40  # smaller screens have no collectives
 CHART_LINES = 45
 CHARTS_FROM = 28  # lines of a screen that has charts however many ranks there are
-GPU_AGE_S = 10.0  # an older sample of a GPU is not shown
+GPU_AGE_S = 10.0  # an older sample of a GPU or a host is not shown
+COLLECTIVES_EVERY_S = 2.0  # how often they are read
+COLLECTIVES_FROM = 2 * CHART_HEIGHT + 8  # free lines
 
 
 @dataclass(frozen=True)
@@ -45,35 +47,40 @@ class RanksData:
 def read(run: Run, request: Request, frame: Frame, cache: dict) -> RanksData:
     """Read charts of the job, bars of the ranks on the screen, and collectives if they fit."""
     return RanksData(
-        comm.read(run, request, frame, cache) if request.extra else None,
+        comm.read(run, request, frame, cache, COLLECTIVES_EVERY_S) if request.extra else None,
         history.read(run, frame, cache),
-        _capacity(run, request, frame),
+        _capacity(run, request, frame, cache),
     )
 
 
-def _capacity(run: Run, request: Request, frame: Frame) -> dict[int, Capacity]:
+def _capacity(run: Run, request: Request, frame: Frame, cache: dict) -> dict[int, Capacity]:
     """Return GPU and host of each rank on the screen, from the newest samples at that time."""
-    at = frame.t_s
-    gpus = {
-        (node, gpu): (use, total)
-        for node, gpu, use, total in run.query(
-            "SELECT node, gpu, utilization_pct, memory_total_bytes FROM gpu WHERE t_s > ? AND t_s <= ? ORDER BY t_s",
-            (at - GPU_AGE_S if len(frame.table) <= 64 else at - 2.0, at + 1.0),
-        )
-    }
-    hosts = dict(
-        run.query(
-            "SELECT node, memory_total_bytes FROM host WHERE t_s > ? AND t_s <= ? ORDER BY t_s", (at - 10.0, at + 1.0)
-        )
-    )
-    out = {}
-    table = frame.table
+    until, table = frame.t_s + 1.0, frame.table
     ranks, nodes, devices = table.numbers("rank"), table.numbers("node"), table.numbers("gpu")
-    for rank in request.ranks:
-        if rank in ranks:
-            i = ranks.index(rank)
-            use, total = gpus.get((nodes[i], devices[i]), (None, None))
-            out[rank] = Capacity(use, total, hosts.get(nodes[i]))
+    wanted = set(request.ranks)
+    rows = [i for i, rank in enumerate(ranks) if rank in wanted]
+    on = sorted({int(nodes[i]) for i in rows if nodes[i] == nodes[i]})
+    newest = run.query(
+        "SELECT (SELECT max(t_s) FROM gpu WHERE t_s <= ?1), (SELECT max(t_s) FROM host WHERE t_s <= ?1)", (until,)
+    )[0]
+    key = (newest, on, int(frame.t_s / GPU_AGE_S))
+    if cache.get("capacity_key") != key:  # sampled less often than frames are written
+        which = f"WHERE t_s > ? AND t_s <= ? AND node IN ({','.join('?' * len(on))}) GROUP BY node"
+        gpu_age_s = GPU_AGE_S if len(table) <= 64 else 2.0
+        gpus = run.query(
+            f"SELECT max(t_s), node, gpu, utilization_pct, memory_total_bytes FROM gpu {which}, gpu",
+            (until - 1.0 - gpu_age_s, until, *on),
+        )
+        hosts = run.query(
+            f"SELECT max(t_s), node, memory_total_bytes FROM host {which}", (until - 1.0 - GPU_AGE_S, until, *on)
+        )
+        cache["capacity"] = {r[1:3]: r[3:] for r in gpus}, {node: total for _, node, total in hosts}
+        cache["capacity_key"] = key
+    of_gpu, of_host = cache["capacity"]
+    out = {}
+    for i in rows:
+        use, total = of_gpu.get((nodes[i], devices[i]), (None, None))
+        out[int(ranks[i])] = Capacity(use, total, of_host.get(nodes[i]))
     return out
 
 
@@ -97,7 +104,9 @@ class RanksPage:
         items = () if ui.group else self.order.ranks(snap, ui)
         top, _ = ui.window("ranks", items, height)
         shown = tuple(items[top : top + height])
-        return Request("ranks", ui.paused_at_s, None, shown, extra=width >= PANEL_WIDTH and height >= PANEL_HEIGHT)
+        # a table of many ranks leaves no line for the collectives: they are not read then
+        room = height >= PANEL_HEIGHT and height - min(len(items), height) >= COLLECTIVES_FROM
+        return Request("ranks", ui.paused_at_s, None, shown, extra=width >= PANEL_WIDTH and room)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         if ui.group:
@@ -196,9 +205,8 @@ def _table(
         ui.cursor["ranks"] = items[0]
         ui.top["ranks"] = 0
     cursor = None
-    for nth in range(top, min(len(rows), top + space)):
-        i = rows[nth]
-        rank = table.row(i)
+    on_screen = rows[top : top + space]
+    for nth, (i, rank) in enumerate(zip(on_screen, table.rows(on_screen), strict=True), top):
         cap = capacity.get(rank.rank, NOTHING)
         item = Shown(rank, snap.summary.marks[i], snap, ui, job.stuck, cap, scale)
         mark = item.mark
@@ -230,7 +238,7 @@ def _extra(page: RanksPage, snap: Snapshot, ui: Ui, width: int, left: int) -> li
     if left < CHART_HEIGHT + 1:
         return []
     collectives: list[Line] = []
-    if data.comm is not None and width >= PANEL_WIDTH and left >= 2 * CHART_HEIGHT + 8:
+    if data.comm is not None and width >= PANEL_WIDTH and left >= COLLECTIVES_FROM:
         collectives = comm.summary_lines(data.comm, snap, width, 5, ui)
     room = left - 1 - (len(collectives) + 1 if collectives else 0)
     marks = tuple((f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)

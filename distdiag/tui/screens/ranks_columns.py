@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from distdiag.store.frames import RankRow
@@ -11,7 +12,6 @@ from distdiag.tui.draw import bars, severity
 from distdiag.tui.draw.lines import Part
 from distdiag.tui.draw.table import Cell, Column
 from distdiag.tui.draw.text import (
-    cells,
     clean,
     decimal,
     delta,
@@ -141,7 +141,7 @@ def _state(s: Shown) -> Cell:
 
 def host_width(snap: Snapshot) -> int:
     """Return the cells of the node column: as wide as the longest host name, from 8 to 20."""
-    return max(8, min(20, max((cells(clean(h.split(".")[0])) for h in snap.summary.node_of.values()), default=8)))
+    return max(8, min(20, snap.summary.layout.host_cells))
 
 
 def short_host(host: str) -> str:
@@ -199,17 +199,27 @@ _NARROW, _WIDE = 72, 110  # cells of a screen with room for the bar of each row;
 
 def columns_for(snap: Snapshot, ui: Ui, stuck: bool, screen: int = 200) -> list[Column[Shown]]:
     """Return the columns of the table in this state, for a screen of this width; `choose` takes those that fit."""
-    on_device, wide = not snap.frame or snap.summary.on_device, screen >= _WIDE
+    s = snap.summary
+    digits = len(str(max(s.n - 1, 0)))
+    return _columns(stuck, screen, not snap.frame or s.on_device, digits, host_width(snap), s.nodes <= 1, ui.drawn)
+
+
+@lru_cache(maxsize=16)
+def _columns(
+    stuck: bool, screen: int, on_device: bool, digits: int, host: int, one_node: bool, drawn: bool
+) -> list[Column[Shown]]:
+    """Return the columns; made once, as they are the same in nearly every frame."""
+    wide = screen >= _WIDE
     change: dict[str, dict[str, Any]] = {
-        "rank": {"width": max(4, len(str(max(snap.summary.n - 1, 0))) + 1)},
-        "node": {"width": host_width(snap), "priority": 3 if snap.summary.nodes <= 1 else 0},
+        "rank": {"width": max(4, digits + 1)},
+        "node": {"width": host, "priority": 3 if one_node else 0},
     }
     if not stuck:
         change["mem GiB"] = {"title": "mem GiB" if on_device else "rss GiB"}
         # the bar gets its share of the screen before less important columns get anything
         change["one step by phase"] = {
             "width": max(16, screen * 2 // 5 if wide else screen - 60),
-            "head": lambda w: bars.legend(w, colour=ui.drawn),
+            "head": lambda w: bars.legend(w, colour=drawn),
         }
         if wide:
             change["mem GiB"] |= {"width": 8 + GAUGE, "tail": GAUGE + 1, "parts": _memory_parts}

@@ -1,4 +1,4 @@
-"""Stacks: where does every rank stand in the code? One tree for all ranks, so that the odd one out is seen."""
+"""Stacks: which line is every rank at? One tree for all ranks, so that the odd one out is seen."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import Run
 from distdiag.tui.data.snapshot import Request, Snapshot
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked
 from distdiag.tui.draw.text import cells, clean, clip_left, clock, place, quote, seconds
 from distdiag.tui.header import title_line
-from distdiag.tui.panels import summary_line
+from distdiag.tui.panels import brief_panel
 from distdiag.tui.ui import Ui
 
 
@@ -86,7 +86,7 @@ def _flatten(branches: list[store.Branch], depth: int, root: bool = True) -> lis
 class StacksPage:
     name = "stacks"
     title = "stacks"
-    question = "where does every rank stand in the code?"
+    question = "which line is every rank at?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
         return Request("stacks", ui.paused_at_s)
@@ -97,7 +97,7 @@ class StacksPage:
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, StacksData) else StacksData()
         lines = [title_line(snap, ui, width, self.title, self.question), *_age(snap, data, ui, width), BLANK]
-        tail = [rule(width), summary_line(snap, width, ui)]
+        tail = brief_panel(snap, ui, width, height)
         items = self.items(snap, ui)
         room = max(1, height - len(lines) - len(tail) - 1)
         top, index = ui.window("stacks", items, room)
