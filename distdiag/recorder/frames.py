@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Collection
 from types import CodeType, FrameType
 
 USER, PACKAGE, LIBRARY, BACKEND = 2, 1, 0, -1
@@ -52,6 +53,16 @@ def backend_files(file: str, package: str | None) -> None:
     if top != path and os.path.dirname(top) not in (os.path.abspath(sys.path[0]), os.getcwd()):
         _backend_folders = (*_backend_folders, top + os.sep)
     _kinds.clear()
+
+
+def backend_paths() -> list[str]:
+    """Return the files, and the folders with their separator, that `backend_files` treats as backend code."""
+    return sorted({*_backend, *_backend_folders})
+
+
+def is_users(file: str, backend: Collection[str]) -> bool:
+    """True if a file is the user's, for a process that knows another's `backend_paths` only."""
+    return kind_of_file(file) == USER and not os.path.abspath(file).startswith(tuple(backend))
 
 
 def kind_of_file(file: str) -> int:

@@ -88,7 +88,7 @@ class Handle:
     def meta(self, **facts: Any) -> None:
         """Record facts about the job: dataset, model, planned steps (`max_steps=…`)."""
         if self._session:
-            self._session.note(**facts)
+            self._session.recorder.note(**facts)
 
     def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:
         """Return an iterator over batches from something other than a DataLoader; waits, length and end are recorded."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import importlib
-import json
 import os
 import platform
 import signal
@@ -87,7 +86,7 @@ class Session:
                 process_groups.initialised(col)
         if missing:
             facts["unsupported"] = ", ".join(missing)
-        self.note(**facts)
+        self.recorder.note(**facts)
         self._witness()
 
     @guarded
@@ -108,12 +107,6 @@ class Session:
 
     def _socket(self) -> Path:
         return self.pages / f"r{self.recorder.h.rank}.sock"
-
-    def note(self, **facts: Any) -> None:
-        """Add facts about the job to the page; they are one JSON text, which is replaced as a whole."""
-        r = self.recorder
-        r.facts.update(facts)
-        r.h.facts = r.page.text(json.dumps(r.facts, default=str))
 
     @guarded
     def stacks_on_signals(self) -> None:
@@ -293,7 +286,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     state.current = recorder
     session = Session(recorder, directory, pages)
     session.held = [Kept(fd) for fd in held if fd is not None]
-    session.note(python=platform.python_version(), command=_command())
+    session.recorder.note(python=platform.python_version(), command=_command())
     writer.publish()
     os.register_at_fork(after_in_child=lambda: _in_child(session))
     sys.excepthook = session.excepthook

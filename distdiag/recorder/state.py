@@ -7,6 +7,7 @@ Our own tests set DISTDIAG_RAISE=1: there a failure is raised.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import time
@@ -63,6 +64,11 @@ class Recorder:
             if known is not None and kind_of(frame.f_code) == USER:
                 return known[0]
         return self.site(user_frame(frame))
+
+    def note(self, **facts: Any) -> None:
+        """Add facts about the job to the page; they are one JSON text, which is replaced as a whole."""
+        self.facts.update(facts)
+        self.h.facts = self.page.text(json.dumps(self.facts, default=str))
 
     def failed(self, error: BaseException) -> None:
         """Count a failure of the recorder; readers show the count and the last text."""

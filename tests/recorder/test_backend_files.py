@@ -66,3 +66,16 @@ def test_a_backends_package_is_backend_code_unless_it_is_the_users(
     assert frames.kind_of_file(str(tmp_path / "lib" / "device" / "stream.py")) == frames.BACKEND
     frames.backend_files(frames.__file__, "distdiag.recorder")
     assert frames.kind_of_file(frames.__file__) == frames.LIBRARY
+
+
+def test_another_process_knows_backend_code_by_the_paths_that_were_recorded(tmp_path: Path) -> None:
+    """The monitor reads the stack of a rank that a signal killed: no backend is loaded there."""
+    frames.backend_files(str(tmp_path / "device.py"), "")
+    frames.backend_files(str(tmp_path / "lib" / "device" / "groups.py"), "device")
+    paths = frames.backend_paths()
+    frames._backend.clear()
+    frames._backend_folders = ()
+    assert not frames.is_users(str(tmp_path / "device.py"), paths)
+    assert not frames.is_users(str(tmp_path / "lib" / "device" / "stream.py"), paths)
+    assert frames.is_users(str(tmp_path / "train.py"), paths)
+    assert not frames.is_users(frames._STDLIB[0] + "threading.py", ())

@@ -14,7 +14,7 @@ from distdiag.monitor.evidence import ask
 from distdiag.monitor.evidence.host_waits import HostWaits
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked, Phase
-from distdiag.recorder.frames import USER, kind_of_file
+from distdiag.recorder.frames import USER, is_users, kind_of_file
 from distdiag.store import stacks
 
 SUSPECT_S = 0.3  # a rank stuck in one wait for this long is asked for evidence
@@ -144,7 +144,7 @@ class Gatherer:
         self._keep_stack(v, now_s, ask.main_stack(threads))
 
     def _keep_stack(self, v: RankView, now_s: float, frames: list[tuple[str, int, str]]) -> None:
-        mine = tuple(Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER)
+        mine = tuple(Site(f, n, name) for f, n, name in frames if is_users(f, v.backend_files))
         if mine:
             self.stuck_stacks[v.rank] = (now_s, mine)
 

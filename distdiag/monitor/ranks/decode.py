@@ -85,6 +85,12 @@ class PageDecoder:
         found = self.parsed(self.page.header.facts) if self.page else None
         return found if isinstance(found, dict) else {}
 
+    @property
+    def backend_files(self) -> tuple[str, ...]:
+        """Files and folders of the rank's backends that are written in Python."""
+        found = self.facts.get("backend_files")
+        return tuple(x for x in found if isinstance(x, str)) if isinstance(found, list) else ()
+
     # -- slots -------------------------------------------------------------------------------------------
 
     def group_key(self, page: Page, index: int) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
-from distdiag.recorder.frames import backend_files
+from distdiag.recorder.frames import backend_files, backend_paths
 from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
@@ -117,6 +117,18 @@ class Groups:
             g = self._register(pg)
         return g
 
+    def _own_code(self, pg: Any, backend: str) -> None:
+        """Take the Python files of a group's backend out of the user's code, here and in the stacks that the monitor reads."""
+        before = backend_paths()
+        creator = getattr(getattr(dist.Backend, "_plugins", {}).get(backend.upper()), "creator_fn", None)
+        for what in (*type(pg).__mro__, creator):
+            module = sys.modules.get(getattr(what, "__module__", None) or "")
+            file = getattr(module, "__file__", None)
+            if module is not None and file and file.endswith(".py") and module.__name__ != "__main__":
+                backend_files(file, module.__package__)
+        if (found := backend_paths()) != before:
+            self.r.note(backend_files=found)
+
     def _register(self, pg: Any) -> Group | None:
         with self._lock:
             n = self.h.n_groups
@@ -135,7 +147,7 @@ class Groups:
             except (ValueError, RuntimeError, KeyError, AssertionError):
                 backend = ""
             slot.backend = self.page.text(backend)
-            _own_code(pg, backend)
+            self._own_code(pg, backend)
             slot.ranks = self.page.text(fold_ranks(list(members)))
             slot.generation = max(self.generation, 1)
             slot.completed = -1
@@ -237,16 +249,6 @@ def _devices(pg: Any) -> list[Any]:
         return list(pg._device_types)
     except (RuntimeError, AttributeError):
         return []
-
-
-def _own_code(pg: Any, backend: str) -> None:
-    """Take the Python files of a group's backend out of the user's code."""
-    creator = getattr(getattr(dist.Backend, "_plugins", {}).get(backend.upper()), "creator_fn", None)
-    for what in (*type(pg).__mro__, creator):
-        module = sys.modules.get(getattr(what, "__module__", None) or "")
-        file = getattr(module, "__file__", None)
-        if module is not None and file and file.endswith(".py") and module.__name__ != "__main__":
-            backend_files(file, module.__package__)
 
 
 def flight_recorder_status() -> dict[str, Any]:
