@@ -1,5 +1,7 @@
 """nonfinite: a loss or gradient is NaN or infinite; on which rank first, and whether its batch already had NaN.
 
+A loss that is infinite while its gradients are finite is an info: a large loss scale does that, too.
+
 Faulty jobs: log_poisson, norm_grad. Healthy look-alikes: half_scaler.
 """
 
@@ -30,8 +32,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the first value that is not finite."""
     s = facts.snapshot
     found = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith("nonfinite")]
+    infinite = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind == "infinite_loss"]
     if found:
         yield _finding(s, found)
+    elif infinite:
+        yield _harmless(s, infinite)
     elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
         yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
 
@@ -87,6 +92,30 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         if alone
         else "averaging carries it to every rank; training is lost from here on",
         advice=_advice(x.step, from_input, everywhere),
+    )
+
+
+def _harmless(s: Snapshot, found: Found) -> Finding:
+    """Return the finding of losses that are infinite, several in a row, while their gradients are finite."""
+    step = min(x.step for _, x in found)
+    chosen = [(q, x) for q, x in found if x.step == step]
+    ranks = tuple(sorted({q for q, _ in chosen}))
+    x = chosen[0][1]
+    everywhere = len(ranks) == s.world_size
+    return Finding(
+        kind=kind.name,
+        cause="loss",
+        certainty=Certainty.PROVED,
+        severity=Severity.INFO,
+        culprits=() if everywhere and s.world_size > 1 else ranks,
+        victims=ranks if everywhere else (),
+        where=tuple(where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen),
+        step=step,
+        first_seen_s=min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
+        message=f"loss is {'inf' if x.value > 0 else '-inf'} on {'all ranks' if everywhere else rank_list(ranks)} since step {step}"
+        f"{at(x.site)}; the gradients are finite, so training goes on",
+        cost="averages and logs of the loss are infinite, too",
+        advice="if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
     )
 
 

@@ -25,6 +25,7 @@ class NonFinite:
         self.h, self.ledger, self.samples = r.h, ledger, samples
         self._reported = 0
         self.suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
+        self._harmless = False  # the gradients of the suspected losses are finite
         self.local_gradients = False  # gradients are checked before they are averaged
         self._probe: tuple[Any, list[Any]] | None = None  # (optimizer, parameters whose gradient is checked)
 
@@ -64,6 +65,7 @@ class NonFinite:
             return
         self.ledger.bad_losses += 1
         if self.ledger.bad_losses == 1:
+            self._harmless = False
             self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
             self._check_input(site)
         elif self.ledger.bad_losses == at_most:
@@ -92,6 +94,8 @@ class NonFinite:
 
     def _report_suspects(self) -> None:
         for kind, step, value, p, site in self.suspects:
+            if kind is SampleKind.NONFINITE_LOSS and self._harmless and isinf(value):
+                kind = SampleKind.INFINITE_LOSS
             if self._reported < REPORTS:
                 self._reported += 1
                 self.samples.write(kind, step, value, name="" if p is None else self._name_of(p), site=site)
@@ -110,13 +114,12 @@ class NonFinite:
         found = (own_part(p.grad) for p in checked)
         gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
         finite = all(isfinite(float(g.sum())) for g in gradients)
+        # A scale can overflow in the loss alone: a loss that is inf harms only if its gradients are not finite.
+        self._harmless = finite and bool(gradients or self.local_gradients)
         if skipped is None and not finite:
             self._report_suspects()
-        # A loss that stays NaN is reported even if the gradients are finite. One that is inf harms only if they are not: a scale
-        # can overflow in the loss alone.
-        known = finite and bool(gradients or self.local_gradients)
-        losses = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
-        self.suspects = [x for x in losses if not (known and isinf(x[2]))]
+        # a loss that is never finite again is reported even if its gradients are
+        self.suspects = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
 
     def _check_gradient(self, optimizer: Any, step: int) -> None:
         probe = self._probe

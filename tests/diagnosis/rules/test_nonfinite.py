@@ -35,3 +35,13 @@ def test_a_nonfinite_loss_in_a_trial_of_one_rank_is_info() -> None:
     other = rank(0, samples=(Sample("nonfinite_loss", 20, float("nan")),))
     f = only([f for f in found_in(job(other, mine)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("error", (1,))
+
+
+def test_an_infinite_loss_with_finite_gradients_is_info() -> None:
+    log_of_zero = rank(1, samples=(Sample("infinite_loss", 120, float("-inf"), site=LOOP),))
+    f = only([f for f in found_in(job(rank(0), log_of_zero)) if f.kind == "nonfinite"])
+    assert (f.severity, f.cause, f.culprits, f.step) == ("info", "loss", (1,), 120)
+    assert "loss is -inf on rank 1 since step 120" in f.message
+    nan = rank(0, samples=(Sample("nonfinite_loss", 200, float("nan")),))
+    f = only([f for f in found_in(job(nan, log_of_zero)) if f.kind == "nonfinite"])
+    assert (f.severity, f.culprits) == ("error", (0,))
