@@ -59,8 +59,8 @@ class Limits:
     """The same as a share of the host's total memory: less does not end a job."""
     imbalance_share_of_device: float = 0.5
     """The same as a share of the others' device memory."""
-    imbalance_samples: int = 6
-    """Samples in a row that must be above."""
+    imbalance_s: float = 5.0
+    """Seconds in a row that it must be above, in at least three samples."""
 
 
 limits = Limits()
@@ -163,12 +163,12 @@ def _growth(s: Snapshot) -> Finding | None:
 
 
 def _host_imbalance(s: Snapshot) -> Iterator[Finding]:
-    """Yield ranks whose host memory is far above the others' after the first steps, for some samples in a row."""
+    """Yield ranks whose host memory is far above the others' after the first steps, for some seconds in a row."""
     ranks = [r for r in s.ranks.values() if r.life == Life.RUNNING and r.warm_since_s is not None]
     if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
         return
-    late = {r.rank: [b for t, b in r.memory if t > (r.warm_since_s or 0.0)][-limits.imbalance_samples :] for r in ranks}
-    if any(len(v) < limits.imbalance_samples for v in late.values()):
+    late = {r.rank: _newest([x for x in r.memory if x[0] > (r.warm_since_s or 0.0)]) for r in ranks}
+    if any(len(v) < 3 for v in late.values()):
         return
     floor = {q: min(v) for q, v in late.items()}
     usual = statistics.median_low(list(floor.values()))
@@ -185,6 +185,13 @@ def _host_imbalance(s: Snapshot) -> Iterator[Finding]:
         "find the cache, gathered state or list of outputs that only that rank keeps; shard it, or free it after use",
         s,
     )
+
+
+def _newest(points: Points | list[tuple[float, int]]) -> list[int]:
+    """Return the bytes of the newest samples that span `imbalance_s`; nothing if they do not reach back so far."""
+    since_s = points[-1][0] - limits.imbalance_s if points else 0.0
+    start = next((i for i in reversed(range(len(points))) if points[i][0] <= since_s), None)
+    return [] if start is None else [b for _, b in points[start:]]
 
 
 def _device(s: Snapshot) -> Iterator[Finding]:

@@ -90,6 +90,18 @@ def test_imbalance_is_relative_to_the_hosts_memory() -> None:
     assert holds(1e9, host=500e9) == []
 
 
+def test_imbalance_must_last_for_some_seconds_however_often_memory_is_sampled() -> None:
+    def holds(seconds: float, every_s: float) -> list[tuple[int, ...]]:
+        times = [10.0 + i * every_s for i in range(int(seconds / every_s) + 1)]
+        ranks = [rank(q, memory=tuple((t, int(4e8 + (q == 0) * 1e9)) for t in times), warm_since_s=5.0) for q in (0, 1)]
+        return [f.culprits for f in findings_of(job(*ranks, host_memory_bytes=int(24e9))) if f.cause == "imbalance"]
+
+    assert holds(8.0, every_s=2.0) == [(0,)], "a busy host samples less often"
+    assert holds(8.0, every_s=1.0) == [(0,)]
+    assert holds(4.0, every_s=0.5) == []
+    assert holds(6.0, every_s=6.0) == [], "two samples"
+
+
 def headroom(*used_gib: float | None, card_gib: float | None = 80.0) -> list[Finding]:
     total = None if card_gib is None else int(card_gib * GIB)
     ranks = [
