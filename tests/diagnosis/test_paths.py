@@ -47,7 +47,7 @@ FIT = """
                     self.step(x)  # A
                     if self.bad(x):
                         continue
-                if self.should_stop:
+                if self.should_stop:  # on "#1", too
                     break
     def main():
         trainer.fit(batches)  # B

@@ -357,10 +357,8 @@ def _can_differ(test: ast.expr) -> bool:
 
 
 def _condition(site: Site, node: ast.stmt | ast.ExceptHandler, source: Source) -> Condition | None:
-    lines = (source(site.file) or "").splitlines()
-    if not 0 < node.lineno <= len(lines):
-        return None
-    return Condition(site.file, node.lineno, lines[node.lineno - 1].strip())
+    text = rank_condition.code_of_line(source(site.file) or "", node.lineno)
+    return Condition(site.file, node.lineno, text) if text else None
 
 
 def _asks_for_rank(condition: Condition, source: Source) -> bool:

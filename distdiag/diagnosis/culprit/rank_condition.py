@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,7 +76,7 @@ def enclosing(site: Site | None, source: Source) -> Condition | None:
             found = statement.lineno
     if found is None:
         return None
-    return Condition(site.file, found, text.splitlines()[found - 1].strip().removesuffix(":"))
+    return Condition(site.file, found, code_of_line(text, found).removesuffix(":"))
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:
@@ -105,13 +107,26 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
+def code_of_line(text: str, line: int) -> str:
+    """Return a line of a program without its comment; an empty text if there is no such line."""
+    lines = text.splitlines()
+    code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    if "#" not in code:
+        return code
+    with suppress(tokenize.TokenError, SyntaxError):  # the line may continue in the next one
+        for token in tokenize.generate_tokens(iter([code]).__next__):
+            if token.type == tokenize.COMMENT:
+                return code[: token.start[1]].rstrip()
+    return code
+
+
 def _text_of(node: ast.expr | ast.stmt, text: str) -> str:
     """Return a condition as the program has it: the line of an `if` or a decorator, or what a conditional expression tests."""
     if isinstance(node, ast.IfExp):
         return f"if {ast.get_source_segment(text, node.test)}"
     if isinstance(node, ast.BoolOp):
         return f"{ast.get_source_segment(text, node.values[0])} {'and' if isinstance(node.op, ast.And) else 'or'} …"
-    return text.splitlines()[node.lineno - 1].strip()
+    return code_of_line(text, node.lineno)
 
 
 def _condition(text: str, line: int, their_line: int | None) -> ast.expr | ast.stmt | None:
