@@ -315,7 +315,7 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
     from distdiag.recorder.hooks import step as step_hooks
 
     assert session.current is not None
-    ph = session.current.phases
+    accounting = session.current.accounting
     iterator = iter(loader)
     batch = next(iterator)
     loss = torch.zeros(())
@@ -323,16 +323,16 @@ def _hooks_in_a_loop(model: Any, optimizer: Any, loader: Any) -> list[float]:
     parameter.grad = torch.zeros_like(parameter)
 
     [ready] = parameter._post_accumulate_grad_hooks.values()
-    following = step_hooks.loader_next(ph, lambda _: batch)
-    forward = step_hooks.ddp_forward(ph, lambda *_: None)
-    backward = step_hooks.autograd_backward(ph, lambda *_: ready(parameter))
+    following = step_hooks.loader_next(accounting, lambda _: batch)
+    forward = step_hooks.ddp_forward(accounting, lambda *_: None)
+    backward = step_hooks.autograd_backward(accounting, lambda *_: ready(parameter))
 
     def hooks() -> None:
         following(iterator)
         forward(model, batch)
         backward(loss)
-        ph.optimizer_begins(optimizer)
-        ph.optimizer_ends(optimizer)
+        accounting.optimizer_begins(optimizer)
+        accounting.optimizer_ends(optimizer)
 
     out = []
     for _ in range(400):

@@ -96,7 +96,7 @@ def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     batches = iter(DataLoader(TensorDataset(torch.randn(8 * 400, 3, 8, 8)), 8))
     current = session.current
-    assert current is not None and current.phases is not None
+    assert current is not None and current.accounting is not None
     current.pulse.stop()
     for _ in range(300):  # until the checks of a job's first steps are over
         (x,) = next(batches)
@@ -119,8 +119,8 @@ def measure(rounds: int) -> dict[str, tuple[list[int], list[int]]]:
         "broadcast of buffers in it": (DDP._sync_buffers, plain["_sync_buffers"], (model,)),
         "backward": (calls(torch.autograd.backward), calls(plain["backward"]), (loss,)),
         "last gradient in it": (gradient_is_ready, nothing, (parameter,)),
-        "optimizer, before": (current.phases.optimizer_begins, nothing, (optimizer, (), {})),
-        "optimizer, after": (current.phases.optimizer_ends, nothing, (optimizer, (), {})),
+        "optimizer, before": (current.accounting.optimizer_begins, nothing, (optimizer, (), {})),
+        "optimizer, after": (current.accounting.optimizer_ends, nothing, (optimizer, (), {})),
         "a beat of the pulse (four a second)": (current.pulse.beat, nothing, ()),
     }
     taken: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in hooks}

@@ -83,12 +83,12 @@ class PageWriter:
         finally:
             os.close(fd)
         self.page = Page.from_buffer(self._map)
-        self.h: Header = self.page.header
-        self.h.page_bytes = PAGE_BYTES
-        self.h.version = VERSION
-        self.h.heap_used = 1  # offset 0 means "no string"
-        self.h.gpu = -1
-        self.h.epoch = -1
+        self.header: Header = self.page.header
+        self.header.page_bytes = PAGE_BYTES
+        self.header.version = VERSION
+        self.header.heap_used = 1  # offset 0 means "no string"
+        self.header.gpu = -1
+        self.header.epoch = -1
         # The page as plain words, for what is written many times a step: a third of the time of ctypes' fields. One view covers nearly
         # all of it: each further view would have to be loaded into cold caches.
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
@@ -108,7 +108,7 @@ class PageWriter:
 
     def publish(self) -> None:
         """Make the page visible under its name: from now on a reader may find it. The magic number is written last."""
-        self.h.magic = MAGIC
+        self.header.magic = MAGIC
         os.replace(self._fresh, self.path)
 
     def text(self, s: str) -> int:
@@ -117,15 +117,15 @@ class PageWriter:
         if off is not None:
             return off
         raw = s.encode("utf-8", "replace")[:60_000]
-        at = self.h.heap_used
+        at = self.header.heap_used
         end = at + 2 + len(raw)
         if end > HEAP_BYTES:
-            self.h.dropped += 1
+            self.header.dropped += 1
             return 0
         base = _HEAP_AT + at
         self._map[base : base + 2] = len(raw).to_bytes(2, "little")
         self._map[base + 2 : base + 2 + len(raw)] = raw
-        self.h.heap_used = end  # published only now: a reader never follows an offset beyond it
+        self.header.heap_used = end  # published only now: a reader never follows an offset beyond it
         if len(self._strings) < 20_000:
             self._strings[s] = at
         return at
@@ -193,7 +193,7 @@ class PageWriter:
 
     def write_sample(self, kind: int, step: int, value: float, key: int, name: str, site: int, t_ns: int) -> None:
         """Add one sampled check."""
-        header = self.h
+        header = self.header
         number = header.n_samples + 1
         rec = self.page.samples[header.n_samples % SAMPLES]
         rec.number = 0  # a half-written record is recognised
@@ -206,7 +206,7 @@ class PageWriter:
         self, model: int, began_ns: int, per_step: int, comm_ns: int, overlap_ns: int, backward_ns: int
     ) -> None:
         """Add one measurement of a DDP module's backward pass."""
-        header = self.h
+        header = self.header
         number = header.n_ddp_times + 1
         rec = self.page.ddp_times[header.n_ddp_times % DDP_TIMES]
         rec.number = 0  # a half-written record is recognised

@@ -14,7 +14,7 @@ BELOW = 1024  # limit of `select()`, and often of open files; ours are the highe
 ROOM = 64
 
 
-class Kept:
+class KeptFile:
     """An open file of the recorder. Takes over the descriptor `fd`; `.fd` is its new number."""
 
     def __init__(self, fd: int) -> None:

@@ -31,11 +31,11 @@ class Handle:
     @guarded
     def step(self, samples: int | None = None) -> None:
         """End a step here: for loops without a `torch.optim` optimizer."""
-        if self._session and self._session.phases:
-            ph = self._session.phases
+        if self._session and self._session.accounting:
+            accounting = self._session.accounting
             if samples is not None:
-                ph.ledger.samples = samples
-            ph.close_step(now_ns())
+                accounting.ledger.samples = samples
+            accounting.close_step(now_ns())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name what the rank does, as in `with handle.phase("validate"):`: init, validate, checkpoint, data, …"""
@@ -51,36 +51,36 @@ class Handle:
 
     @guarded
     def _enter(self, name: str) -> Any:
-        ph = self._session.phases if self._session else None
-        if ph is None:
+        accounting = self._session.accounting if self._session else None
+        if accounting is None:
             return None
-        led = ph.ledger
-        before, led.idle = led.idle, ph.user_phase(name)
-        ph.enter(led.idle)
+        ledger = accounting.ledger
+        before, ledger.idle = ledger.idle, accounting.user_phase(name)
+        accounting.enter(ledger.idle)
         return before
 
     @guarded
     def _leave(self, before: Any) -> None:
-        if before is not None and self._session and self._session.phases:
-            self._session.phases.ledger.idle = before
-            self._session.phases.enter(before)
+        if before is not None and self._session and self._session.accounting:
+            self._session.accounting.ledger.idle = before
+            self._session.accounting.enter(before)
 
     @guarded
     def epoch(self, epoch: int) -> None:
         """Set the number of the epoch that begins."""
         if self._session:
-            self._session.recorder.h.epoch = epoch
+            self._session.recorder.header.epoch = epoch
 
     @guarded
     def log(self, **scalars: float) -> None:
         """Record values that readers show: `handle.log(loss=1.2, accuracy=0.4)`."""
         if not self._session:
             return
-        r, h = self._session.recorder, self._session.recorder.h
+        recorder, h = self._session.recorder, self._session.recorder.header
         for name, value in scalars.items():
-            rec = r.page.page.scalars[h.n_scalars % SCALARS]
+            rec = recorder.page.page.scalars[h.n_scalars % SCALARS]
             rec.number = 0
-            rec.name, rec.step, rec.value, rec.t_ns = r.page.text(name), h.step, float(value), now_ns()
+            rec.name, rec.step, rec.value, rec.t_ns = recorder.page.text(name), h.step, float(value), now_ns()
             rec.number = h.n_scalars + 1
             h.n_scalars += 1
 
@@ -92,11 +92,11 @@ class Handle:
 
     def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:
         """Return an iterator over batches from something other than a DataLoader; waits, length and end are recorded."""
-        if self._session is None or self._session.phases is None:
+        if self._session is None or self._session.accounting is None:
             return iterable
         from distdiag.recorder.hooks.step import batches
 
-        return batches(self._session.phases, iterable, length)
+        return batches(self._session.accounting, iterable, length)
 
     @guarded
     def detach(self) -> None:

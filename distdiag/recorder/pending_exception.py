@@ -17,9 +17,9 @@ _SHOWN = 400  # characters
 _FRAMES = 200  # of the traceback: a recursion may have thousands
 
 
-def handled(r: state.Recorder) -> tuple[int, int]:
+def handled(recorder: state.Recorder) -> tuple[int, int]:
     """Return (text, site) of the exception that the main thread handles, as heap offsets; `NONE` if user code has no part in it."""
-    found: Any = sys._current_exceptions().get(r.main_thread or 0)
+    found: Any = sys._current_exceptions().get(recorder.main_thread or 0)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
     if not isinstance(error, BaseException):
         return NONE
@@ -33,7 +33,9 @@ def handled(r: state.Recorder) -> tuple[int, int]:
     if raised is None:
         return NONE
     code = raised.tb_frame.f_code
-    return r.page.text(_text(error)), r.page.site(absolute(code.co_filename), raised.tb_lineno, code.co_name)
+    return recorder.page.text(_text(error)), recorder.page.site(
+        absolute(code.co_filename), raised.tb_lineno, code.co_name
+    )
 
 
 def _text(error: BaseException) -> str:

@@ -39,7 +39,7 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 @guarded
 def take(session: Session) -> None:
     """Accept the request in this rank's file; the profile begins at the requested step."""
-    rank = session.recorder.h.rank
+    rank = session.recorder.header.rank
     request = profile_files.take_request(profile_files.request_path(session.pages, rank), now_ns())
     profile = Profile(session, request)
     reason = _refusal(session)
@@ -48,13 +48,13 @@ def take(session: Session) -> None:
         return
     session.profile = profile
     profile.answer(WAITING)
-    session.phases.watch_steps(profile.step_ended)
+    session.accounting.watch_steps(profile.step_ended)
 
 
 def _refusal(session: Session) -> str:
     """Return why no profile can be taken now; "" if one can."""
     torch = sys.modules.get("torch")
-    if session.phases is None or torch is None:
+    if session.accounting is None or torch is None:
         return "torch is not imported yet, or this torch has no torch.distributed"
     if session.profile is not None and not session.profile.given_up():
         return "another profile is being taken"
@@ -87,7 +87,7 @@ class Profile:
     """One profile of this rank, from the request to the saved trace."""
 
     def __init__(self, session: Session, request: Request) -> None:
-        self.session, self.request, self.r = session, request, session.recorder
+        self.session, self.request, self.recorder = session, request, session.recorder
         self.over = False
         self._profiler: Any = None
         self._found = Answer(number=request.number, state=WAITING)
@@ -107,18 +107,18 @@ class Profile:
         """Write the state of the profile; a file system error costs only that."""
         self.over = word in (DONE, FAILED)
         found = self._found
-        found.state, found.detail, found.step = word, detail, int(self.r.h.step)
+        found.state, found.detail, found.step = word, detail, int(self.recorder.header.step)
         try:
-            profile_files.write(profile_files.answer_path(self.session.pages, self.r.h.rank), found)
+            profile_files.write(profile_files.answer_path(self.session.pages, self.recorder.header.rank), found)
         except OSError:
-            self.r.h.dropped += 1
+            self.recorder.header.dropped += 1
 
     # -- in the training thread -------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
         """Start, continue or stop at the end of a step."""
         try:
-            if threading.get_ident() != self.r.main_thread or self.over:
+            if threading.get_ident() != self.recorder.main_thread or self.over:
                 return
             request, last = self.request, self.request.first_step + self.request.steps - 1
             late = now_ns() > request.deadline_ns
@@ -176,7 +176,7 @@ class Profile:
             original = getattr(profiler, name)
 
             def starts(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() == self.r.main_thread:
+                if threading.get_ident() == self.recorder.main_thread:
                     self._stop("the job started its own profiler")
                 return original(*args, **kwargs)
 
@@ -189,7 +189,7 @@ class Profile:
 
     def _leave(self) -> Any:
         """Stop the profiler and undo all changes; return the profiler."""
-        self.session.phases.watch_steps(None)
+        self.session.accounting.watch_steps(None)
         from torch.autograd import profiler
 
         for name, original in self._originals.items():
@@ -221,17 +221,17 @@ class Profile:
         if self._profiler is not None:
             return self._stop(reason)
         try:
-            self.session.phases.watch_steps(None)
+            self.session.accounting.watch_steps(None)
         finally:
             self.answer(FAILED, reason)
 
     @guarded
     def end(self) -> None:
         """End the profile with the script: stop recording, and wait until a trace that is being saved is complete."""
-        if self._profiler is not None and threading.get_ident() == self.r.main_thread:
-            self._stop(f"the script ended in step {self.r.h.step + 1}")
+        if self._profiler is not None and threading.get_ident() == self.recorder.main_thread:
+            self._stop(f"the script ended in step {self.recorder.header.step + 1}")
         elif not self.over and not self._saved.locked():
-            self._fail(f"the script ended after step {self.r.h.step}")
+            self._fail(f"the script ended after step {self.recorder.header.step}")
         if self._saved.acquire(timeout=END_S):
             self._saved.release()
 
@@ -257,7 +257,7 @@ class Profile:
 
     def _sample(self) -> None:
         found = self._found
-        frame = user_frame(sys._current_frames().get(self.r.main_thread or 0))
+        frame = user_frame(sys._current_frames().get(self.recorder.main_thread or 0))
         if found.samples % MEMORY_SAMPLES == 0:
             found.rss_peak_bytes = max(found.rss_peak_bytes or 0, _resident_bytes())
         found.samples += 1
@@ -273,11 +273,11 @@ class Profile:
         """
         if self._failed or self._result is None:
             return
-        found, rank = self._found, self.r.h.rank
+        found, rank = self._found, self.recorder.header.rank
         found.lines = [[*place, n] for place, n in self._lines.most_common(MAX_LINES)]
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
-            found.device_peak_bytes = torch.cuda.max_memory_allocated(self.r.device)
+            found.device_peak_bytes = torch.cuda.max_memory_allocated(self.recorder.device)
         self.answer(SAVING)
         path = profile_files.trace_path(self.session.run_dir.absolute(), self.request.number, rank)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,10 @@ _PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
 class Pulse:
     """The pulse thread. It is started below `threading`: a script that joins all of `threading.enumerate()` would wait for it."""
 
-    def __init__(self, r: state.Recorder) -> None:
-        self.r, self.h = r, r.h
+    def __init__(self, recorder: state.Recorder) -> None:
+        self.recorder, self.header = recorder, recorder.header
         self.collectives: Any = None
-        self.phases: Any = None
+        self.accounting: Any = None
         self.checks: Any = None
         self.watch: Any = None  # the `Watch` of the monitor
         self.request = ""  # path of the file in which a reader asks for a profile
@@ -87,7 +87,7 @@ class Pulse:
     @guarded
     def beat(self) -> None:
         """Write one beat; the thread does so every quarter of a second."""
-        words = self.r.page.words
+        words = self.recorder.page.words
         beats, t = words[_BEATS], now_ns()
         waits = words[_BLOCKED] not in _GOES_ON or t - max(words[_SINCE], words[_BLOCKED_SINCE]) > STILL_NS
         if waits or beats % 2 == 0:
@@ -96,8 +96,8 @@ class Pulse:
             t = now_ns()  # read after the frames, so that the operation that they wait in is counted
             self.collectives.refresh_groups()
             words[_COUNTED] = t
-        if self.phases is not None:
-            self.phases.poll()
+        if self.accounting is not None:
+            self.accounting.poll()
         if beats % 4 == 0:
             self._device()
             self._signals()
@@ -109,7 +109,7 @@ class Pulse:
         words[_HEARTBEAT] = now_ns()
 
     def _sample(self, still: bool) -> None:
-        frame = sys._current_frames().get(self.r.main_thread or 0)
+        frame = sys._current_frames().get(self.recorder.main_thread or 0)
         if frame is None:
             return
         code, waits = frame.f_code, in_backend(frame)
@@ -118,11 +118,11 @@ class Pulse:
             if len(self._raw) >= 4096:
                 self._raw.clear()
             name = BACKEND_FRAME + raw_name(frame) if waits else raw_name(frame)
-            known = self._raw[id(code), waits] = self.r.page.text(name), code
-        words, at = self.r.page.words, _STACK
+            known = self._raw[id(code), waits] = self.recorder.page.text(name), code
+        words, at = self.recorder.page.words, _STACK
         phase = words[_PHASE]
-        sites = [self.r.site(f) for f in user_stack(frame, STACK)]
-        exception = pending_exception.handled(self.r) if still else pending_exception.NONE
+        sites = [self.recorder.site(f) for f in user_stack(frame, STACK)]
+        exception = pending_exception.handled(self.recorder) if still else pending_exception.NONE
         words[_VERSION] += 1  # odd: being written
         for s in sites:
             words[at] = s
@@ -136,20 +136,20 @@ class Pulse:
 
     def _signals(self) -> None:
         """Stop using a signal once the script has its own handler for it."""
-        number = self.h.trace_signal
+        number = self.header.trace_signal
         if number and any(signal.getsignal(n) is not signal.SIG_DFL for n in (number - 1, number)):
-            self.h.trace_signal = 0
+            self.header.trace_signal = 0
 
     def _device(self) -> None:
-        torch, device = sys.modules.get("torch"), self.r.device
+        torch, device = sys.modules.get("torch"), self.recorder.device
         if torch is None or device is None or not torch.cuda.is_initialized():
             return
         properties = torch.cuda.get_device_properties(device)
         if self._gpu is None:
-            self.h.gpu = self._gpu = _physical_index(properties)
-        self.h.device_bytes = torch.cuda.memory_reserved(device)
-        self.h.device_peak_bytes = torch.cuda.max_memory_reserved(device)
-        self.h.device_total_bytes = properties.total_memory
+            self.header.gpu = self._gpu = _physical_index(properties)
+        self.header.device_bytes = torch.cuda.memory_reserved(device)
+        self.header.device_peak_bytes = torch.cuda.max_memory_reserved(device)
+        self.header.device_total_bytes = properties.total_memory
 
 
 def _physical_index(properties: Any) -> int:

@@ -26,7 +26,7 @@ from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import relayed, run_claim, state
-from distdiag.recorder.descriptors import Kept
+from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
 from distdiag.recorder.pulse import Pulse
@@ -43,24 +43,24 @@ class Session:
         self.recorder = recorder
         self.run_dir = run_dir
         self.pages = pages
-        self.held: list[Kept] = []  # locks that protect the page directories from removal
-        self.written: list[Kept] = []  # files for signal handlers of this process, not of its forked children
+        self.page_locks: list[KeptFile] = []  # locks that protect the page directories from removal
+        self.handler_files: list[KeptFile] = []  # files for signal handlers of this process, not of its forked children
         self.pulse = Pulse(recorder)
-        self.phases: Any = None
+        self.accounting: Any = None
         self.server: Any = None
         self.profile: Any = None  # the last profile that a reader requested
-        self._hook_before = sys.excepthook
+        self._previous_excepthook = sys.excepthook
 
     # -- hooks ---------------------------------------------------------------------------------------
 
     @guarded
     def install(self) -> None:
         """Install the hooks; torch has been imported."""
-        if self.phases is not None:
+        if self.accounting is not None:
             return
         import torch
 
-        r = self.recorder
+        recorder = self.recorder
         facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
         missing = [] if torch.distributed.is_available() else ["torch.distributed"]
         if not missing:
@@ -71,19 +71,19 @@ class Session:
             from distdiag.recorder.hooks import process_groups, wrap_collectives, wrapping
 
             wrapping.skip_all_of_ours()
-            col = wrap_collectives.install(r)
-            process_groups.install(col)
-            self.phases = hooks.install(r, col)
-            self.pulse.collectives, self.pulse.phases = col, self.phases
+            collectives = wrap_collectives.install(recorder)
+            process_groups.install(collectives)
+            self.accounting = hooks.install(recorder, collectives)
+            self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
             if accounts.MISFIT:
-                r.failed(RuntimeError(accounts.MISFIT))
+                recorder.failed(RuntimeError(accounts.MISFIT))
             facts["hooks"] = "compiled" if accounts.COMPILED else "Python"
             if not hasattr(c10d, "_dump_fr_trace_json"):
                 missing.append("flight recorder (JSON)")
             if not hasattr(c10d, "_WorkerServer"):
                 missing.append("worker server")
             if torch.distributed.is_initialized():
-                process_groups.initialised(col)
+                process_groups.initialised(collectives)
         if missing:
             facts["unsupported"] = ", ".join(missing)
         self.recorder.note(**facts)
@@ -96,17 +96,17 @@ class Session:
         path = self._socket()
         self.server = witness.start(path)
         if self.server is not None:
-            self.recorder.h.witness = self.recorder.page.text(str(path))
+            self.recorder.header.witness = self.recorder.page.text(str(path))
 
     @guarded
-    def profile_asked(self) -> None:
+    def take_profile(self) -> None:
         """Accept a reader's request for a profile of this rank."""
         from distdiag.recorder import profile
 
         profile.take(self)
 
     def _socket(self) -> Path:
-        return self.pages / f"r{self.recorder.h.rank}.sock"
+        return self.pages / f"r{self.recorder.header.rank}.sock"
 
     @guarded
     def stacks_on_signals(self) -> None:
@@ -114,57 +114,59 @@ class Session:
 
         It writes in C, in the signal handler. If the job uses faulthandler itself, its settings remain.
         """
-        rank, h = self.recorder.h.rank, self.recorder.h
+        rank, h = self.recorder.header.rank, self.recorder.header
         number = signal.SIGRTMIN + 13
         if signal.getsignal(number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            trace = self._opened(f"r{rank}.trace").fd  # the workers of a DataLoader write their stacks to it, too
+            trace = self._create_file(f"r{rank}.trace").fd  # the workers of a DataLoader write their stacks to it, too
             faulthandler.register(number, file=trace, all_threads=True, chain=False)
             h.trace_signal = number
-            self._native_frames(number - 1)
+            self._write_native_frames_on(number - 1)
         if not faulthandler.is_enabled():
-            faulthandler.enable(file=self._written(f"r{rank}.fatal"), all_threads=True)
+            faulthandler.enable(file=self._create_handler_file(f"r{rank}.fatal"), all_threads=True)
 
-    def _opened(self, name: str) -> Kept:
+    def _create_file(self, name: str) -> KeptFile:
         """Create a file next to the page; it stays open for the life of the process."""
-        return Kept(os.open(self.pages / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        return KeptFile(os.open(self.pages / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
-    def _written(self, name: str) -> int:
+    def _create_handler_file(self, name: str) -> int:
         """Create a file that forked children do not write to, and return its descriptor."""
-        self.written.append(self._opened(name))
-        return self.written[-1].fd
+        self.handler_files.append(self._create_file(name))
+        return self.handler_files[-1].fd
 
-    def _native_frames(self, number: int) -> None:
+    def _write_native_frames_on(self, number: int) -> None:
         """Write the main thread's native frames to `r<rank>.native` on this signal; needs the compiled module."""
         try:
             _native = importlib.import_module("distdiag.recorder.fast._native")
         except ImportError:
             return
         if signal.getsignal(number) is signal.SIG_DFL:
-            _native.install(number, self._written(f"r{self.recorder.h.rank}.native"))
+            _native.install(number, self._create_handler_file(f"r{self.recorder.header.rank}.native"))
 
     # -- the end --------------------------------------------------------------------------------------
 
     def excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         self.record_exception(error, tb)
-        self._hook_before(kind, error, tb)
+        self._previous_excepthook(kind, error, tb)
 
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
         """Record the exception that ends the script: its text and the user's frames, innermost first."""
-        self.recorder.h.trace_signal = 0
-        r, h = self.recorder, self.recorder.h
+        self.recorder.header.trace_signal = 0
+        recorder, h = self.recorder, self.recorder.header
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
         last, frames = relayed.original(last, h.rank)
-        inner = [r.page.site(file, line, name) for file, line, name in reversed(frames) if kind_of_file(file) == USER]
-        h.exception = r.page.text(last[:2000])
+        inner = [
+            recorder.page.site(file, line, name) for file, line, name in reversed(frames) if kind_of_file(file) == USER
+        ]
+        h.exception = recorder.page.text(last[:2000])
         h.exception_ns = now_ns()
-        self._left_from(tb, inner)
+        self._record_frames(tb, inner)
         h.life = LifeWord.RAISED
         h.exit_code = 1
 
-    def _left_from(self, tb: TracebackType | None, inner: list[int]) -> None:
+    def _record_frames(self, tb: TracebackType | None, inner: list[int]) -> None:
         """Record the user's frames that an exception went through, innermost first, after those of `inner`."""
-        r, h = self.recorder, self.recorder.h
+        recorder, h = self.recorder, self.recorder.header
         frames = []
         while tb is not None:
             frames.append((tb.tb_frame, tb.tb_lineno))
@@ -175,7 +177,7 @@ class Session:
             for frame, line in reversed(frames):
                 if id(frame) in wanted and len(sites) < STACK:
                     code = frame.f_code
-                    sites.append(r.page.site(absolute(code.co_filename), line, code.co_name))
+                    sites.append(recorder.page.site(absolute(code.co_filename), line, code.co_name))
         for i, s in enumerate(sites):
             h.exception_stack[i] = s
         h.exception_depth = len(sites)
@@ -188,11 +190,11 @@ class Session:
             code: Exit code, if known.
             tb: Traceback of the SystemExit, if there was one: the site that ended the script.
         """
-        h = self.recorder.h
+        h = self.recorder.header
         if code is not None:
             h.exit_code = code
         if tb is not None:
-            self._left_from(tb, [])
+            self._record_frames(tb, [])
         if h.life != LifeWord.RAISED:
             h.life = LifeWord.EXITING
             h.phase = Phase.DONE
@@ -215,10 +217,10 @@ class Session:
 
     def detach(self) -> None:
         """Stop recording a script that continues. Its state is unknown from now on, while its process group exists."""
-        h, group_left = self.recorder.h, self.recorder.h.life == LifeWord.LEFT_GROUP
+        h, group_left = self.recorder.header, self.recorder.header.life == LifeWord.LEFT_GROUP
         self.close()
-        if self.phases is not None:
-            self.phases.ledger.main_thread = 0  # from now on the hooks ignore every thread
+        if self.accounting is not None:
+            self.accounting.ledger.main_thread = 0  # from now on the hooks ignore every thread
         dist = sys.modules.get("torch.distributed")
         if not group_left and dist is not None and dist.is_available() and dist.is_initialized():
             h.life = LifeWord.DETACHED
@@ -270,7 +272,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
         directories.make(pages)
         held.append(directories.hold(pages))
         writer = PageWriter(page_path(pages, rank))
-    h = writer.h
+    h = writer.header
     h.pid = os.getpid()
     h.rank, h.local_rank, h.world_size = rank, local_rank, world_size
     h.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
@@ -285,7 +287,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     recorder = Recorder(writer)
     state.current = recorder
     session = Session(recorder, directory, pages)
-    session.held = [Kept(fd) for fd in held if fd is not None]
+    session.page_locks = [KeptFile(fd) for fd in held if fd is not None]
     session.recorder.note(python=platform.python_version(), command=_command())
     writer.publish()
     os.register_at_fork(after_in_child=lambda: _in_child(session))
@@ -299,7 +301,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     start_monitor(*of_node)
     session.pulse.watch = Watch(*of_node)
     session.pulse.request = str(profile_files.request_path(pages, rank))
-    session.pulse.asked = session.profile_asked
+    session.pulse.asked = session.take_profile
     session.pulse.start()
     return session
 
@@ -320,10 +322,10 @@ def _in_child(session: Session) -> None:
     current = None
     state.current = None
     session.server = None  # its threads are not in the child
-    for lock in session.held:
+    for lock in session.page_locks:
         lock.close()
-    session.held = []
-    for file in session.written:
+    session.page_locks = []
+    for file in session.handler_files:
         file.mute()
     session.pulse.forked()
     atexit.unregister(session.close)

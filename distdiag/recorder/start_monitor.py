@@ -15,7 +15,7 @@ from pathlib import Path
 
 import distdiag
 from distdiag.page import directories
-from distdiag.recorder.descriptors import Kept
+from distdiag.recorder.descriptors import KeptFile
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Watch:
     def __init__(self, run_dir: Path, pages: Path, node: int, overflow: Path) -> None:
         self._of = run_dir, pages, node, overflow
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_APPEND
-        self._lock: Kept | None = Kept(os.open(pages / "monitor.lock", flags, 0o600))
+        self._lock: KeptFile | None = KeptFile(os.open(pages / "monitor.lock", flags, 0o600))
 
     def check(self) -> None:
         """Start a monitor if none runs."""

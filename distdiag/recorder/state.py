@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self, writer: PageWriter) -> None:
         self.page = writer
-        self.h = writer.h
+        self.header = writer.header
         self.main_thread = threading.main_thread().ident
         self.quiet = False
         # CUDA device of the job's parameters, set by the main thread: in any other thread the current device is 0
@@ -68,15 +68,15 @@ class Recorder:
     def note(self, **facts: Any) -> None:
         """Add facts about the job to the page; they are one JSON text, which is replaced as a whole."""
         self.facts.update(facts)
-        self.h.facts = self.page.text(json.dumps(self.facts, default=str))
+        self.header.facts = self.page.text(json.dumps(self.facts, default=str))
 
     def failed(self, error: BaseException) -> None:
         """Count a failure of the recorder; readers show the count and the last text."""
         try:
-            self.h.errors += 1
+            self.header.errors += 1
             last = traceback.extract_tb(error.__traceback__)
             where = f" at {os.path.basename(last[-1].filename)}:{last[-1].lineno}" if last else ""
-            self.h.error = self.page.text(f"{type(error).__name__}: {str(error)[:200]}{where}")
+            self.header.error = self.page.text(f"{type(error).__name__}: {str(error)[:200]}{where}")
         except Exception:  # the page itself is unusable: nothing is left to write to
             if RAISE:
                 raise

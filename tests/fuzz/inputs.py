@@ -274,7 +274,7 @@ class Inputs:
     def _two_pages(self, folder: Path, world_size: int = 2, first: int = 0) -> Path:
         pages = folder / "pages"
         for rank in (first, first + 1):
-            a_page(pages, rank).h.world_size = world_size
+            a_page(pages, rank).header.world_size = world_size
         return pages
 
     def _copy(self, folder: Path) -> Path:

@@ -22,7 +22,7 @@ LIMIT_S = 5.0  # for one poll
 def a_page(pages: Path, rank: int) -> PageWriter:
     """Return the page of a rank with calls, steps, a group and texts."""
     page = PageWriter(page_path(pages, rank))
-    h = page.h
+    h = page.header
     h.pid, h.rank, h.world_size, h.local_world_size = os.getpid(), rank, 2, 2
     h.process_start_ticks = procfs.start_ticks(os.getpid()) or 0
     h.started_mono_ns, h.started_wall_ns, h.heartbeat_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -109,7 +109,7 @@ def test_a_damaged_page_does_not_make_the_job_larger(
     tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter]
 ) -> None:
     second = pages[2]
-    second.h.world_size = second.h.local_world_size = 60_000
+    second.header.world_size = second.header.local_world_size = 60_000
     monitor = Monitor(tmp_path / "run", pages[0], node=0, quiet=True, keep_bytes=1 << 30)
     try:
         monitor.tick()
@@ -122,7 +122,7 @@ def test_a_damaged_page_does_not_make_the_job_larger(
 def test_a_page_with_another_rank_than_in_its_name_is_damaged(
     tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter]
 ) -> None:
-    pages[2].h.rank = 60_000
+    pages[2].header.rank = 60_000
     monitor = Monitor(tmp_path / "run", pages[0], node=0, quiet=True, keep_bytes=1 << 30)
     try:
         monitor.tick()

@@ -59,7 +59,7 @@ def test_the_waits_of_a_job_on_a_device_are_not_measured_after_its_groups_are_de
         page = PageWriter(page_path(tmp_path, rank))
         slot = page.page.groups[0]
         slot.name, slot.backend, slot.destroyed = page.text("0"), page.text(backend), 1
-        page.h.n_groups = 1
+        page.header.n_groups = 1
         page.publish()
         view = RankView.open(page.path, 0)
         view.refresh(1.0)
@@ -74,7 +74,12 @@ def test_what_ddp_waits_in_has_the_operation_that_python_saw_the_reducer_issue(t
     page = PageWriter(page_path(tmp_path, 0))
     slot = page.page.groups[0]
     slot.name, slot.backend, slot.enqueued, slot.completed = page.text("0"), page.text("lanes"), 7, 6
-    page.h.n_groups, page.h.blocked, page.h.blocked_since_ns, page.h.counted_ns = 1, Blocked.DDP, 1, 2
+    page.header.n_groups, page.header.blocked, page.header.blocked_since_ns, page.header.counted_ns = (
+        1,
+        Blocked.DDP,
+        1,
+        2,
+    )
     page.publish()
     view = RankView.open(page.path, 0)
     view.refresh(1.0)

@@ -29,7 +29,7 @@ LONG_AGO_NS = 10**9
 @pytest.fixture
 def page(tmp_path: Path) -> PageWriter:
     page = PageWriter(page_path(tmp_path, 0))
-    page.h.phase_since_ns = time.monotonic_ns() - LONG_AGO_NS
+    page.header.phase_since_ns = time.monotonic_ns() - LONG_AGO_NS
     page.publish()
     return page
 
@@ -44,7 +44,7 @@ def view(page: PageWriter) -> Iterator[RankView]:
 
 
 def moves(page: PageWriter) -> int:
-    page.h.phase_since_ns = now = time.monotonic_ns()
+    page.header.phase_since_ns = now = time.monotonic_ns()
     return now
 
 
@@ -71,16 +71,16 @@ def test_a_rank_that_just_changed_phases_is_not_polled_fully(page: PageWriter, v
 def test_a_rank_that_uses_the_cpu_is_not_polled_fully(
     page: PageWriter, view: RankView, blocked: Blocked, idle: bool | None, still_s: float, moves_on: bool
 ) -> None:
-    page.h.blocked = blocked
+    page.header.blocked = blocked
     assert view.moves_on(moves(page) + int(still_s * 1e9), lambda _: idle) is moves_on
 
 
 def raises(page: PageWriter) -> None:
-    page.h.life, page.h.exception_ns = LifeWord.RAISED, 1
+    page.header.life, page.header.exception_ns = LifeWord.RAISED, 1
 
 
 def fails(page: PageWriter) -> None:
-    page.h.errors += 1
+    page.header.errors += 1
 
 
 def calls_much(page: PageWriter) -> None:
@@ -89,13 +89,13 @@ def calls_much(page: PageWriter) -> None:
 
 
 def steps_much(page: PageWriter) -> None:
-    page.h.n_steps += 200
+    page.header.n_steps += 200
 
 
 def samples(page: PageWriter, kind: SampleKind, times: int = 1) -> None:
     for _ in range(times):
-        page.page.samples[page.h.n_samples % SAMPLES].kind = kind
-        page.h.n_samples += 1
+        page.page.samples[page.header.n_samples % SAMPLES].kind = kind
+        page.header.n_samples += 1
 
 
 def loses_its_loss(page: PageWriter) -> None:
@@ -218,15 +218,16 @@ def test_counters_and_frames_are_read_at_every_beat_while_the_rank_may_be_waitin
 ) -> None:
     pulse = Pulse(Recorder(page))
     pulse.collectives = groups = Groups()
-    page.h.blocked = blocked
+    page.header.blocked = blocked
     for _ in range(8):
         if moving:
             moves(page)
         pulse.beat()
-    assert (groups.refreshed, page.h.beats) == (counted, 8)
-    assert 0 < page.h.counted_ns <= page.h.heartbeat_ns
-    assert page.h.counted_ns > page.h.stack_ns or counted < stacks  # the operation that the frames wait in is counted
-    assert page.h.stack_depth and page.h.stack_version == 2 * stacks  # odd during a write
+    assert (groups.refreshed, page.header.beats) == (counted, 8)
+    assert 0 < page.header.counted_ns <= page.header.heartbeat_ns
+    # read after the frames, so that the operation that they wait in is counted
+    assert page.header.counted_ns > page.header.stack_ns or counted < stacks
+    assert page.header.stack_depth and page.header.stack_version == 2 * stacks  # odd during a write
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["schedstat", "ticks alone"])

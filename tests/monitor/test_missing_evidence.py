@@ -21,7 +21,7 @@ class Rank:
 
     def __init__(self, pages: Path, backend: str = "nccl") -> None:
         self.page = PageWriter(page_path(pages, 0))
-        h, slot = self.page.h, self.page.page.groups[0]
+        h, slot = self.page.header, self.page.page.groups[0]
         slot.backend, slot.name, slot.ranks = (self.page.text(t) for t in (backend, "0", "0-1"))
         slot.completed = -1
         h.n_groups, h.trace_signal = 1, 60
@@ -33,8 +33,8 @@ class Rank:
 
     def poll(self, beats: int, completed: int) -> list[str]:
         slot = self.page.page.groups[0]
-        self.page.h.beats += beats
-        self.page.h.step += 100
+        self.page.header.beats += beats
+        self.page.header.step += 100
         slot.enqueued += 100
         slot.completed = completed
         self.view.refresh(1.0)

@@ -29,7 +29,7 @@ class Run:
         self.directory = tmp_path / "run"
         self.pages = [PageWriter(page_path(tmp_path / "pages", q)) for q in (0, 1)]
         for q, page in enumerate(self.pages):
-            page.h.rank = q
+            page.header.rank = q
             page.publish()
         self.views = {q: RankView.open(page.path, 0) for q, page in enumerate(self.pages)}
         self.writer = Writer(self.directory)
@@ -71,7 +71,7 @@ def only(found: list[Finding]) -> Finding:
 def test_a_complete_recorder_has_no_finding(run: Run) -> None:
     facts = json.dumps({"torch": "2.13.0", "cuda": None, "backend": "gloo"})
     for page in run.pages:
-        page.h.facts = page.text(facts)
+        page.header.facts = page.text(facts)
     run.writer.steps([StepRow(rank=0, step=1, step_ms=1.0)])
     assert run.writer.commit()
     assert run.poll() == [] and run.own.found == []
@@ -79,8 +79,8 @@ def test_a_complete_recorder_has_no_finding(run: Run) -> None:
 
 def test_records_that_did_not_fit_are_counted_with_their_rank(run: Run) -> None:
     page = run.pages[1]
-    while page.text(f"{page.h.heap_used}" + "x" * 50_000):  # until the page's space for texts is full
-        assert page.h.heap_used < HEAP_BYTES
+    while page.text(f"{page.header.heap_used}" + "x" * 50_000):  # until the page's space for texts is full
+        assert page.header.heap_used < HEAP_BYTES
     f = only(run.poll())
     assert (f.cause, f.severity, f.culprits) == ("dropped", "info", (1,))
     assert f.message.startswith("rank 1 dropped 1 ") and "incomplete" in f.message
@@ -91,7 +91,7 @@ def test_records_that_did_not_fit_are_counted_with_their_rank(run: Run) -> None:
 def test_features_that_this_torch_lacks_are_named(run: Run) -> None:
     for page in run.pages:
         facts = {"torch": "2.10.0", "unsupported": "flight recorder (JSON), worker server"}
-        page.h.facts = page.text(json.dumps(facts))
+        page.header.facts = page.text(json.dumps(facts))
     found = run.poll()
     assert {f.cause for f in found} == {"unsupported_torch"} and {f.severity for f in found} == {"info"}
     assert sorted(f.culprits for f in found) == [(0,), (1,)]
@@ -161,8 +161,8 @@ def test_a_failed_write_that_was_retried_before_the_poll_is_no_finding(run: Run)
 
 
 def test_failures_of_recorder_and_rules_are_reported_with_their_text(run: Run) -> None:
-    run.pages[0].h.errors = 2
-    run.pages[0].h.error = run.pages[0].text("KeyError: 'x' at hooks.py:40")
+    run.pages[0].header.errors = 2
+    run.pages[0].header.error = run.pages[0].text("KeyError: 'x' at hooks.py:40")
     failures = {"ZeroDivisionError: division by zero at speed.py:99": 12}
     found = run.poll(failures)
     assert [(f.cause, f.severity, f.culprits) for f in found] == [("failed", "info", (0,)), ("failed", "info", ())]
@@ -179,7 +179,7 @@ def test_unreadable_ranks_of_other_nodes_are_reported(run: Run) -> None:
 def test_each_fault_has_its_own_record(run: Run) -> None:
     """The key of a finding is its identity in the database: one must not overwrite another."""
     for page in run.pages:
-        page.h.dropped = 5
-        page.h.facts = page.text(json.dumps({"unsupported": "worker server"}))
+        page.header.dropped = 5
+        page.header.facts = page.text(json.dumps({"unsupported": "worker server"}))
     found = run.poll(began_s_ago=T_S + 60)
     assert len(found) == 5 and len({f.key for f in found}) == 5

@@ -17,7 +17,7 @@ def page(tmp_path: Path) -> PageWriter:
     page = PageWriter(page_path(tmp_path, 0))
     group = page.page.groups[0]
     group.name, group.description = page.text("0"), page.text("default_pg")
-    page.h.n_groups = 1
+    page.header.n_groups = 1
     page.publish()
     return page
 

@@ -18,7 +18,7 @@ from distdiag.terms.ranks import fold_ranks, unfold_ranks
 
 def fresh(tmp_path: Path, rank: int = 0) -> PageWriter:
     w = PageWriter(page_path(tmp_path, rank))
-    w.h.rank = rank
+    w.header.rank = rank
     w.publish()
     return w
 
@@ -43,9 +43,9 @@ def test_a_full_heap_drops_and_counts_instead_of_failing(tmp_path: Path) -> None
     w = fresh(tmp_path)
     for i in range(HEAP_BYTES // 900):
         w.text(f"{i:05d}" + "x" * 1000)
-    assert w.h.dropped > 0
+    assert w.header.dropped > 0
     assert w.text("one more" + "y" * 1000) == 0
-    assert w.h.heap_used <= HEAP_BYTES
+    assert w.header.heap_used <= HEAP_BYTES
 
 
 def test_the_ring_of_calls_wraps(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_file_that_is_not_a_page_is_refused_by_name(content: bytes, tmp_path: 
 
 def test_a_page_of_another_version_is_refused(tmp_path: Path) -> None:
     w = fresh(tmp_path)
-    w.h.version = 99
+    w.header.version = 99
     with pytest.raises(PageError, match="version 99"):
         PageReader(w.path)
 
@@ -86,9 +86,9 @@ def test_the_page_survives_sigkill(tmp_path: Path) -> None:
         "from distdiag.page.writer import PageWriter\n"
         "w = PageWriter(page_path(Path(sys.argv[1]), 1))\n"
         "w.publish()\n"
-        "w.h.step = 41\n"
-        "w.h.exception = w.text('about to call all_reduce')\n"
-        "w.h.step = 42\n"
+        "w.header.step = 41\n"
+        "w.header.exception = w.text('about to call all_reduce')\n"
+        "w.header.step = 42\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
@@ -103,7 +103,7 @@ def test_a_forked_child_writes_into_its_own_copy(tmp_path: Path) -> None:
         "import os, sys, json\n"
         "from distdiag.recorder import session\n"
         "s = session.start(sys.argv[1], 'x', 0, 1, 0)\n"
-        "h = s.recorder.h\n"
+        "h = s.recorder.header\n"
         "h.step = 5\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"

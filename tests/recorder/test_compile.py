@@ -127,7 +127,7 @@ found["freed"] = waits(failed_work())() is None
 
 if "recorded" in sys.argv:
     from distdiag.recorder import session
-    h = session.current.recorder.h
+    h = session.current.recorder.header
     assert h.errors == 0 and h.micro_steps > 0, (h.errors, session.current.recorder.page._strings)
 json.dump(found, open(sys.argv[1], "w"))
 dist.destroy_process_group()

@@ -159,10 +159,10 @@ def test_the_pulse_reads_the_models_device(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: asked.append(d) or 7)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda d: asked.append(d) or 9)
     pulse._device()
-    assert asked == [] and recorder.h.gpu == -1, "no parameter on a device is known: nothing is reported"
+    assert asked == [] and recorder.header.gpu == -1, "no parameter on a device is known: nothing is reported"
     recorder.device = 1
     pulse._device()
-    assert asked == [1, 1] and recorder.h.device_total_bytes == 80
+    assert asked == [1, 1] and recorder.header.device_total_bytes == 80
 
 
 class Nvml:

@@ -86,7 +86,7 @@ model.module[0].weight.register_hook(lambda g: g * float("nan"))
 for x, y in DataLoader(data, 4):
     train(x)
 
-page, h = session.current.recorder.page, session.current.recorder.h
+page, h = session.current.recorder.page, session.current.recorder.header
 def text(at):
     n = int.from_bytes(page.page.heap[at : at + 2], "little")
     return bytes(page.page.heap[at + 2 : at + 2 + n]).decode() if at else ""
@@ -161,7 +161,7 @@ def test_an_index_outside_the_page_is_not_used(tmp_path: Path, monkeypatch: pyte
     class Module:
         require_backward_grad_sync = True
 
-    place, model, module, iterator = accounts.Place(), accounts.ModelWords(), Module(), object()
+    place, model, module, iterator = accounts.CallFrame(), accounts.ModelWords(), Module(), object()
     far = 2**40
     ledger.loader, ledger.batches_at = id(iterator), far
     hook("data_ends", iterator, [torch.zeros(2)], 1)
@@ -202,11 +202,11 @@ def test_an_error_in_c_is_counted_and_does_not_reach_the_job(tmp_path: Path, mon
     ends(1, 2)  # a wrong number of arguments for this hook: the slow path is called
     assert asked == [(1, 2)]
     monkeypatch.setattr(state, "RAISE", False)
-    assert ends("no time") is None and page.h.errors == 1
+    assert ends("no time") is None and page.header.errors == 1
     monkeypatch.setattr(state, "RAISE", True)
     with pytest.raises(TypeError):
         ends("no time")  # raised in our own tests
     with pytest.raises(ValueError, match="no hook"):
         accounts.fast_hook(ledger, "no such hook", print)
-    with pytest.raises(TypeError, match="Place"):
+    with pytest.raises(TypeError, match="CallFrame"):
         accounts.fast_hook(ledger, "backward_begins", print, object())

@@ -83,7 +83,7 @@ class OwnSampler(torch.utils.data.Sampler[int]):
 def test_a_length_that_raises_is_unknown(recorded: Loaders) -> None:
     recorded.starts(DataLoader(Counted(), 2, sampler=OwnSampler()), object(), None)
     slot = next(iter(recorded._slots.values()))
-    assert (slot.length, slot.dataset_length, recorded.h.errors) == (-1, SAMPLES, 0)
+    assert (slot.length, slot.dataset_length, recorded.header.errors) == (-1, SAMPLES, 0)
 
 
 class Stored(Dataset[int]):
@@ -110,11 +110,11 @@ def test_workers_of_a_fast_loader_are_idle(sample_s: float, step_s: float, slow:
         recorded.gives(iterator, batch)
         time.sleep(step_s)
         recorded.poll_workers()
-    assert slot.polls == 20 and recorded.h.errors == 0
+    assert slot.polls == 20 and recorded.header.errors == 0
     assert (slot.fetching_permille > 500) is slow, slot.fetching_permille
     del iterator
     recorded.poll_workers()  # the loader was deleted: nothing to poll
-    assert slot.polls == 20 and recorded.h.errors == 0
+    assert slot.polls == 20 and recorded.header.errors == 0
 
 
 def test_batches_pinned_by_a_thread_count_as_ready(recorded: Loaders) -> None:
@@ -132,4 +132,4 @@ def test_batches_pinned_by_a_thread_count_as_ready(recorded: Loaders) -> None:
     with iterator._data_queue.mutex:  # held as by the thread: the pulse does not wait for the lock
         recorded.poll_workers()
     slot = next(iter(recorded._slots.values()))
-    assert (slot.polls, slot.fetching_permille, recorded.h.errors) == (1, 500, 0)
+    assert (slot.polls, slot.fetching_permille, recorded.header.errors) == (1, 500, 0)

@@ -21,7 +21,7 @@ SWALLOWS = "def get(then):\n    try:\n        {}['key']\n    except KeyError:\n 
 def page(tmp_path: Path) -> PageWriter:
     writer = PageWriter(tmp_path / "page")
     writer.publish()
-    writer.h.blocked = Blocked.WAIT
+    writer.header.blocked = Blocked.WAIT
     return writer
 
 
@@ -71,8 +71,8 @@ def test_the_text_of_an_exception_is_made_without_its_methods(page: PageWriter) 
 
 
 def test_a_rank_that_moves_on_handles_nothing_and_is_not_asked(page: PageWriter) -> None:
-    page.h.blocked = Blocked.NO
-    page.h.phase_since_ns = now_ns() + 10**10  # it has just changed its phase
+    page.header.blocked = Blocked.NO
+    page.header.phase_since_ns = now_ns() + 10**10  # it has just changed its phase
     try:
         read()
     except KeyError:

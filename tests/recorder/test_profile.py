@@ -27,8 +27,8 @@ class Rank:
         self.header = SimpleNamespace(rank=2, step=0, dropped=0)
         self.watcher: Callable[[int], None] | None = None
         self.session = SimpleNamespace(
-            recorder=SimpleNamespace(h=self.header, main_thread=threading.get_ident(), device=None),
-            phases=SimpleNamespace(watch_steps=self.watch),
+            recorder=SimpleNamespace(header=self.header, main_thread=threading.get_ident(), device=None),
+            accounting=SimpleNamespace(watch_steps=self.watch),
             pages=folder / "pages",
             run_dir=folder / "run",
             profile=None,

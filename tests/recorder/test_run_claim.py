@@ -78,7 +78,7 @@ c = run_claim.claim_rank(sys.argv[1] or None, "job", rank, 2)
 directories.make(c.pages)
 held = directories.hold(c.pages)
 w = PageWriter(page_path(c.pages, rank))
-w.h.pid, w.h.rank, w.h.world_size = os.getpid(), rank, 2
+w.header.pid, w.header.rank, w.header.world_size = os.getpid(), rank, 2
 w.publish()
 sys.stdout.write(f"{c.run_dir} {c.pages}\\n")
 """

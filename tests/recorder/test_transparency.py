@@ -134,7 +134,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(tmp_path: Path)
 TAKES_A_SIGNAL = """
 import signal, time
 from distdiag.recorder import session
-page = session.current.recorder.h
+page = session.current.recorder.header
 number = signal.SIGRTMIN + OFFSET
 end = time.monotonic() + 30
 assert page.trace_signal

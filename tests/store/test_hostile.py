@@ -154,9 +154,9 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
         directories.make(pages)
         directories.node_record(tmp_path, 0).write_text(f"launcher {pages}\n")
         writer = PageWriter(page_path(pages, 0))
-        writer.h.pid, writer.h.trace_signal = victim.pid, int(signal.SIGTERM)
-        writer.h.process_start_ticks = procfs.start_ticks(victim.pid) or 0
-        writer.h.started_mono_ns = 1
+        writer.header.pid, writer.header.trace_signal = victim.pid, int(signal.SIGTERM)
+        writer.header.process_start_ticks = procfs.start_ticks(victim.pid) or 0
+        writer.header.started_mono_ns = 1
         writer.publish()
         with pytest.raises(DistdiagError, match="is alive"):
             dump.take(tmp_path, 0.2)
@@ -176,11 +176,16 @@ def test_a_dump_of_a_damaged_page_has_the_other_ranks(tmp_path: Path) -> None:
     held = []
     for rank in (0, 1):
         page = PageWriter(page_path(pages, rank))
-        page.h.pid, page.h.rank, page.h.world_size, page.h.local_world_size = os.getpid(), rank, 2, 2
-        page.h.process_start_ticks = procfs.start_ticks(os.getpid()) or 0
-        page.h.stack[0], page.h.stack_depth = page.site("/job/train.py", 7, "main"), 1
+        page.header.pid, page.header.rank, page.header.world_size, page.header.local_world_size = (
+            os.getpid(),
+            rank,
+            2,
+            2,
+        )
+        page.header.process_start_ticks = procfs.start_ticks(os.getpid()) or 0
+        page.header.stack[0], page.header.stack_depth = page.site("/job/train.py", 7, "main"), 1
         if rank == 1:
-            page.h.stack[0] = 1 << 63
+            page.header.stack[0] = 1 << 63
         page.publish()
         held.append(page)
     _, found = dump.take(tmp_path, timeout_s=0.5)

@@ -94,7 +94,7 @@ class Ledger:
             words[_LIFE] = _RUNNING
 
 
-class Place:
+class CallFrame:
     """A user frame and its distance from the hook that looks for it."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class GradientWords:
         self.n, self.stride, self.plain = 0, 1, False
 
 
-_IN_PYTHON = Ledger, ModelWords, GradientWords, Place
+_IN_PYTHON = Ledger, ModelWords, GradientWords, CallFrame
 
 
 def assumed() -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _compiled() -> tuple[Any, str]:
 _c, MISFIT = _compiled()
 COMPILED = _c is not None
 if not TYPE_CHECKING and _c is not None:
-    Ledger, Place, ModelWords, GradientWords = _c.Ledger, _c.Place, _c.ModelWords, _c.GradientWords
+    Ledger, CallFrame, ModelWords, GradientWords = _c.Ledger, _c.CallFrame, _c.ModelWords, _c.GradientWords
 
 
 def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
@@ -191,15 +191,15 @@ def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = Non
     return unseen.by_modes(slow) if _c is None else _c.fast_hook(shared, name, slow, of)
 
 
-class LastPlace(Place):
+class LastCallSite(CallFrame):
     """Finds the call site from which the user last called one function of torch. The next call is likely at the same site and depth.
 
     With cold caches, walking up the stack with a lookup per frame takes longer than the rest of a hook.
     """
 
-    def __init__(self, r: state.Recorder) -> None:
+    def __init__(self, recorder: state.Recorder) -> None:
         super().__init__()
-        self._r = r
+        self._recorder = recorder
 
     def find(self) -> int:
         """Return the heap offset of the innermost user frame; call it from the slow path of a hook only.
@@ -214,7 +214,7 @@ class LastPlace(Place):
             pass
         f = start = sys._getframe(2)
         user = user_frame(start)
-        self.site = self._r.site(user)
+        self.site = self._recorder.site(user)
         self.code, self.depth = None, 0
         if user is not None:
             self.code, self.instruction = user.f_code, user.f_lasti

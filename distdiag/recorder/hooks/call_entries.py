@@ -75,14 +75,14 @@ class CallEntries(Groups):
         key = (group, send, peer, tag)
         slot = self._peers.get(key)
         if slot is None:
-            n = self.h.n_peers
+            n = self.header.n_peers
             if n < PEERS:
                 slot = self.page.page.peers[n]
             else:
                 slot = self._peers.pop(next(k for k in self._peers if k[2] != BARRIER_PEER))
             slot.count = 0  # before the rest: the monitor may read in between
             slot.group, slot.send, slot.peer, slot.tag = group, int(send), peer, tag
-            self.h.n_peers = min(n + 1, PEERS)
+            self.header.n_peers = min(n + 1, PEERS)
         else:
             self._peers.move_to_end(key)
         self._peers[key] = slot
@@ -93,14 +93,14 @@ class CallEntries(Groups):
         """Count a call of `op` at `site`; return the index of the count among the page's words, -1 if there is no room."""
         at = self._site_counts.get((site, op))
         if at is None:
-            n = self.h.n_sites
+            n = self.header.n_sites
             if n >= SITES:
-                self.h.dropped += 1
+                self.header.dropped += 1
                 return -1
             slot = self.page.page.sites[n]
             slot.site, slot.op, slot.count = site, op, 0
             at = self._site_counts[(site, op)] = self.page.word_of(slot, "count")
-            self.h.n_sites = n + 1
+            self.header.n_sites = n + 1
         self.page.words[at] += 1
         return at
 

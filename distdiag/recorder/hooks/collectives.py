@@ -111,8 +111,8 @@ class Collectives(CallEntries):
         if g is None:
             return None
         op, tensor_at = METHODS[method]
-        site = self.r.site(user_frame(sys._getframe(3)))
-        main = get_ident() == self.r.main_thread
+        site = self.recorder.site(user_frame(sys._getframe(3)))
+        main = get_ident() == self.recorder.main_thread
         opts = args[-1] if args else kwargs.get("opts")
         asynchronous = getattr(opts, "asyncOp", None)  # point-to-point calls have no such option
         flags = (0 if main else OTHER_THREAD) | (ASYNC if asynchronous else 0)
@@ -134,7 +134,7 @@ class Collectives(CallEntries):
                 if root is not None:
                     peer = g.to_global.get(root, root)
                     flags |= ROOTED
-            elif op == "all_reduce" and len(g.members) == self.h.world_size:
+            elif op == "all_reduce" and len(g.members) == self.header.world_size:
                 self.ledger.reduced_elements += max(tensor[-2], 0)
         if g.on_device:
             flags |= ON_DEVICE
@@ -232,7 +232,7 @@ class Collectives(CallEntries):
         if g is None or batch is None:
             return []
         g.coalescing = None
-        if batch.calls and g.on_device and None not in g.connected and get_ident() == self.r.main_thread:
+        if batch.calls and g.on_device and None not in g.connected and get_ident() == self.recorder.main_thread:
             self.block(_WAIT, batch.calls[0], self.page.page.calls[(batch.calls[0] - 1) % CALLS].site)
         return batch.calls
 
@@ -242,7 +242,7 @@ class Collectives(CallEntries):
         g = self.group(pg)
         if g is None or not calls:
             return
-        if get_ident() == self.r.main_thread and self.page.words[_BLOCKED] == _WAIT:
+        if get_ident() == self.recorder.main_thread and self.page.words[_BLOCKED] == _WAIT:
             self.unblock()
         for number in calls:
             self._connected(g, number)
@@ -265,7 +265,7 @@ class Collectives(CallEntries):
         self.page.call_left(number, now_ns(), 0, failed=True)
         if self.page.words[_BLOCKED] == _WAIT:
             self.unblock()
-        note_caught(self.r, error)
+        note_caught(self.recorder, error)
 
     @guarded
     def wait_begins(self, work: Any) -> tuple[int, bool]:
@@ -275,9 +275,9 @@ class Collectives(CallEntries):
             return _UNKNOWN_WORK
         number, site = known
         page = self.page
-        if page.words[_BLOCKED] != _NO or get_ident() != self.r.main_thread or not page.has_call(number):
+        if page.words[_BLOCKED] != _NO or get_ident() != self.recorder.main_thread or not page.has_call(number):
             return number, False
-        self.block(_WAIT, number, site or self.r.site(user_frame(sys._getframe(3))))
+        self.block(_WAIT, number, site or self.recorder.site(user_frame(sys._getframe(3))))
         self.ledger.last_ready_ns = began = page.words[_BLOCKED_SINCE]
         self.ledger.arrived_ns = self.ledger.arrived_ns or began
         return number, True
@@ -292,14 +292,14 @@ class Collectives(CallEntries):
             for other in self._coalesced.pop(number, ()):
                 self.page.call_left(other, now_ns(), 0, failed=error is not None)
         if error is not None:
-            note_caught(self.r, error)
+            note_caught(self.recorder, error)
 
     # -- creating and destroying groups -------------------------------------------------------------
 
     @guarded
     def group_call(self, op: str, count: int, members: list[int], depth: int = 3) -> None:
         """Record `init_process_group` or `new_group`, in which all members wait for each other, as a call."""
-        site = self.r.user_site(sys._getframe(depth))
+        site = self.recorder.user_site(sys._getframe(depth))
         who = self.page.text(fold_ranks(members)) if members else 0
         number = self.page.write_call(
             self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *NO_TENSOR[1:], -1, now_ns(), 0, 0, 0,
@@ -316,7 +316,7 @@ class Collectives(CallEntries):
         ranks = args[0] if args else kwargs.get("ranks")
         splits = _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
         members = list(range(dist.get_world_size())) if ranks is None or splits else sorted(ranks)
-        if self.h.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
+        if self.header.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
             self.group_call("new_group", dist._world.group_count, members, depth=5)
 
     @guarded
@@ -324,7 +324,7 @@ class Collectives(CallEntries):
         """Record that `init_process_group` or `new_group` has returned."""
         if self.page.words[_BLOCKED] == _GROUP:
             self.unblock()
-            self.page.call_left(self.h.blocked_at, now_ns(), 0, failed=False)
+            self.page.call_left(self.header.blocked_at, now_ns(), 0, failed=False)
 
     @guarded
     def group_destroyed(self, pg: Any) -> None:
@@ -334,16 +334,16 @@ class Collectives(CallEntries):
                 g.slot.destroyed = 1
             self.groups.clear()
             self.in_flight.clear()
-            self.h.life = LifeWord.LEFT_GROUP
+            self.header.life = LifeWord.LEFT_GROUP
         elif (g := self.groups.pop(id(pg), None)) is not None:
             g.slot.destroyed = 1
 
 
 @guarded
-def note_caught(r: state.Recorder, error: BaseException) -> None:
+def note_caught(recorder: state.Recorder, error: BaseException) -> None:
     """Write an exception that torch raises into the page, since the script may catch it and exit without printing it."""
-    r.h.caught = r.page.text(f"{type(error).__name__}: {str(error)[:400]}")
-    r.h.caught_ns = now_ns()
+    recorder.header.caught = recorder.page.text(f"{type(error).__name__}: {str(error)[:400]}")
+    recorder.header.caught_ns = now_ns()
 
 
 def _peer_and_tag(method: str, g: Group, args: tuple, kwargs: dict) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 
 from distdiag.page.layout import MODELS, ModelSlot, Page
 from distdiag.recorder import state
-from distdiag.recorder.fast.accounts import LastPlace, ModelWords
+from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
 from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
@@ -22,15 +22,15 @@ from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import unseen
 
 if TYPE_CHECKING:
-    from distdiag.recorder.hooks.step_accounting import Phases
+    from distdiag.recorder.hooks.step_accounting import StepAccounting
 
 
 class Model(ModelWords):
     """One DDP-wrapped module in this process."""
 
-    def __init__(self, ddp: Any, slot: ModelSlot, r: state.Recorder) -> None:
+    def __init__(self, ddp: Any, slot: ModelSlot, recorder: state.Recorder) -> None:
         super().__init__()
-        page = r.page
+        page = recorder.page
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and the owners of its buffers, once requested; freed with the module
         self.named: list[tuple[str, Any]] | None = None
@@ -41,7 +41,7 @@ class Model(ModelWords):
         self.pg = ddp.process_group
         self.group_at = -1  # slot of its process group; -1: not registered
         self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
-        self.forward = LastPlace(r)
+        self.forward = LastCallSite(recorder)
         self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
         self.next_check = 0  # the step at which to check gradients again
         self.hook: Any = None
@@ -72,15 +72,15 @@ class Model(ModelWords):
 
 
 @guarded
-def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
+def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
     """Record what is about to be wrapped, before DDP's constructor communicates."""
-    site = ph.r.user_site(caller)
-    n = ph.h.n_models
+    site = accounting.recorder.user_site(caller)
+    n = accounting.header.n_models
     if n >= MODELS:
-        ph.h.dropped += 1
+        accounting.header.dropped += 1
         return None
-    slot = ph.page.page.models[n]
-    slot.name = ph.page.text(type(module).__name__)
+    slot = accounting.page.page.models[n]
+    slot.name = accounting.page.text(type(module).__name__)
     slot.site = site
     with unseen():
         shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
@@ -88,40 +88,40 @@ def constructing(ph: Phases, module: Any, kwargs: dict, caller: FrameType) -> Mo
         frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
     slot.parameters = len(shapes)
     slot.frozen = len(frozen)
-    slot.frozen_names = ph.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
+    slot.frozen_names = accounting.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
     slot.shape_hash = hash_text(repr([s for _, s in shapes]))
     slot.group = 0xFFFFFFFF
     slot.find_unused = -1
-    ph.h.n_models = n + 1
+    accounting.header.n_models = n + 1
     pg = kwargs.get("process_group") or torch.distributed.group.WORLD
     if pg is not None:
-        ph.col.mark_site("DDP", site)
-        ph.col.block_ddp(pg, site)
+        accounting.collectives.mark_site("DDP", site)
+        accounting.collectives.block_ddp(pg, site)
     return slot
 
 
 @guarded
-def constructed(ph: Phases, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
-    m = Model(ddp, slot, ph.r)
-    g = ph.col.group(m.pg)
+def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
+    m = Model(ddp, slot, accounting.recorder)
+    g = accounting.collectives.group(m.pg)
     if g is not None:
         slot.group = m.group_at = g.slot_index
     by_library = kind_of(caller.f_code) == PACKAGE
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
-    ph.ledger.models[id(ddp)] = m
+    accounting.ledger.models[id(ddp)] = m
     ignored = getattr(ddp, "parameters_to_ignore", None) or ()
     with unseen():
         m.frozen = [(n, p) for n, p in ddp.module.named_parameters() if not p.requires_grad and n not in ignored]
-        if ph.r.device is None:
-            ph.r.device = cuda_index(ddp.module.parameters())
+        if accounting.recorder.device is None:
+            accounting.recorder.device = cuda_index(ddp.module.parameters())
         first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
         if first is not None:
-            m.hook = ph.watch_last_gradient(first)
-            ph.checks.nonfinite.local_gradients = True
-    ph.ledger.next_event = 0
-    m.times = DdpTimes(ddp, index_of(ph.page.page, slot), slot, m.synced_at)
+            m.hook = accounting.watch_last_gradient(first)
+            accounting.checks.nonfinite.local_gradients = True
+    accounting.ledger.next_event = 0
+    m.times = DdpTimes(ddp, index_of(accounting.page.page, slot), slot, m.synced_at)
 
 
 def index_of(page: Page, slot: ModelSlot) -> int:

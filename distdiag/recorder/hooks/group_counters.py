@@ -103,8 +103,8 @@ class Groups:
     """The groups registered in the page of one recorder."""
 
     def __init__(self, recorder: state.Recorder) -> None:
-        self.r = recorder
-        self.h = recorder.h
+        self.recorder = recorder
+        self.header = recorder.header
         self.page = recorder.page
         self.groups: dict[int, Group] = {}  # by id of the ProcessGroup object
         self.generation = 0
@@ -127,13 +127,13 @@ class Groups:
             if module is not None and file and file.endswith(".py") and module.__name__ != "__main__":
                 backend_files(file, module.__package__)
         if (found := backend_paths()) != before:
-            self.r.note(backend_files=found)
+            self.recorder.note(backend_files=found)
 
     def _register(self, pg: Any) -> Group | None:
         with self._lock:
-            n = self.h.n_groups
+            n = self.header.n_groups
             if n >= GROUPS:
-                self.h.dropped += 1
+                self.header.dropped += 1
                 return None
             world = dist._world
             ranks = world.pg_group_ranks.get(pg)
@@ -158,7 +158,7 @@ class Groups:
             g.may_count_messages = may_count_messages(backend)
             self._calibrate(g)
             self.groups[id(pg)] = g
-            self.h.n_groups = n + 1
+            self.header.n_groups = n + 1
             return g
 
     def _calibrate(self, g: Group) -> None:

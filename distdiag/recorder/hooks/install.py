@@ -20,25 +20,25 @@ from distdiag.recorder import state
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
-from distdiag.recorder.hooks.step_accounting import Phases
+from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
-def install(r: state.Recorder, col: Collectives) -> Phases:
+def install(recorder: state.Recorder, collectives: Collectives) -> StepAccounting:
     """Wrap what a training step calls; called once per process."""
-    ph = Phases(r, col)
-    _wrap_ddp(ph)
-    _wrap_backward(ph)
-    _wrap_loader(ph)
-    _wrap_join(ph)
-    _hook_optimizers(ph)
-    return ph
+    accounting = StepAccounting(recorder, collectives)
+    _wrap_ddp(accounting)
+    _wrap_backward(accounting)
+    _wrap_loader(accounting)
+    _wrap_join(accounting)
+    _hook_optimizers(accounting)
+    return accounting
 
 
-def _hook_optimizers(ph: Phases) -> None:
+def _hook_optimizers(accounting: StepAccounting) -> None:
     """Call the hooks before and after every optimizer's step; a compiled step contains neither call."""
-    begins, ends = ph.optimizer_begins, ph.optimizer_ends
+    begins, ends = accounting.optimizer_begins, accounting.optimizer_ends
 
     @wraps(_not_traced, traced=_not_traced)
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -56,33 +56,33 @@ def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Traced by torch.compile in place of a hook: does nothing."""
 
 
-def _wrap_ddp(ph: Phases) -> None:
+def _wrap_ddp(accounting: StepAccounting) -> None:
     original_init, original_forward = DDP.__init__, DDP.forward
 
     @wraps(original_init)
     def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        slot = constructing(ph, module, kwargs, sys._getframe(1))
+        slot = constructing(accounting, module, kwargs, sys._getframe(1))
         try:
             original_init(self, module, *args, **kwargs)
         except BaseException as e:
             hide_frame(e)
-            note_caught(ph.r, e)
+            note_caught(accounting.recorder, e)
             raise
         finally:
-            ph.col.unblock()
+            accounting.collectives.unblock()
         if slot is not None:
-            constructed(ph, self, slot, sys._getframe(1))
+            constructed(accounting, self, slot, sys._getframe(1))
             if slot.find_unused > 0:
-                _time_searches(ph)
+                _time_searches(accounting)
 
-    DDP.__init__, DDP.forward = __init__, ddp_forward(ph, original_forward)  # type: ignore[method-assign]
+    DDP.__init__, DDP.forward = __init__, ddp_forward(accounting, original_forward)  # type: ignore[method-assign]
     original_sync = getattr(DDP, "_sync_buffers", None)
     if original_sync is not None:
-        DDP._sync_buffers = ddp_sync_buffers(ph, original_sync)  # type: ignore[method-assign]
+        DDP._sync_buffers = ddp_sync_buffers(accounting, original_sync)  # type: ignore[method-assign]
 
 
 @guarded
-def _time_searches(ph: Phases) -> None:
+def _time_searches(accounting: StepAccounting) -> None:
     """Time DDP's search for unused parameters. Hooked when a model asks for the search: every model's step calls this method."""
     reducer = c10d.Reducer
     original = reducer.prepare_for_backward
@@ -97,25 +97,25 @@ def _time_searches(ph: Phases) -> None:
             hide_frame(e)
             raise
         if tensors:  # only find_unused_parameters passes tensors to search from
-            _searched(ph, now_ns() - t)
+            _searched(accounting, now_ns() - t)
 
     prepare_for_backward.__wrapped__ = original  # type: ignore[attr-defined]
     reducer.prepare_for_backward = as_c_method(prepare_for_backward, original)  # type: ignore[method-assign]
 
 
 @guarded
-def _searched(ph: Phases, ns: int) -> None:
-    for m in ph.ledger.models.values():
+def _searched(accounting: StepAccounting, ns: int) -> None:
+    for m in accounting.ledger.models.values():
         if m.slot.find_unused > 0:
             m.slot.search_ns += ns
             m.slot.searches += 1
 
 
-def _wrap_backward(ph: Phases) -> None:
-    torch.autograd.backward = autograd_backward(ph, torch.autograd.backward)
+def _wrap_backward(accounting: StepAccounting) -> None:
+    torch.autograd.backward = autograd_backward(accounting, torch.autograd.backward)
 
 
-def _wrap_loader(ph: Phases) -> None:
+def _wrap_loader(accounting: StepAccounting) -> None:
     original_iter = DataLoader.__iter__
     base = loader_module._BaseDataLoaderIter
 
@@ -126,14 +126,14 @@ def _wrap_loader(ph: Phases) -> None:
         except BaseException as e:
             hide_frame(e)
             raise
-        ph.loaders.starts(self, it, sys._getframe(1))
+        accounting.loaders.starts(self, it, sys._getframe(1))
         return it
 
     DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-    base.__next__ = loader_next(ph, base.__next__)  # type: ignore[method-assign]
+    base.__next__ = loader_next(accounting, base.__next__)  # type: ignore[method-assign]
 
 
-def _wrap_join(ph: Phases) -> None:
+def _wrap_join(accounting: StepAccounting) -> None:
     """Record for the rest of the job that torch's Join was used: it makes uneven inputs legal."""
     from torch.distributed.algorithms.join import Join
 
@@ -141,7 +141,7 @@ def _wrap_join(ph: Phases) -> None:
 
     @wraps(original)
     def __enter__(self: Any) -> Any:
-        ph.h.in_join = 1
+        accounting.header.in_join = 1
         try:
             return original(self)
         except BaseException as e:

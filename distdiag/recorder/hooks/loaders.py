@@ -44,13 +44,13 @@ _C_TYPES: dict[torch.dtype, Any] = {
 class Loaders:
     """The loader slots of the page, one per line of code that iterates a loader."""
 
-    def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
+    def __init__(self, recorder: state.Recorder, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.r, self.h, self.page = r, r.h, r.page
+        self.recorder, self.header, self.page = recorder, recorder.header, recorder.page
         self._slots: dict[int, LoaderSlot] = {}
         # by id of the iterator: its slot, and the indices of its batch count and last time among the page's words
         self._by_iterator: dict[int, tuple[LoaderSlot, int]] = {}
-        self._words = r.page.words
+        self._words = recorder.page.words
         self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
         self._trained: LoaderSlot | None = None  # the loader last marked as training
@@ -58,22 +58,22 @@ class Loaders:
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
         if slot is None:
-            n = self.h.n_loaders
+            n = self.header.n_loaders
             if n >= LOADERS:
-                self.h.dropped += 1
+                self.header.dropped += 1
                 return None
             slot = self.page.page.loaders[n]
             slot.site = site
             slot.length = slot.dataset_length = slot.batch_size = slot.sampler_epoch = -1
             slot.drop_last = slot.shuffle = -1
             self._slots[site] = slot
-            self.h.n_loaders = n + 1
+            self.header.n_loaders = n + 1
         return slot
 
     @guarded
     def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
         """Record that a DataLoader begins an epoch."""
-        slot = self._begin(iterator, self.r.user_site(frame))
+        slot = self._begin(iterator, self.recorder.user_site(frame))
         if slot is None:
             return
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -102,7 +102,7 @@ class Loaders:
 
     @guarded
     def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
-        slot = self._begin(key, self.r.user_site(frame))
+        slot = self._begin(key, self.recorder.user_site(frame))
         if slot is not None:
             slot.length = length if length is not None else _length(iterable)
             slot.promised = int(length is not None)
@@ -134,9 +134,9 @@ class Loaders:
             slot, batches_at = known
             words = self._words
             words[batches_at] = n = words[batches_at] + 1
-            led = self.ledger
-            self._last, led.trained = slot, slot is self._trained
-            led.loader, led.batches_at = id(iterator), batches_at
+            ledger = self.ledger
+            self._last, ledger.trained = slot, slot is self._trained
+            ledger.loader, ledger.batches_at = id(iterator), batches_at
             if n <= FINGERPRINTS:
                 with unseen():
                     slot.first[n - 1] = fingerprint(batch)

@@ -21,8 +21,8 @@ BAD_LOSSES = 8  # consecutive losses without an optimizer step: more than a Grad
 class NonFinite:
     """The losses and gradients of this rank that are NaN or inf."""
 
-    def __init__(self, r: state.Recorder, ledger: Ledger, samples: Samples) -> None:
-        self.h, self.ledger, self.samples = r.h, ledger, samples
+    def __init__(self, recorder: state.Recorder, ledger: Ledger, samples: Samples) -> None:
+        self.header, self.ledger, self.samples = recorder.header, ledger, samples
         self._reported = 0
         self.suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
         self._harmless = False  # the gradients of the suspected losses are finite
@@ -75,7 +75,7 @@ class NonFinite:
         """Record a batch that contains NaN itself: the NaN began there, whatever else the loss depends on."""
         if capturing():
             return
-        t, step = self.ledger.newest and self.ledger.newest(), self.h.step + 1
+        t, step = self.ledger.newest and self.ledger.newest(), self.header.step + 1
         # plain tensors only: reading a tensor that is sharded over ranks is a collective
         if t is None or type(t) not in PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
             return
@@ -90,7 +90,7 @@ class NonFinite:
     def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
         self.ledger.always = True
         if len(self.suspects) < REPORTS:
-            self.suspects.append((kind, self.h.step + 1, value, p, site))
+            self.suspects.append((kind, self.header.step + 1, value, p, site))
 
     def _report_suspects(self) -> None:
         for kind, step, value, p, site in self.suspects:

@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 _FR_SIZE = "TORCH_FR_BUFFER_SIZE"
 
 
-def install(col: Collectives) -> None:
+def install(collectives: Collectives) -> None:
     """Wrap `init_process_group`, `new_group` and `destroy_process_group`; called once per process."""
     for name, make in (
         ("init_process_group", _init_process_group),
@@ -29,53 +29,53 @@ def install(col: Collectives) -> None:
         ("destroy_process_group", _destroy_process_group),
     ):
         original = getattr(dist, name)
-        wrapped = wraps(original)(make(col, original))
+        wrapped = wraps(original)(make(collectives, original))
         for module in (dist, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
 
 
-def _init_process_group(col: Collectives, original: Function) -> Function:
+def _init_process_group(collectives: Collectives, original: Function) -> Function:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        col.generation += 1
-        col.h.initialised = col.generation
-        col.group_call("init_process_group", col.generation, [])
+        collectives.generation += 1
+        collectives.header.initialised = collectives.generation
+        collectives.group_call("init_process_group", collectives.generation, [])
         sized = _size_flight_recorder()
         try:
             out = original(*args, **kwargs)
         except BaseException as e:
             hide_frame(e)
-            note_caught(col.r, e)
+            note_caught(collectives.recorder, e)
             raise
         finally:
             if sized:
                 os.environ.pop(_FR_SIZE, None)
-            col.group_call_ends()
-        initialised(col)
+            collectives.group_call_ends()
+        initialised(collectives)
         return out
 
     return init_process_group
 
 
-def _new_group(col: Collectives, original: Function) -> Function:
+def _new_group(collectives: Collectives, original: Function) -> Function:
     def _new_group_with_tag(*args: Any, **kwargs: Any) -> Any:
-        col.new_group(args, kwargs)
+        collectives.new_group(args, kwargs)
         try:
             out = original(*args, **kwargs)
         except BaseException as e:
             hide_frame(e)
             raise
         finally:
-            col.group_call_ends()
-        _registered(col, out)
+            collectives.group_call_ends()
+        _registered(collectives, out)
         return out
 
     return _new_group_with_tag
 
 
-def _destroy_process_group(col: Collectives, original: Function) -> Function:
+def _destroy_process_group(collectives: Collectives, original: Function) -> Function:
     def destroy_process_group(group: Any = None) -> Any:
-        col.group_destroyed(group)
+        collectives.group_destroyed(group)
         try:
             return original(group)
         except BaseException as e:
@@ -85,9 +85,9 @@ def _destroy_process_group(col: Collectives, original: Function) -> Function:
     return destroy_process_group
 
 
-def _warn_not_in_group(col: Collectives, original: Function) -> Function:
+def _warn_not_in_group(collectives: Collectives, original: Function) -> Function:
     def _warn_not_in_group(op_name: Any) -> Any:
-        _not_a_member(col, op_name)
+        _not_a_member(collectives, op_name)
         try:
             return original(op_name)
         except BaseException as e:
@@ -109,26 +109,28 @@ def _size_flight_recorder() -> bool:
 
 
 @guarded
-def initialised(col: Collectives) -> None:
+def initialised(collectives: Collectives) -> None:
     pg = dist.group.WORLD
     if pg is not None:
-        col.group(pg)
-        col.h.world_size = pg.size()
-        col.h.life = LifeWord.RUNNING
-        if col.h.phase == Phase.INIT:
-            col.h.phase_since_ns = now_ns()
+        collectives.group(pg)
+        collectives.header.world_size = pg.size()
+        collectives.header.life = LifeWord.RUNNING
+        if collectives.header.phase == Phase.INIT:
+            collectives.header.phase_since_ns = now_ns()
 
 
 @guarded
-def _not_a_member(col: Collectives, op: str) -> None:
+def _not_a_member(collectives: Collectives, op: str) -> None:
     """Record a collective that this rank calls in a group it is not a member of. It returns at once; each site is recorded once."""
-    site = col.r.user_site(sys._getframe(3))
-    if (op, site) not in col.outside:
-        col.outside.add((op, site))
-        col.r.page.write_sample(int(SampleKind.NOT_A_MEMBER), col.h.step, 0.0, 0, op, site, now_ns())
+    site = collectives.recorder.user_site(sys._getframe(3))
+    if (op, site) not in collectives.outside:
+        collectives.outside.add((op, site))
+        collectives.recorder.page.write_sample(
+            int(SampleKind.NOT_A_MEMBER), collectives.header.step, 0.0, 0, op, site, now_ns()
+        )
 
 
 @guarded
-def _registered(col: Collectives, pg: Any) -> None:
+def _registered(collectives: Collectives, pg: Any) -> None:
     if isinstance(pg, c10d.ProcessGroup):
-        col.group(pg)
+        collectives.group(pg)

@@ -21,7 +21,7 @@ from distdiag.recorder.hooks import first_forward
 from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.ddp_models import Model
 from distdiag.recorder.hooks.device_clock import cuda_clock
-from distdiag.recorder.hooks.step_accounting import Phases
+from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import failed, guarded, now_ns
 
@@ -36,12 +36,12 @@ _CUDA = torch.version.cuda is not None  # this build knows CUDA
 Method = Callable[..., Any]
 
 
-def loader_next(ph: Phases, original: Method) -> Method:
+def loader_next(accounting: StepAccounting, original: Method) -> Method:
     """Return the hook of `_BaseDataLoaderIter.__next__`, or of `next` for any iterator whose batches are counted."""
-    led, words, loaders = ph.ledger, ph.words, ph.loaders
+    ledger, words, loaders = accounting.ledger, accounting.words, accounting.loaders
 
     def slow_begins(_iterator: Any) -> int:
-        if get_ident() != led.main_thread:
+        if get_ident() != ledger.main_thread:
             return 0
         words[_PHASE] = _DATA
         words[_SINCE] = began = now_ns()
@@ -50,17 +50,17 @@ def loader_next(ph: Phases, original: Method) -> Method:
     def slow_ends(iterator: Any, batch: Any, began: int) -> None:
         try:
             # write times first: reading a batch of an unknown type may raise
-            words[_PHASE] = led.idle
+            words[_PHASE] = ledger.idle
             words[_SINCE] = t = now_ns()
-            led.data_ns += t - began
+            ledger.data_ns += t - began
             n = loaders.gives(iterator, batch)
-            led.samples += n
-            if not led.batch:
-                led.batch = n
+            ledger.samples += n
+            if not ledger.batch:
+                ledger.batch = n
         except Exception as e:
             failed(e)
 
-    begins, ends = fast_hook(led, "data_begins", slow_begins), fast_hook(led, "data_ends", slow_ends)
+    begins, ends = fast_hook(ledger, "data_begins", slow_begins), fast_hook(ledger, "data_ends", slow_ends)
 
     @wraps(original)
     def __next__(self: Any) -> Any:
@@ -71,7 +71,7 @@ def loader_next(ph: Phases, original: Method) -> Method:
             hide_frame(e)
             if began and isinstance(e, StopIteration):
                 loaders.ends(self)
-                led.data_ns += ph.leave() - began
+                ledger.data_ns += accounting.leave() - began
             raise
         if began:
             ends(self, batch, began)
@@ -80,40 +80,40 @@ def loader_next(ph: Phases, original: Method) -> Method:
     return __next__
 
 
-def batches(ph: Phases, iterable: Iterable[Any], length: int | None) -> Iterator[Any]:
+def batches(accounting: StepAccounting, iterable: Iterable[Any], length: int | None) -> Iterator[Any]:
     """Yield the batches of an iterable other than a DataLoader, and count them."""
     iterator = iter(iterable)
-    ph.loaders.starts_plain(iterator, iterable, length, sys._getframe(1))
-    following = loader_next(ph, next)
+    accounting.loaders.starts_plain(iterator, iterable, length, sys._getframe(1))
+    following = loader_next(accounting, next)
     while True:
-        here = get_ident() == ph.ledger.main_thread
+        here = get_ident() == accounting.ledger.main_thread
         try:
             batch = following(iterator)
         except StopIteration:
             if not here:
-                ph.loaders.ends(iterator)
+                accounting.loaders.ends(iterator)
             return
         except BaseException as e:
             hide_frame(e)
             raise
         if not here:  # prefetched by a thread: count its batches, not its waits
-            _count(ph, iterator, batch)
+            _count(accounting, iterator, batch)
         yield batch
 
 
 @guarded
-def _count(ph: Phases, iterator: Iterator[Any], batch: Any) -> None:
-    ph.loaders.gives(iterator, batch)
+def _count(accounting: StepAccounting, iterator: Iterator[Any], batch: Any) -> None:
+    accounting.loaders.gives(iterator, batch)
 
 
-def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
-    led, words, samples = ph.ledger, ph.words, ph.checks.samples
-    models, later = led.models, led.later
+def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...]], int]:
+    ledger, words, samples = accounting.ledger, accounting.words, accounting.checks.samples
+    models, later = ledger.models, ledger.later
 
     def slow_begins(module: Any, inputs: tuple[Any, ...]) -> int:
         """Return the time in ns, made odd if gradients are enabled and even if not; 0: not recorded."""
         try:
-            if get_ident() != led.main_thread:
+            if get_ident() != ledger.main_thread:
                 return 0
             training, first, m = is_grad_enabled(), False, models.get(id(module))
             if m is not None:
@@ -122,18 +122,18 @@ def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
                 if site == m.forward_site and m.forward_count >= 0:
                     words[m.forward_count] += 1
                 else:
-                    m.forward_site, m.forward_count = site, ph.col.mark_site("forward", site)
+                    m.forward_site, m.forward_count = site, accounting.collectives.mark_site("forward", site)
                 if training:
                     words[m.forwards_at] = n = words[m.forwards_at] + 1
                     first = n == 1
                     # no DataLoader: the batch size is the first dimension of the first tensor
-                    if inputs and not led.batch:
-                        led.batch = ph.loaders.fed(module, inputs, site)
-                        led.samples += led.batch
+                    if inputs and not ledger.batch:
+                        ledger.batch = accounting.loaders.fed(module, inputs, site)
+                        ledger.samples += ledger.batch
                     if later:
                         samples.poll()
             if training and _CUDA:
-                _on_device(ph, inputs if m is not None else ())
+                _on_device(accounting, inputs if m is not None else ())
             words[_PHASE] = _FORWARD if training else _VALIDATE
             words[_SINCE] = began = now_ns()
             if first and m is not None:  # last: slow_ends ends it
@@ -143,22 +143,22 @@ def _forward_begins(ph: Phases) -> Callable[[Any, tuple[Any, ...]], int]:
             failed(e)
         return 0
 
-    return fast_hook(led, "forward_begins", slow_begins)
+    return fast_hook(ledger, "forward_begins", slow_begins)
 
 
-def _forward_ends(ph: Phases) -> Callable[[Any, int], None]:
-    led, words = ph.ledger, ph.words
-    models, pending = led.models, led.pending
+def _forward_ends(accounting: StepAccounting) -> Callable[[Any, int], None]:
+    ledger, words = accounting.ledger, accounting.words
+    models, pending = ledger.models, ledger.pending
 
     def slow_ends(module: Any, began: int) -> None:
         try:
-            words[_PHASE] = led.idle
+            words[_PHASE] = ledger.idle
             words[_BLOCKED] = 0
             words[_SINCE] = t = now_ns()
             if began & 1:
-                led.forward_ns += t - began
-                if ph.device is not None:
-                    ph.device.end(Phase.FORWARD)
+                ledger.forward_ns += t - began
+                if accounting.device is not None:
+                    accounting.device.end(Phase.FORWARD)
                 m = models.get(id(module))
                 if m is not None:
                     if m.first_forward is not None and words[m.forwards_at] == 1:
@@ -168,14 +168,14 @@ def _forward_ends(ph: Phases) -> Callable[[Any, int], None]:
         except Exception as e:
             failed(e)
 
-    return fast_hook(led, "forward_ends", slow_ends)
+    return fast_hook(ledger, "forward_ends", slow_ends)
 
 
-def ddp_forward(ph: Phases, original: Method) -> Method:
+def ddp_forward(accounting: StepAccounting, original: Method) -> Method:
     """Return the hook of `DistributedDataParallel.forward`."""
-    models = ph.ledger.models
-    ph.ledger.cuda = _CUDA
-    begins, ends = _forward_begins(ph), _forward_ends(ph)
+    models = accounting.ledger.models
+    accounting.ledger.cuda = _CUDA
+    begins, ends = _forward_begins(accounting), _forward_ends(accounting)
 
     @wraps(original)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
         except BaseException as e:
             hide_frame(e)
             if began:
-                _forward_failed(ph, models.get(id(self)), e)
+                _forward_failed(accounting, models.get(id(self)), e)
             raise
         finally:
             if began:
@@ -194,38 +194,40 @@ def ddp_forward(ph: Phases, original: Method) -> Method:
     return forward
 
 
-def _on_device(ph: Phases, inputs: tuple[Any, ...]) -> None:
+def _on_device(accounting: StepAccounting, inputs: tuple[Any, ...]) -> None:
     """Time a training forward on the device, if a DDP model's parameters are on one."""
-    if ph.device is None and ph.r.device is not None and torch.cuda.is_initialized():
-        ph.device = cuda_clock(ph.r.device)
-        ph.ledger.on_device = True
-    if ph.device is None:
+    if accounting.device is None and accounting.recorder.device is not None and torch.cuda.is_initialized():
+        accounting.device = cuda_clock(accounting.recorder.device)
+        accounting.ledger.on_device = True
+    if accounting.device is None:
         return
     if inputs and isinstance(inputs[0], torch.Tensor):
-        ph.ledger.newest = weakref.ref(inputs[0])  # the loader's tensor is freed once it is copied to the device
-    ph.device.begin(Phase.FORWARD)
+        accounting.ledger.newest = weakref.ref(
+            inputs[0]
+        )  # the loader's tensor is freed once it is copied to the device
+    accounting.device.begin(Phase.FORWARD)
 
 
 @guarded
-def _forward_failed(ph: Phases, m: Model | None, error: BaseException) -> None:
-    note_caught(ph.r, error)
+def _forward_failed(accounting: StepAccounting, m: Model | None, error: BaseException) -> None:
+    note_caught(accounting.recorder, error)
     if m is not None and "finished reduction in the prior iteration" in str(error):
-        ph.checks.unused.forward_failed(m, error, m.forward_site)
+        accounting.checks.unused.forward_failed(m, error, m.forward_site)
 
 
-def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
+def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
     """Return the hook of `DistributedDataParallel._sync_buffers`, in which ranks wait for the rank that broadcasts its buffers."""
-    led, words, models = ph.ledger, ph.words, ph.ledger.models
+    ledger, words, models = accounting.ledger, accounting.words, accounting.ledger.models
 
     def slow_begins(module: Any) -> int:
         try:
             m = models.get(id(module))
-            if m is not None and m.group_at >= 0 and get_ident() == led.main_thread:
+            if m is not None and m.group_at >= 0 and get_ident() == ledger.main_thread:
                 words[_BLOCKED_AT] = m.group_at
                 words[_BLOCKED_SITE] = m.forward_site
                 words[_BLOCKED_SINCE] = began = now_ns()
                 words[_BLOCKED] = _DDP
-                led.arrived_ns = led.arrived_ns or began
+                ledger.arrived_ns = ledger.arrived_ns or began
                 return began
         except Exception as e:
             failed(e)
@@ -234,11 +236,11 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
     def slow_ends(began: int) -> None:
         words[_BLOCKED] = 0
         waited = now_ns() - began
-        led.wait_ns += waited
+        ledger.wait_ns += waited
         if words[_PHASE] == _FORWARD:  # the forward of a validation is not in forward_ns
-            led.forward_wait_ns += waited
+            ledger.forward_wait_ns += waited
 
-    begins, ends = fast_hook(led, "sync_begins", slow_begins), fast_hook(led, "sync_ends", slow_ends)
+    begins, ends = fast_hook(ledger, "sync_begins", slow_begins), fast_hook(ledger, "sync_ends", slow_ends)
 
     @wraps(original)
     def _sync_buffers(self: Any) -> Any:
@@ -255,37 +257,37 @@ def ddp_sync_buffers(ph: Phases, original: Method) -> Method:
     return _sync_buffers
 
 
-def _backward_begins(ph: Phases) -> Callable[[Any], int]:
-    led, words, loaders, place = ph.ledger, ph.words, ph.loaders, ph.backward
-    nonfinite, replicas = ph.checks.nonfinite, ph.checks.replicas
-    pending = led.pending
+def _backward_begins(accounting: StepAccounting) -> Callable[[Any], int]:
+    ledger, words, loaders, last_site = accounting.ledger, accounting.words, accounting.loaders, accounting.backward
+    nonfinite, replicas = accounting.checks.nonfinite, accounting.checks.replicas
+    pending = ledger.pending
 
     def slow_begins(tensors: Any) -> int:
         try:
-            if get_ident() != led.main_thread:
+            if get_ident() != ledger.main_thread:
                 return 0
-            site = place.find()
+            site = last_site.find()
             micro_step = words[_MICRO_STEPS]
             words[_MICRO_STEPS] = micro_step + 1
-            led.loss = nonfinite.loss(tensors, site, micro_step)
-            if not led.trained:
+            ledger.loss = nonfinite.loss(tensors, site, micro_step)
+            if not ledger.trained:
                 loaders.trains()
-            if led.reduced_elements:  # elements reduced since the last step: parameters, averaged by hand
-                replicas.averaged_elements = max(replicas.averaged_elements, led.reduced_elements)
-                led.reduced_elements = 0
-            led.ready_ns = 0
-            if ph.device is not None:
-                ph.device.begin(Phase.BACKWARD)
+            if ledger.reduced_elements:  # elements reduced since the last step: parameters, averaged by hand
+                replicas.averaged_elements = max(replicas.averaged_elements, ledger.reduced_elements)
+                ledger.reduced_elements = 0
+            ledger.ready_ns = 0
+            if accounting.device is not None:
+                accounting.device.begin(Phase.BACKWARD)
             for m in pending:
                 ddp = m.ref()
                 if ddp is not None and ddp.require_backward_grad_sync:
                     pending.remove(m)
-                    if site == led.counted_site and led.count_at >= 0:
-                        words[led.count_at] += 1
+                    if site == ledger.counted_site and ledger.count_at >= 0:
+                        words[ledger.count_at] += 1
                     else:
-                        led.counted_site, led.count_at = site, ph.col.mark_site("backward", site)
+                        ledger.counted_site, ledger.count_at = site, accounting.collectives.mark_site("backward", site)
                     words[m.synced_at] += 1
-                    led.averaged_by = m
+                    ledger.averaged_by = m
                     if m.group_at >= 0:
                         words[_BLOCKED_AT] = m.group_at
                         words[_BLOCKED_SITE] = site
@@ -299,31 +301,31 @@ def _backward_begins(ph: Phases) -> Callable[[Any], int]:
             failed(e)
         return 0
 
-    return fast_hook(led, "backward_begins", slow_begins, place)
+    return fast_hook(ledger, "backward_begins", slow_begins, last_site)
 
 
-def _backward_ends(ph: Phases) -> Callable[[int], None]:
-    led, words = ph.ledger, ph.words
+def _backward_ends(accounting: StepAccounting) -> Callable[[int], None]:
+    ledger, words = accounting.ledger, accounting.words
 
     def slow_ends(began: int) -> None:
         try:
-            words[_PHASE] = led.idle
+            words[_PHASE] = ledger.idle
             words[_BLOCKED] = 0
             words[_SINCE] = t = now_ns()
-            if ph.device is not None:
-                ph.device.end(Phase.BACKWARD)
-            led.backward_ns += t - began
-            if led.ready_ns > began:
-                led.wait_ns += t - led.ready_ns
+            if accounting.device is not None:
+                accounting.device.end(Phase.BACKWARD)
+            ledger.backward_ns += t - began
+            if ledger.ready_ns > began:
+                ledger.wait_ns += t - ledger.ready_ns
         except Exception as e:
             failed(e)
 
-    return fast_hook(led, "backward_ends", slow_ends)
+    return fast_hook(ledger, "backward_ends", slow_ends)
 
 
-def autograd_backward(ph: Phases, original: Method) -> Method:
+def autograd_backward(accounting: StepAccounting, original: Method) -> Method:
     """Return the hook of `torch.autograd.backward`."""
-    begins, ends = _backward_begins(ph), _backward_ends(ph)
+    begins, ends = _backward_begins(accounting), _backward_ends(accounting)
 
     @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +335,7 @@ def autograd_backward(ph: Phases, original: Method) -> Method:
         except BaseException as e:
             hide_frame(e)
             if began:
-                note_caught(ph.r, e)
+                note_caught(accounting.recorder, e)
             raise
         finally:
             if began:

@@ -15,7 +15,7 @@ from typing import Any
 
 from distdiag.page.layout import Phase, word
 from distdiag.recorder import state
-from distdiag.recorder.fast.accounts import LastPlace, fast_hook
+from distdiag.recorder.fast.accounts import LastCallSite, fast_hook
 from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
@@ -30,16 +30,16 @@ _DEVICE_BYTES, _EPOCH = word("device_bytes"), word("epoch")
 OPTIMIZER = int(Phase.OPTIMIZER)
 
 
-class Phases:
+class StepAccounting:
     """Step accounting of the main thread."""
 
-    def __init__(self, r: state.Recorder, col: Collectives) -> None:
-        self.r, self.h, self.page, self.col = r, r.h, r.page, col
-        self.words, self.ledger = r.page.words, col.ledger
-        self.loaders = Loaders(r, self.ledger)
-        self.checks = Checks(r, self.ledger)
+    def __init__(self, recorder: state.Recorder, collectives: Collectives) -> None:
+        self.recorder, self.header, self.page, self.collectives = recorder, recorder.header, recorder.page, collectives
+        self.words, self.ledger = recorder.page.words, collectives.ledger
+        self.loaders = Loaders(recorder, self.ledger)
+        self.checks = Checks(recorder, self.ledger)
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
-        self.backward = LastPlace(r)
+        self.backward = LastCallSite(recorder)
         self._watcher: Callable[[int], None] | None = None
         self.optimizer_begins = fast_hook(self.ledger, "optimizer_begins", self._optimizer_begins)
         self.optimizer_ends = fast_hook(self.ledger, "optimizer_ends", self._optimizer_ends)
@@ -89,15 +89,15 @@ class Phases:
 
     def _optimizer_begins(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
         try:
-            led, words = self.ledger, self.words
-            if get_ident() != led.main_thread:
+            ledger, words = self.ledger, self.words
+            if get_ident() != ledger.main_thread:
                 return
             words[_PHASE] = OPTIMIZER
-            words[_SINCE] = led.optimizer_start_ns = now_ns()
+            words[_SINCE] = ledger.optimizer_start_ns = now_ns()
             if self.device is not None:
                 self.device.begin(Phase.OPTIMIZER)
             step = words[_STEP] + 1
-            if step >= led.next_event or led.always or led.reduced_elements:
+            if step >= ledger.next_event or ledger.always or ledger.reduced_elements:
                 with unseen():
                     self.checks.before_optimizer(optimizer, step)
         except Exception as e:
@@ -105,17 +105,17 @@ class Phases:
 
     def _optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
         try:
-            led, words = self.ledger, self.words
-            if not led.optimizer_start_ns or get_ident() != led.main_thread:
+            ledger, words = self.ledger, self.words
+            if not ledger.optimizer_start_ns or get_ident() != ledger.main_thread:
                 return
             if self.device is not None:
                 self.device.end(Phase.OPTIMIZER)
-            words[_PHASE] = led.idle
+            words[_PHASE] = ledger.idle
             words[_SINCE] = t = now_ns()
-            led.optimizer_ns += t - led.optimizer_start_ns
-            led.optimizer_start_ns = 0
-            if (led.lead is not None and led.lead() is optimizer) or self._leads(optimizer):
-                led.lead_misses = 0
+            ledger.optimizer_ns += t - ledger.optimizer_start_ns
+            ledger.optimizer_start_ns = 0
+            if (ledger.lead is not None and ledger.lead() is optimizer) or self._leads(optimizer):
+                ledger.lead_misses = 0
                 self.close_step(t)
                 step = words[_STEP]
                 if step < 64 or step & 31 == 0:  # `checksum_due` is true for some of them; a call is expensive here
@@ -125,28 +125,28 @@ class Phases:
             failed(e)
 
     def _leads(self, optimizer: Any) -> bool:
-        led = self.ledger
-        if led.lead is None or led.lead() is None:
-            led.lead = weakref.ref(optimizer)
-            if self.r.device is None:
-                self.r.device = cuda_index(p for group in optimizer.param_groups for p in group["params"])
+        ledger = self.ledger
+        if ledger.lead is None or ledger.lead() is None:
+            ledger.lead = weakref.ref(optimizer)
+            if self.recorder.device is None:
+                self.recorder.device = cuda_index(p for group in optimizer.param_groups for p in group["params"])
             return True
-        led.lead_misses += 1
-        if led.lead_misses > 32:  # the leading optimizer is no longer used
-            led.lead = weakref.ref(optimizer)
-            led.lead_misses = 0
+        ledger.lead_misses += 1
+        if ledger.lead_misses > 32:  # the leading optimizer is no longer used
+            ledger.lead = weakref.ref(optimizer)
+            ledger.lead_misses = 0
         return False
 
     def close_step(self, t: int) -> None:
         """End the step and begin the next one; its record is written now, or once the device has finished it."""
-        led, words = self.ledger, self.words
+        ledger, words = self.ledger, self.words
         if self.device is None:
-            led.close_step(t)
+            ledger.close_step(t)
         else:
             step = words[_STEP] + 1
             self.device.close(self._step_of_device(step, t))
             words[_STEP] = step
-            led.begin_step(t)
+            ledger.begin_step(t)
         watcher = self._watcher
         if watcher is not None:
             watcher(words[_STEP])
@@ -161,12 +161,17 @@ class Phases:
 
     def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
         """Return a function that writes the record of the step that ends now, with the device's times in place of the host's."""
-        led = self.ledger
-        start_ns, data_ns, forward_ns, backward_ns = led.step_start_ns, led.data_ns, led.forward_ns, led.backward_ns
-        optimizer_ns, wait_ns, samples, batch = led.optimizer_ns, led.wait_ns, led.samples, led.batch
-        loss, epoch, device_bytes = led.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
-        forward_wait_ns, arrived_ns = led.forward_wait_ns, led.arrived_ns
-        ready = led.ready_ns or led.last_ready_ns
+        ledger = self.ledger
+        start_ns, data_ns, forward_ns, backward_ns = (
+            ledger.step_start_ns,
+            ledger.data_ns,
+            ledger.forward_ns,
+            ledger.backward_ns,
+        )
+        optimizer_ns, wait_ns, samples, batch = ledger.optimizer_ns, ledger.wait_ns, ledger.samples, ledger.batch
+        loss, epoch, device_bytes = ledger.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
+        forward_wait_ns, arrived_ns = ledger.forward_wait_ns, ledger.arrived_ns
+        ready = ledger.ready_ns or ledger.last_ready_ns
         ready = ready if ready > start_ns else 0
 
         def write(device: dict[Phase, int] | None) -> None:
@@ -183,11 +188,11 @@ class Phases:
 
     def watch_last_gradient(self, parameter: Any) -> Any:
         """Register a hook on the parameter whose gradient is typically the last: the rest of backward is waiting."""
-        gradients, nonfinite, led = Gradients(parameter), self.checks.nonfinite, self.ledger
+        gradients, nonfinite, ledger = Gradients(parameter), self.checks.nonfinite, self.ledger
 
         def ready(p: Any) -> None:
             try:
-                led.ready_ns = now_ns()
+                ledger.ready_ns = now_ns()
                 with unseen():
                     g = p.grad
                     if g is None:
@@ -198,4 +203,4 @@ class Phases:
             except Exception as e:
                 failed(e)
 
-        return parameter.register_post_accumulate_grad_hook(fast_hook(led, "gradient_is_ready", ready, gradients))
+        return parameter.register_post_accumulate_grad_hook(fast_hook(ledger, "gradient_is_ready", ready, gradients))

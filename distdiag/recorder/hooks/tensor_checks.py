@@ -18,17 +18,17 @@ from distdiag.recorder.hooks.unused_parameters import UnusedParameters
 class Checks:
     """Runs the scheduled checks before an optimizer step."""
 
-    def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
-        self.page, self.ledger = r.page, ledger
-        self.samples = Samples(r, ledger)
-        self.nonfinite = NonFinite(r, ledger, self.samples)
-        self.unused = UnusedParameters(r.h, self.samples)
+    def __init__(self, recorder: state.Recorder, ledger: Ledger) -> None:
+        self.page, self.ledger = recorder.page, ledger
+        self.samples = Samples(recorder, ledger)
+        self.nonfinite = NonFinite(recorder, ledger, self.samples)
+        self.unused = UnusedParameters(recorder.header, self.samples)
         self.replicas = ReplicaChecksums(ledger, self.samples)
 
     def before_optimizer(self, optimizer: Any, step: int) -> None:
-        led, nonfinite = self.ledger, self.nonfinite
-        models = led.models
-        self.replicas.reduced, led.reduced_elements = led.reduced_elements, 0
+        ledger, nonfinite = self.ledger, self.nonfinite
+        models = ledger.models
+        self.replicas.reduced, ledger.reduced_elements = ledger.reduced_elements, 0
         nonfinite.before_optimizer(optimizer, step)
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
@@ -39,5 +39,5 @@ class Checks:
                     m.times = None
                 else:
                     m.times.read(ddp, self.page, step)
-        led.next_event = min((m.next_event for m in models.values()), default=0)
-        led.always = bool(nonfinite.suspects or self.replicas.reduced or not nonfinite.local_gradients)
+        ledger.next_event = min((m.next_event for m in models.values()), default=0)
+        ledger.always = bool(nonfinite.suspects or self.replicas.reduced or not nonfinite.local_gradients)

@@ -82,8 +82,8 @@ class Gradients(GradientWords):
 class Samples:
     """Writes samples into the page. Values on a device are written once their copy is on the host."""
 
-    def __init__(self, r: state.Recorder, ledger: Ledger) -> None:
-        self.page = r.page
+    def __init__(self, recorder: state.Recorder, ledger: Ledger) -> None:
+        self.page = recorder.page
         self._later = ledger.later  # (event, copy on the host, callback that gets the copy)
 
     def write(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:

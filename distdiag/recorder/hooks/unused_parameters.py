@@ -25,7 +25,7 @@ class UnusedParameters:
     """The parameters of this rank's models without a gradient."""
 
     def __init__(self, h: Header, samples: Samples) -> None:
-        self.h, self.samples = h, samples
+        self.header, self.samples = h, samples
 
     def check(self, m: Model, step: int) -> None:
         if m.frozen:
@@ -98,4 +98,4 @@ class UnusedParameters:
         m.slot.unused_site = site
         m.unused_texts.clear()  # already reported
         if missing:
-            self._write_unused(m, missing, self.h.step)
+            self._write_unused(m, missing, self.header.step)

@@ -15,60 +15,60 @@ from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
 _local = threading.local()
 
 
-def install(r: state.Recorder) -> Collectives:
+def install(recorder: state.Recorder) -> Collectives:
     """Wrap torch's classes and return the recorder of their calls. Called once per process."""
-    col = Collectives(r)
-    col.wrap_subclass = lambda cls: _wrap_subclass(col, cls)
+    collectives = Collectives(recorder)
+    collectives.wrap_subclass = lambda cls: _wrap_subclass(collectives, cls)
     pg_class = c10d.ProcessGroup
     for method in METHODS:
         original = getattr(pg_class, method, None)
         if original is not None:
-            setattr(pg_class, method, as_c_method(_wrap(col, method, original), original))
-    _wrap_coalescing(col, pg_class)
+            setattr(pg_class, method, as_c_method(_wrap(collectives, method, original), original))
+    _wrap_coalescing(collectives, pg_class)
     work_class = c10d.Work
-    work_class.wait = as_c_method(_wrap_wait(col, work_class.wait), work_class.wait)  # type: ignore[method-assign]
-    col.wrap_work = lambda cls: _wrap_python_wait(col, cls)
-    return col
+    work_class.wait = as_c_method(_wrap_wait(collectives, work_class.wait), work_class.wait)  # type: ignore[method-assign]
+    collectives.wrap_work = lambda cls: _wrap_python_wait(collectives, cls)
+    return collectives
 
 
-def _wrap_wait(col: Collectives, original: Any) -> Any:
+def _wrap_wait(collectives: Collectives, original: Any) -> Any:
     """Return `original`, the method `wait` of a class of Work, with the wait recorded."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        began = col.wait_begins(self)
+        began = collectives.wait_begins(self)
         try:
             done = original(self, *args, **kwargs)
         except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the tensors
             hide_frame(e)
             if began is not None:
-                col.wait_ends(*began, e)
+                collectives.wait_ends(*began, e)
             raise
         if began is not None and began[0]:
-            col.wait_ends(*began, None)
+            collectives.wait_ends(*began, None)
         return done
 
     return wait
 
 
-def _wrap_python_wait(col: Collectives, cls: type) -> None:
+def _wrap_python_wait(collectives: Collectives, cls: type) -> None:
     """Wrap `wait` of a Work class written in Python, which overrides that of torch's."""
     for base in cls.__mro__:
         if base is c10d.Work:
             return
         original = base.__dict__.get("wait")
         if isinstance(original, FunctionType) and not hasattr(original, "__wrapped__"):
-            base.wait = wraps(original)(_wrap_wait(col, original))  # type: ignore[attr-defined]
+            base.wait = wraps(original)(_wrap_wait(collectives, original))  # type: ignore[attr-defined]
 
 
-def _wrap_subclass(col: Collectives, cls: Any) -> None:
+def _wrap_subclass(collectives: Collectives, cls: Any) -> None:
     """Wrap the methods that a process group class written in Python overrides."""
     for method in METHODS:
         original = cls.__dict__.get(method)
         if callable(original) and not hasattr(original, "__wrapped__"):
-            setattr(cls, method, wraps(original)(_wrap(col, method, original)))
+            setattr(cls, method, wraps(original)(_wrap(collectives, method, original)))
 
 
-def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
+def _wrap_coalescing(collectives: Collectives, pg_class: Any) -> None:
     """Wrap the methods that begin and end a coalesced group, if this torch has them."""
     start, end = getattr(pg_class, "_start_coalescing", None), getattr(pg_class, "_end_coalescing", None)
     if start is None or end is None:
@@ -80,11 +80,11 @@ def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
         except BaseException as e:
             hide_frame(e)
             raise
-        col.coalescing_begins(self)
+        collectives.coalescing_begins(self)
         return out
 
     def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls = col.coalescing_ends(self)
+        calls = collectives.coalescing_ends(self)
         work = None
         try:
             work = end(self, *args, **kwargs)
@@ -92,32 +92,32 @@ def _wrap_coalescing(col: Collectives, pg_class: Any) -> None:
             hide_frame(e)
             raise
         finally:
-            col.coalesced(self, calls or [], work)
+            collectives.coalesced(self, calls or [], work)
         return work
 
     pg_class._start_coalescing = as_c_method(_start_coalescing, start)
     pg_class._end_coalescing = as_c_method(_end_coalescing, end)
 
 
-def _wrap(col: Collectives, method: str, original: Any) -> Any:
+def _wrap(collectives: Collectives, method: str, original: Any) -> Any:
     """Return `original`, a method of `ProcessGroup`, with its call recorded."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(_local, "inside", False):  # a binding that calls another binding
             return original(self, *args, **kwargs)
-        began = col.begin(self, method, args, kwargs)
+        began = collectives.begin(self, method, args, kwargs)
         _local.inside = True
         try:
             work = original(self, *args, **kwargs)
         except BaseException as e:
             hide_frame(e)
             if began is not None:
-                col.failed(*began[:2], method, e)
+                collectives.failed(*began[:2], method, e)
             raise
         finally:
             _local.inside = False
         if began is not None:
-            col.issued(*began, work, method)
+            collectives.issued(*began, work, method)
         return work
 
     return call

@@ -32,7 +32,7 @@ static PyObject *alive(PyObject *ref) {
 }
 
 /* 1 if the user calls from the last site, at the same distance from our frame. */
-static int same_place(Place *p) {
+static int same_call_frame(CallFrame *p) {
   if (p->code == NULL || p->code == Py_None) return 0;
   PyObject *depth = PyLong_FromLong(p->depth);
   if (depth == NULL) return -1;
@@ -157,13 +157,13 @@ static int forward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObjec
   if (elsewhere(s) || s->cuda || PyList_GET_SIZE(s->later)) return 0;
   ModelWords *m = model_of(s, args[0]);
   if (m == NULL) return PyErr_Occurred() ? -1 : 0;
-  if (m->forward_count < 0 || m->forward == NULL || !PyObject_TypeCheck(m->forward, &PlaceType)) return 0;
+  if (m->forward_count < 0 || m->forward == NULL || !PyObject_TypeCheck(m->forward, &CallFrameType)) return 0;
   if (!in_page(s, (uint64_t)m->forward_count) || !in_page(s, m->forwards_at)) return 0;
   int training = grad_enabled(s);
   if (training < 0) return -1;
   if (training && (s->words[m->forwards_at] == 0 || s->batch == 0)) return 0;
-  Place *p = (Place *)m->forward;
-  int same = p->site == m->forward_site ? same_place(p) : 0;
+  CallFrame *p = (CallFrame *)m->forward;
+  int same = p->site == m->forward_site ? same_call_frame(p) : 0;
   if (same < 1) return same;
   s->words[m->forward_count] += 1;
   if (training) s->words[m->forwards_at] += 1;
@@ -249,8 +249,8 @@ static int backward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObje
   if (elsewhere(s) || s->on_device || !s->trained || s->reduced_elements) return 0;
   Py_ssize_t waiting = PyList_GET_SIZE(s->pending);
   if (waiting > 1) return 0;
-  Place *p = (Place *)u->of;
-  int same = same_place(p);
+  CallFrame *p = (CallFrame *)u->of;
+  int same = same_call_frame(p);
   if (same < 1) return same;
   ModelWords *m = NULL;
   if (waiting) {
@@ -364,7 +364,7 @@ const NamedHook HOOKS[] = {
   {"data_begins", data_begins, 1, NULL, 0}, {"data_ends", data_ends, 3, NULL, 1},
   {"forward_begins", forward_begins, 2, NULL, 0}, {"forward_ends", forward_ends, 2, NULL, 0},
   {"sync_begins", sync_begins, 1, NULL, 0}, {"sync_ends", sync_ends, 1, NULL, 0},
-  {"backward_begins", backward_begins, 1, &PlaceType, 1}, {"backward_ends", backward_ends, 1, NULL, 0},
+  {"backward_begins", backward_begins, 1, &CallFrameType, 1}, {"backward_ends", backward_ends, 1, NULL, 0},
   {"gradient_is_ready", gradient_is_ready, 1, &GradientWordsType, 1},
   {"optimizer_begins", optimizer_begins, 3, NULL, 0}, {"optimizer_ends", optimizer_ends, 3, NULL, 0},
 };

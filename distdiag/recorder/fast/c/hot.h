@@ -52,12 +52,12 @@ typedef struct {
   PyObject *code;
   long depth, instruction;
   ull site;
-} Place;
+} CallFrame;
 
 typedef struct {
   PyObject_HEAD
   PyObject *ref;      /* weak, of the DDP module */
-  PyObject *forward;  /* a Place */
+  PyObject *forward;  /* a CallFrame */
   long long group_at, forward_count;
   ull forwards_at, synced_at, forward_site;
 } ModelWords;
@@ -80,7 +80,7 @@ struct FastHook {
   int reads;
 };
 
-extern PyTypeObject LedgerType, PlaceType, ModelWordsType, GradientWordsType, FastHookType;
+extern PyTypeObject LedgerType, CallFrameType, ModelWordsType, GradientWordsType, FastHookType;
 
 typedef struct {
   const char *name;

@@ -1,4 +1,4 @@
-/* The types that Python sees: fast_hook, Ledger, and the bases of LastPlace, Model and Gradients; see hot.h. */
+/* The types that Python sees: fast_hook, Ledger, and the bases of LastCallSite, Model and Gradients; see hot.h. */
 
 #include "hot.h"
 
@@ -277,27 +277,27 @@ PyTypeObject LedgerType = {
   .tp_methods = ledger_methods,
 };
 
-/* -- Place, ModelWords, GradientWords: bases of classes in Python -------------------------------------------------------- */
+/* -- CallFrame, ModelWords, GradientWords: bases of classes in Python -------------------------------------------------------- */
 
 #define BASE(type, dealloc, members)                                                                               \
   {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot." #type, .tp_basicsize = sizeof(type),         \
    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, .tp_new = PyType_GenericNew,                              \
    .tp_dealloc = (destructor)dealloc, .tp_members = members}
 
-static void place_dealloc(Place *p) {
+static void call_frame_dealloc(CallFrame *p) {
   Py_CLEAR(p->code);
   Py_TYPE(p)->tp_free(p);
 }
 
-static PyMemberDef place_members[] = {
-  {"code", T_OBJECT, offsetof(Place, code), 0, NULL},
-  {"depth", T_LONG, offsetof(Place, depth), 0, NULL},
-  {"instruction", T_LONG, offsetof(Place, instruction), 0, NULL},
-  {"site", T_ULONGLONG, offsetof(Place, site), 0, NULL},
+static PyMemberDef call_frame_members[] = {
+  {"code", T_OBJECT, offsetof(CallFrame, code), 0, NULL},
+  {"depth", T_LONG, offsetof(CallFrame, depth), 0, NULL},
+  {"instruction", T_LONG, offsetof(CallFrame, instruction), 0, NULL},
+  {"site", T_ULONGLONG, offsetof(CallFrame, site), 0, NULL},
   {NULL},
 };
 
-PyTypeObject PlaceType = BASE(Place, place_dealloc, place_members);
+PyTypeObject CallFrameType = BASE(CallFrame, call_frame_dealloc, call_frame_members);
 
 static void model_dealloc(ModelWords *m) {
   Py_CLEAR(m->ref);
@@ -363,7 +363,7 @@ static int export_constants(PyObject *m) {
 
 PyMODINIT_FUNC PyInit__hot(void) {
   static const struct { PyTypeObject *type; const char *name; } types[] = {
-    {&LedgerType, "Ledger"}, {&PlaceType, "Place"}, {&ModelWordsType, "ModelWords"},
+    {&LedgerType, "Ledger"}, {&CallFrameType, "CallFrame"}, {&ModelWordsType, "ModelWords"},
     {&GradientWordsType, "GradientWords"}, {&FastHookType, "fast_hook"},
   };
   if (intern_names() < 0) return NULL;
