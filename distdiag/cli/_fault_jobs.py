@@ -181,6 +181,16 @@ def command(job: Job, script: Path, run_dir: Path | None) -> list[str]:
     ]  # fmt: skip
 
 
+def start(
+    job: Job, script: Path, run_dir: Path | None, workdir: Path, env: dict[str, str], out: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start the launcher of a job in a new session."""
+    return subprocess.Popen(
+        command(job, script, run_dir), cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+
+
 class Running:
     """A started job: its process, its output, and the processes that carry its mark."""
 
@@ -229,10 +239,7 @@ def started(
     log = workdir / "job.log"
     out: IO[bytes]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command(job, script, run_dir), cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        process = start(job, script, run_dir, workdir, env, out)
         running = Running(process, mark, log, workdir)
         try:
             yield running

@@ -116,9 +116,10 @@ def start(tmp_path: Path, what: str, **env: str) -> Any:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     env["PYTHONPATH"] = str(REPOSITORY / "tests" / "standins" / "stream")
-    return launch(
-        ["-m", "distdiag.run", "--run-dir", tmp_path / "R", script, what], nproc=2, cwd=tmp_path, env=env, timeout=200
-    )
+    command = ["-m", "distdiag.run", "--run-dir", tmp_path / "R", script, what]
+    # the watchdog ends the ranks of a mismatch, as torchrun sees it; STANDIN_EAGER is read when torch is imported
+    forked = what != "mismatch" and "STANDIN_EAGER" not in env
+    return launch(command, nproc=2, cwd=tmp_path, env=env, timeout=200, fork_ranks=forked)
 
 
 def findings(tmp_path: Path, where: str = "1") -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Job, distdiag, launch, rows, wait_for
+from tests.jobs import Job, distdiag, launch, rows, runs, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -111,19 +111,22 @@ def test_a_rank_that_shuts_down_is_sent_no_signal(tmp_path: Path) -> None:
 
 def test_a_rank_that_calls_exec_is_sent_no_signal(tmp_path: Path) -> None:
     script = write(tmp_path, AWAITED)
-    with launch(["-m", "distdiag.run", "--run-dir", "R", script, "exec"], nproc=3, cwd=tmp_path) as job:
-        assert job.wait() == 0, job.tail()  # torchrun would exit with 1 if a signal ended that program
+    command = ["-m", "distdiag.run", "--run-dir", "R", script, "exec"]
+    with launch(command, nproc=3, cwd=tmp_path, fork_ranks=True) as job:
+        assert job.wait() == 0, job.tail()  # 1 if a signal had ended that program
 
 
 def test_a_dump_sends_no_signal_to_a_rank_that_shuts_down(tmp_path: Path) -> None:
     run = tmp_path / "R"
-    with launch(["-m", "distdiag.run", "--run-dir", run, write(tmp_path, ASKED)], cwd=tmp_path) as job:
+    command = ["-m", "distdiag.run", "--run-dir", run, write(tmp_path, ASKED)]
+    with launch(command, cwd=tmp_path, fork_ranks=True) as job:
         finished = "SELECT rank FROM rank WHERE life = 'finished'"
         wait_for(lambda: rows(run, finished) == [(1,)], 90, "rank 1 to leave its script", job)
         for _ in range(3):  # the last one finds it silent
             shown = distdiag("dump", run, "--timeout", "2", "--no-save", cwd=tmp_path)
             assert shown.returncode in (0, 5), shown.stderr  # 5: a rank did not answer
-        assert 1 in job.rank_pids()
+        ((pid,),) = rows(run, "SELECT pid FROM rank WHERE rank = 1")
+        assert runs(pid)
         (tmp_path / "enough").touch()
         (tmp_path / "go").touch()
         assert job.wait() == 0, job.tail()
@@ -131,7 +134,8 @@ def test_a_dump_sends_no_signal_to_a_rank_that_shuts_down(tmp_path: Path) -> Non
 
 def test_a_rank_that_detached_is_not_judged_and_not_recorded(tmp_path: Path) -> None:
     run = tmp_path / "R"
-    with launch([write(tmp_path, DETACHES)], cwd=tmp_path, env={"DISTDIAG_RUN_DIR": str(run)}) as job:
+    env = {"DISTDIAG_RUN_DIR": str(run)}
+    with launch([write(tmp_path, DETACHES)], cwd=tmp_path, env=env, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         recorded(job)
     steps = rows(run, "SELECT rank, count(*), max(step) FROM step GROUP BY rank ORDER BY rank")

@@ -54,7 +54,8 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("hanging")
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    with launch(["-m", "distdiag.run", "--run-dir", "R", script], cwd=folder, timeout=400) as job:
+    command = ["-m", "distdiag.run", "--run-dir", "R", script]
+    with launch(command, cwd=folder, timeout=400, fork_ranks=True) as job:
         waiting = "SELECT rank FROM rank WHERE waiting_op = 'all_reduce' AND waiting_seq = 21"
         wait_for(lambda: rows(folder / "R", waiting) == [(0,)], 90, "rank 0 to wait", job)
         yield job
@@ -109,7 +110,8 @@ def test_torchs_own_analyser_reads_saved_dumps(hanging: Job, tmp_path: Path) -> 
 
 
 def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Job) -> None:
-    script, pid = hanging.cwd / "train.py", hanging.rank_pid(1)
+    script = hanging.cwd / "train.py"
+    ((pid,),) = rows(hanging.cwd / "R", "SELECT pid FROM rank WHERE rank = 1")
     os.kill(pid, signal.SIGSTOP)
     try:
         state = Path(f"/proc/{pid}/stat")

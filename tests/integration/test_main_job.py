@@ -97,7 +97,7 @@ def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Pa
     """A rank starts another monitor; the rank that reads the data for all does not keep more memory than the others."""
     run = tmp_path / "R"
     options = ["--max-steps", "80", "--validate-every", "0", "--data", str(shared("cifar-10-batches-py"))]
-    with train(*options) as job:
+    with train(*options, fork_ranks=True) as job:
         wait_for(lambda: meta(run).get("state") == "running", 120, "the run to begin", job)
         monitors = job.monitor_pids()
         assert len(monitors) == 1
@@ -114,7 +114,7 @@ def test_training_continues_without_its_monitor_and_has_no_findings(tmp_path: Pa
 
 def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train("--max-steps", "200", "--inject", "deadlock@rank1:step20") as job:
+    with train("--max-steps", "200", "--inject", "deadlock@rank1:step20", fork_ranks=True) as job:
         finding = wait_for(lambda: found(run, ["deadlock"]), 150, "the deadlock to be found", job)
         wait_for(lambda: "ERROR deadlock" in job.stderr(), 10, "the deadlock to be reported", job)
         dump = distdiag("dump", "R", cwd=tmp_path)

@@ -70,9 +70,9 @@ def recording(run_dir: Path) -> bool:
     return [a.state for a in found if a is not None] == ["recording"] * 2
 
 
-def train(folder: Path, images: Path, *options: str, fork_ranks: bool = False) -> AbstractContextManager[Job]:
+def train(folder: Path, images: Path, *options: str) -> AbstractContextManager[Job]:
     """Start the recorded reference job on two ranks; it trains until it is killed."""
-    return launch([*TRAINER, *ENDLESS, "--data", images, *options], cwd=folder, fork_ranks=fork_ranks)
+    return launch([*TRAINER, *ENDLESS, "--data", images, *options], cwd=folder, fork_ranks=True)
 
 
 def profile(job: Job, *args: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _check_merged(path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_other_strategies_are_profiled(tmp_path: Path, images: Path, strategy: str) -> None:
-    with train(tmp_path, images, "--strategy", strategy, fork_ranks=True) as job:
+    with train(tmp_path, images, "--strategy", strategy) as job:
         wait_for(lambda: steps(tmp_path / "run") >= 4 or None, 120, "4 steps", job)
         found = profile(job, "--steps", "2")
         assert [r["rank"] for r in found["ranks"]] == [0, 1]
@@ -153,7 +153,7 @@ def test_other_strategies_are_profiled(tmp_path: Path, images: Path, strategy: s
 
 def test_no_failure_of_a_profile_reaches_the_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(OBEYS))
-    with launch(["-m", "distdiag.run", "--run-dir", "run", "train.py"], cwd=tmp_path) as job:
+    with launch(["-m", "distdiag.run", "--run-dir", "run", "train.py"], cwd=tmp_path, fork_ranks=True) as job:
         wait_for(lambda: steps(tmp_path / "run") >= 4 or None, 90, "4 steps", job)
 
         def do(word: str, wait: bool = True) -> None:
@@ -188,7 +188,7 @@ def test_no_failure_of_a_profile_reaches_the_job(tmp_path: Path) -> None:
 
         do("sleep", wait=False)
         wait_for(lambda: not (tmp_path / "do").exists() or None, 60, "sleep", job)
-        late = refused(5, "--timeout", "10")
+        late = refused(5, "--timeout", "6")
         assert "did not reach step" in late
         (tmp_path / "wake").touch()
         at = steps(tmp_path / "run")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, free_port, start
+from tests.jobs import launch
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(170)]
 
@@ -138,14 +137,9 @@ def observed(folder: Path, *switches: str, env: dict[str, str] | None = None) ->
     folder.mkdir()
     script = folder.parent / "script.py"
     script.write_text(SCRIPT)
-    variables = {
-        **ONE_RANK,
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(REPOSITORY),
-        "DISTDIAG_RUN_DIR": str(folder / "R"),
-        **(env or {}),
-    }
-    with start([sys.executable, str(script), "found.json", *switches], cwd=folder, timeout=100, env=variables) as job:
+    variables = {"DISTDIAG_RUN_DIR": str(folder / "R"), **(env or {})}
+    arguments = [script, "found.json", *switches]
+    with launch(arguments, nproc=1, cwd=folder, timeout=100, env=variables, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
     return json.loads((folder / "found.json").read_text())
 

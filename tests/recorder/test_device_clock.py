@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.hooks.device_clock import PENDING, DeviceClock
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder
-from tests.jobs import ONE_RANK, REPOSITORY, closed, free_port, rows, start
+from tests.jobs import closed, launch, rows
 
 
 class Event:
@@ -134,8 +133,8 @@ def test_device_times_replace_host_times_from_the_first_forward_on(pure: str, tm
         pytest.skip("the hooks were not compiled at the install")
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(SCRIPT)
-    env = {**ONE_RANK, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": str(run)}
-    with start([sys.executable, str(script)], cwd=tmp_path, timeout=60, env=env | {"DISTDIAG_PURE": pure}) as job:
+    env = {"DISTDIAG_RUN_DIR": str(run), "DISTDIAG_PURE": pure}
+    with launch([script], nproc=1, cwd=tmp_path, timeout=60, env=env, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         closed(run)
     steps = rows(run, "SELECT step, forward_ms, backward_ms, optimizer_ms FROM step ORDER BY step")

@@ -18,7 +18,7 @@ from distdiag.page.writer import PageWriter
 from distdiag.recorder import state
 from distdiag.recorder.fast import accounts
 from distdiag.recorder.hooks.replica_checksums import checksum_due
-from tests.jobs import ONE_RANK, REPOSITORY, free_port, start
+from tests.jobs import launch
 
 pytestmark = [
     pytest.mark.job,
@@ -113,14 +113,8 @@ def recorded(folder: Path, pure: bool) -> dict[str, Any]:
     folder.mkdir()
     script = folder.parent / "script.py"
     script.write_text(SCRIPT)
-    env = {
-        **ONE_RANK,
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(REPOSITORY),
-        "DISTDIAG_RUN_DIR": str(folder / "R"),
-    }
-    env |= {"DISTDIAG_PURE": "1"} if pure else {}
-    with start([sys.executable, str(script), "found.json"], cwd=folder, timeout=60, env=env) as job:
+    env = {"DISTDIAG_RUN_DIR": str(folder / "R"), "DISTDIAG_PURE": "01"[pure]}
+    with launch([script, "found.json"], nproc=1, cwd=folder, timeout=60, env=env, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
     return json.loads((folder / "found.json").read_text())
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, free_port, rows, start, wait_for
+from tests.jobs import launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
@@ -86,9 +85,9 @@ def test_modes_and_subclasses_see_only_the_jobs_operations(tmp_path: Path) -> No
         ["0", *RECORDED],
         ["1", *RECORDED],
     ):  # without recorder, with the hooks in C, with those in Python
-        env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_PURE": pure, "MASTER_PORT": str(free_port())}
-        command = [sys.executable, *before, "script.py", f"seen{len(seen)}"]
-        with start(command, cwd=tmp_path, env=env, timeout=250) as job:
+        command = [*before, tmp_path / "script.py", f"seen{len(seen)}"]
+        env = {"DISTDIAG_PURE": pure}
+        with launch(command, nproc=1, cwd=tmp_path, env=env, timeout=250, fork_ranks=True) as job:
             assert job.wait() == 0, job.tail()
         seen.append((tmp_path / f"seen{len(seen)}").read_text().splitlines())
     alone, compiled, python = seen
@@ -118,8 +117,7 @@ dist.destroy_process_group()
 def test_only_this_ranks_part_of_sharded_parameters_is_read(tmp_path: Path) -> None:
     """A DTensor with dispatch off has no memory of its own: reading it would crash the process."""
     (tmp_path / "script.py").write_text(SHARDED)
-    env = {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}
-    with start([sys.executable, *RECORDED, "script.py"], cwd=tmp_path, env=env, timeout=120) as job:
+    with launch([*RECORDED, "script.py"], nproc=1, cwd=tmp_path, timeout=120, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
     found = rows(tmp_path / "R", "SELECT kind, cause FROM finding")
