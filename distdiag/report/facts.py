@@ -28,32 +28,11 @@ SCHEMA = "distdiag.report/1"
 MAX_COLLECTIVE_ROWS = 400_000
 ENOUGH_FOR_P99 = 100
 # Keys of table `meta` that the report shows elsewhere, or that only programs read.
-_KNOWN_META = frozenset(
-    [
-        "schema_version",
-        "monitor_host",
-        "monitor_pid",
-        "monitor_ended",
-        "node",
-        "distdiag",
-        "torch",
-        "python",
-        "cuda",
-        "nccl",
-        "state",
-        "state_text",
-        "state_since_s",
-        "started_unix_s",
-        "ended_s",
-        "heartbeat_unix_s",
-        "command",
-        "name",
-        "attempt",
-        "backend",
-        "world_size",
-        "checks",
-    ]
-)
+_KNOWN_META = frozenset({
+    "schema_version", "monitor_host", "monitor_pid", "monitor_ended", "node", "distdiag", "torch", "python", "cuda",
+    "nccl", "state", "state_text", "state_since_s", "started_unix_s", "ended_s", "heartbeat_unix_s", "command",
+    "name", "attempt", "backend", "world_size", "checks",
+})  # fmt: skip
 # Operations whose recorded bytes are the S of nccl-tests; of the others one rank's part is recorded.
 _FULL_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce"})
 

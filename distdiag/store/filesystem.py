@@ -6,35 +6,10 @@ import os
 from pathlib import Path
 
 # https://www.sqlite.org/wal.html: "WAL does not work over a network filesystem".
-NETWORK_TYPES = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "cifs",
-        "smb",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "ncpfs",
-        "afs",
-        "ceph",
-        "glusterfs",
-        "gpfs",
-        "beegfs",
-        "panfs",
-        "wekafs",
-        "pvfs2",
-        "orangefs",
-        "gfs2",
-        "ocfs2",
-        "9p",
-        "virtiofs",
-        "vboxsf",
-        "vmhgfs",
-        "prl_fs",
-    ]
-)
+NETWORK_TYPES = frozenset({
+    "nfs", "nfs4", "lustre", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "afs", "ceph", "glusterfs", "gpfs",
+    "beegfs", "panfs", "wekafs", "pvfs2", "orangefs", "gfs2", "ocfs2", "9p", "virtiofs", "vboxsf", "vmhgfs", "prl_fs",
+})  # fmt: skip
 LOCAL_FUSE = frozenset({"fuse.overlayfs", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.ntfs-3g", "fuse.portal"})
 
 

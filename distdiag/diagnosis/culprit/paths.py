@@ -16,19 +16,8 @@ from distdiag.diagnosis.model.snapshot import Site
 
 SHOWN = 2  # conditions, if several are possible
 _COUNTERS = {
-    "step",
-    "steps",
-    "epoch",
-    "i",
-    "j",
-    "it",
-    "idx",
-    "iteration",
-    "batch_idx",
-    "batch",
-    "global_step",
-    "__name__",
-}
+    "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
+}  # fmt: skip
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Step = tuple[list[ast.stmt], int]

@@ -62,17 +62,8 @@ class Limits:
 limits = Limits()
 _WORDS = re.compile(r"[A-Z]?[a-z]+")
 _VALIDATION = {
-    "validate",
-    "validation",
-    "valid",
-    "val",
-    "eval",
-    "evaluate",
-    "evaluation",
-    "test",
-    "predict",
-    "inference",
-}
+    "validate", "validation", "valid", "val", "eval", "evaluate", "evaluation", "test", "predict", "inference",
+}  # fmt: skip
 # what a rank waits for, by the text of its line, where the innermost frame alone shows a lock or a socket
 _BY_LINE = {
     "socket": (
