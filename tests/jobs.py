@@ -259,10 +259,10 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
     *,
-    torchrun_args: Sequence[str] = (),
+    torchrun_args: Sequence[str] = ("--standalone",),
     fork_ranks: bool = False,
 ) -> Iterator[Job]:
-    """Run `torchrun --standalone --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
+    """Run `torchrun TORCHRUN_ARGS --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
 
     Args:
         args: Arguments after torchrun's own options: `["-m", "distdiag.train", …]` or `[script, …]`.
@@ -270,11 +270,11 @@ def launch(
         cwd: Working directory; a new temporary one if None, so that `./reports` of the job is not the repository's.
         env: Added to a clean environment, for example `{"DISTDIAG_RUN_DIR": …}`.
         timeout: Seconds from the start after which `Job.wait` fails.
-        torchrun_args: Further options of torchrun.
+        torchrun_args: Other options of torchrun.
         fork_ranks: Fork the ranks as well, without torchrun: for jobs whose start and end are not asserted.
     """
     program = [str(a) for a in args]
-    arguments = program if fork_ranks else ["--standalone", "--nproc-per-node", str(nproc), *torchrun_args, *program]
+    arguments = program if fork_ranks else [*torchrun_args, "--nproc-per-node", str(nproc), *program]
 
     def begin(where: Path, variables: dict[str, str], out: Path, err: Path) -> Launcher:
         out.touch()

@@ -187,7 +187,7 @@ def test_each_attempt_of_an_elastic_restart_is_a_run(tmp_path: Path) -> None:
     command = ["-m", "distdiag.run", "--run-dir", "R", write(tmp_path, RESTARTED)]
     # torch 2.13 keeps one store for all attempts, in which gloo finds the addresses of the previous attempt
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with launch(command, cwd=tmp_path, env=env, torchrun_args=["--max-restarts", "1"]) as job:
+    with launch(command, cwd=tmp_path, env=env, torchrun_args=["--standalone", "--max-restarts", "1"]) as job:
         assert job.wait() == 0, job.tail()
         first, last = closed(run), closed(run / "attempt_1")
     assert (first["attempt"], first["state"]) == ("0", "failed")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
 from distdiag.diagnosis.rules import rank_lost, stall
 from distdiag.monitor.evidence.profile import absent_text
 from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts
-from tests.jobs import distdiag, free_port, start, wait_for
+from tests.jobs import Job, distdiag, free_port, launch, wait_for
 
 WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))
 
@@ -151,13 +151,12 @@ def test_a_rank_of_another_node_is_named(tmp_path: Path) -> None:
     port = free_port()
     run = tmp_path / "run"
 
-    def command(node: int) -> list[str]:
-        return [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2",
-            "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "distdiag.run", "--run-dir", str(run), str(script),
-        ]  # fmt: skip
+    def node(number: int) -> AbstractContextManager[Job]:
+        here = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command = ["-m", "distdiag.run", "--run-dir", run, script]
+        return launch(command, cwd=tmp_path, timeout=150, torchrun_args=here)
 
-    with start(command(0), cwd=tmp_path, timeout=150) as first, start(command(1), cwd=tmp_path, timeout=150) as second:
+    with node(0) as first, node(1) as second:
 
         def verdict() -> dict | None:
             answer = distdiag("diagnose", str(run), "--json", timeout=60)
