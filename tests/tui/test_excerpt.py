@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from distdiag.diagnosis.model.findings import Where
+from distdiag.store import stacks
 from distdiag.store.writer import Writer
 from distdiag.tui.draw import excerpt
 from tests.tui.drive import showing
-from tests.tui.synthetic import Scenario, findings, make, set_monitor
+from tests.tui.synthetic import TRAIN, Scenario, findings, make, rows, set_monitor, tree
 
 
 def test_five_lines_around_the_line_are_shown_cleaned(tmp_path: Path) -> None:
@@ -70,5 +71,36 @@ def test_the_story_shows_the_culprits_source(tmp_path: Path) -> None:
             assert "› 118 │ step_118()" in text and "step_108()" in text and "› 91 │ step_91()" in text
             text = await d.resize(80, 40)  # too narrow for two columns: below the finding
             assert "› 118 │ step_118()" in text
+
+    asyncio.run(work())
+
+
+def test_stacks_and_a_stuck_rank_show_the_source_of_their_lines(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("".join(f"step_{i}()\n" for i in range(1, 200)))
+    sc = Scenario(state="deadlocked", ranks=8)
+    run = make(tmp_path / "r", sc)
+    own = tree(sc).ranks
+    moved = {
+        r: msgspec.structs.replace(s, stack=tuple(f.replace(TRAIN, str(source)) for f in s.stack))
+        for r, s in own.items()
+    }
+    stacks.write(run, stacks.Stacks(t_s=sc.t_s - 1.0, ranks=moved))
+    at = [msgspec.structs.replace(r, file=str(source)) for r in rows(sc, sc.state, sc.step, sc.t_s)]
+    with Writer(run) as w:
+        w.frame(sc.t_s + 0.5, "deadlocked", "", at)
+    set_monitor(run, "live")
+
+    async def work() -> None:
+        async with showing(run, (160, 60)) as d:
+            text = await d.press("7")
+            first, second = (
+                text.index(x) for x in ("rank 5: train.py:118 in next_batch", "ranks 0–4, 6, 7: train.py:91")
+            )
+            assert first < second, "the fewest ranks come first"
+            assert "› 118 │ step_118()" in text and "› 91 │ step_91()" in text and "queue.py:171 │" not in text
+            await d.press("1", "home")
+            text = await d.press("enter")
+            assert "rank 5 " in text and "› 118 │ step_118()" in text
 
     asyncio.run(work())

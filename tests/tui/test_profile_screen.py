@@ -139,3 +139,20 @@ def test_a_key_records_a_profile_and_shows_it(runs: MakeRun, tmp_path: Path, mon
             assert len(seen) == 3
 
     asyncio.run(work())
+
+
+def test_a_large_screen_shows_the_source_of_the_lines_that_take_time(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("".join(f"step_{i}()\n" for i in range(1, 200)))
+    run = make(tmp_path / "r", Scenario(ranks=2))
+    profile = a_profile()
+    line = LineTime(file=str(source), line=88, function="main", ms=33.0, samples=9)
+    save(run, msgspec.structs.replace(profile, ranks=[msgspec.structs.replace(r, lines=[line]) for r in profile.ranks]))
+
+    async def work() -> None:
+        async with showing(run, (160, 60)) as d:
+            text = await d.press("0")
+            assert "train.py:88 main   33.0 ms a step" in text and "› 88 │ step_88()" in text
+            assert "rank 1 (100%)" in await d.resize(80, 24), "the last column is whole"
+
+    asyncio.run(work())

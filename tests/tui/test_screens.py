@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import ascii_line, plain, width_of
 from distdiag.tui.once import screen, take
 from distdiag.tui.screens import pages, readers
+from distdiag.tui.screens.comm import verdict
 from distdiag.tui.screens.comm_panels import arrivals, matrix
 from distdiag.tui.ui import METRICS, Ui
 from tests.tui.conftest import MakeRun
@@ -263,3 +265,21 @@ def test_arrivals_show_the_last_rank_if_it_is_known(runs: MakeRun) -> None:
         assert "ms" in plain(strip) and "rank" in plain(strip)
     alone = take(runs(Scenario(ranks=1)), pages()["comm"], Ui(), 100, 40).frame
     assert alone is not None and arrivals(alone, 100) == []
+
+
+def test_large_screens_show_collectives_and_waiting_for_data_over_time(runs: MakeRun) -> None:
+    run = runs(Scenario(ranks=8), "live")
+    comm = "\n".join(_check(run, "comm", Ui(), 250, 70))
+    assert comm.count("transfer ms") == 3 and comm.count("skew ms  ") == 3 and comm.count("busbw GB/s") == 2
+    data = "\n".join(_check(run, "data", Ui(), 250, 70))
+    assert "rank 5   last" in data and "rank 5 63." in data and "others 2." in data
+    assert "transfer ms" not in "\n".join(_check(run, "comm", Ui(), 80, 24))
+
+
+def test_an_operation_without_times_is_not_judged(runs: MakeRun) -> None:
+    created = OpStats("init_process_group", "default_pg", 8, None, 1, None, None, None, 1e6, 0, 1, 1, 1)
+    snap = Snapshot(Path("."))
+    text = plain(verdict(CommData((created,), 50), snap))
+    assert "no transfer time is known" in text
+    cells = plain(matrix(CommData((created, replace(created, group="tp_1")), 50), 100, 12)[1])
+    assert "0.00" not in cells and "·" in cells

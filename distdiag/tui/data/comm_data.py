@@ -43,6 +43,7 @@ class OpStats:
     exposed_us: float | None = None  # of DDP's gradients: the part of `p50_us` that no computation hides
     exposed_share: float | None = None  # of step time
     buckets: int | None = None  # of DDP's gradients: `bytes` and times are of all of them
+    history: tuple[tuple[float, float | None, float | None], ...] = ()  # time in s, duration and skew in us
 
     @property
     def algbw_gbps(self) -> float | None:
@@ -103,6 +104,9 @@ def _stats(key: tuple[str, str, int | None], rows: list[CollectiveRow], steps: i
         late_count=times,
         late_of=sum(late.values()),
         newest_seq=max(r.seq for r in rows),
+        history=tuple(
+            sorted(((r.t_s, r.duration_us, r.skew_us) for r in rows if r.t_s is not None), key=lambda h: h[0])
+        ),
     )
 
 

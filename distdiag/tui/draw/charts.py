@@ -246,7 +246,7 @@ def grid(
     if height < MIN_HEIGHT or width < MIN_WIDTH or not charts:
         return []
     fits = max(1, (width + 1) // (MIN_WIDTH + 1))
-    rows = 2 if height >= 2 * MIN_HEIGHT + 3 and len(charts) > 2 else 1
+    rows = 2 if height >= 2 * MIN_HEIGHT + 3 and len(charts) > min(3, max(2, fits)) else 1
     if len(charts) > 2 * fits and height >= 3 * MIN_HEIGHT + 2:
         rows = 3
     across = min(fits, -(-len(charts) // rows))

@@ -11,18 +11,20 @@ from distdiag.store.reader import Run
 from distdiag.tui.data.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
+from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
-from distdiag.tui.draw.severity import WARN
+from distdiag.tui.draw.severity import WARN, of_finding
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
 from distdiag.tui.draw.text import cells, clean, clip, counted, decimal, integer, percent, seconds, size
 from distdiag.tui.header import step_line, title_line
 from distdiag.tui.panels import footer_panel
-from distdiag.tui.screens.comm_panels import STALE_S, arrivals, ceiling, matrix
+from distdiag.tui.screens.comm_panels import STALE_S, arrivals, ceiling, charts, matrix
 from distdiag.tui.ui import Ui
 
 __all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
 
 
+ROW_OF_CHARTS = 14  # lines of the charts of one operation
 MATTERS = 0.02  # share of step time below which collectives are not worth a verdict
 EXPOSED = 0.3  # the limit of the finding comm_bound
 
@@ -90,13 +92,16 @@ def verdict(data: CommData, snap: Snapshot) -> Line:
     """Return whether the network or a rank is the cause: the transfer time of the heaviest operation against its arrival skew."""
     if not data.ops:
         return BLANK
-    o = data.ops[0]
+    o = next((o for o in data.ops if o.p50_us), data.ops[0])
     if o.exposed_us is not None:
         return _gradients(o)
     if (share := _share_of_step(o, snap)) is not None and share < MATTERS:
         text = f" collectives take {percent(100 * share)} of step time: neither network nor lateness in them matters"
         return line((" ·", "muted"), text)
-    if not o.p50_us or o.skew_p50_us is None:
+    if not o.p50_us:
+        text = " no transfer time is known yet: whether the network or a rank is the cause is not judged"
+        return line((" ·", "muted"), (text, "muted"))
+    if o.skew_p50_us is None:
         return line((" · no skew measured yet: it needs the arrival times of all ranks", "muted"))
     ratio = o.skew_p50_us / o.p50_us
     if ratio >= 3 and o.skew_p50_us >= 1000:
@@ -181,7 +186,16 @@ class CommPage:
             lines.append(verdict(data, snap))
         lines += [*strip, BLANK, *matrix(data, width, height - len(lines) - len(panel) - len(flights) - len(strip) - 1)]
         lines += flights
+        left = height - len(lines) - len(panel) - 2
+        if data.ops and snap.t_s is not None and left > CHART_HEIGHT:
+            at_cursor = data.ops[ui.index("comm", self.items(snap, ui))]
+            marks = tuple((f.first_seen_s, of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
+            several = [o for o in (at_cursor, *data.ops) if len(o.history) > 1]
+            several = list(dict.fromkeys(several))[: max(1, left // ROW_OF_CHARTS)]
+            for o in several:
+                lines += [BLANK, *charts(o, snap.t_s, width, left // len(several) - 1, marks, ui.ascii)]
         lines = [fitted(x, width) for x in lines[: height - len(panel)]]
+        panel = footer_panel(snap, ui, job, width, max(len(panel), height - len(lines) - 1))
         lines += [BLANK] * (height - len(lines) - len(panel))
         return Screenful([*lines, *panel], shown, at)
 
@@ -223,6 +237,8 @@ def _reached(data: CommData, snap: Snapshot, ui: Ui, width: int) -> Line:
     items = [(o.op, o.group, o.bytes) for o in data.ops]
     o = data.ops[ui.index("comm", items)]
     reached = probe_for(data, o)
+    if not o.bytes:
+        return line((f" {clean(o.op)} has no bandwidth: it moves no tensor", "muted"))
     if reached is None:
         return line((f" no probe of {clean(o.op)} at {size(o.bytes)} in this run: {ui.opens('8', 'probes')}", "muted"))
     text = f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.bytes)}"

@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 from distdiag.store.frames import Frame
-from distdiag.tui.data.comm_data import CommData, InFlight
+from distdiag.tui.data.comm_data import CommData, InFlight, OpStats
 from distdiag.tui.draw import bars
+from distdiag.tui.draw.charts import Chart, Curve, grid
 from distdiag.tui.draw.lines import BLANK, Line, Part, explained, line
-from distdiag.tui.draw.text import SPARKS, clean, clip, counted, decimal, fit, milliseconds, seconds
+from distdiag.tui.draw.text import SPARKS, clean, clip, counted, decimal, fit, milliseconds, seconds, size
 
 LEAST_SPREAD_MS = 0.5  # between first and last arrival; below it the picture would show noise
 STALE_S = 5.0  # from this age on a collective in flight is drawn as an error
 ARRIVALS = (
     "when the ranks arrive at the first collective of a step, after the first of them; a higher bar is more ranks"
 )
-_NAME, _CELL = 16, 13
+_NAME, _CELL = 20, 18
+Marks = tuple[tuple[float, str], ...]  # moments and their style
 
 
 def arrivals(frame: Frame, width: int) -> list[Line]:
@@ -49,12 +51,42 @@ def arrivals(frame: Frame, width: int) -> list[Line]:
     return [explained(line((lead, "muted"), *parts, (tail, "")), "arrivals, ms", ARRIVALS)]
 
 
+def charts(o: OpStats, now: float, width: int, height: int, marks: Marks, ascii_only: bool) -> list[Line]:
+    """Draw an operation's transfer time, skew and bandwidth over the steps in the window; empty if they do not fit."""
+    times = [t for t, _, _ in o.history]
+    durations = [None if d is None else d / 1e3 for _, d, _ in o.history]
+    skews = [None if s is None else s / 1e3 for _, _, s in o.history]
+    found = [
+        Chart("transfer", "ms", (Curve("", times, durations, "accent"),), _ms, marks=marks,
+              help="on the rank that arrived last: waiting for late ranks is not in it"),
+        Chart("skew", "ms", (Curve("", times, skews, "area-hot", not ascii_only),), _ms, marks=marks,
+              help="last arrival - first arrival: the first rank waits as long"),
+    ]  # fmt: skip
+    if o.algbw_gbps and o.busbw_gbps and o.bytes:
+        factor = o.busbw_gbps / o.algbw_gbps * o.bytes / 1e6
+        rates = [factor / d if d else None for d in durations]
+        about = "size / time x the operation's factor, comparable to the link"
+        found.append(Chart("busbw", "GB/s", (Curve("", times, rates, "accent"),), _ms, marks=marks, help=about))
+    found = [c for c in found if any(v is not None for v in c.curves[0].values)]
+    if not found or len(times) < 2:
+        return []
+    end = min(now, times[-1] + 0.25 * (times[-1] - times[0]))  # however long the job has been stuck since then
+    made = grid(found, times[0], end, width - 1, height - 1, ascii_only)
+    name = f" {clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip()
+    return [line((name, "bold"), (f"   group {clean(o.group)}", "muted")), *made] if made else []
+
+
+def _ms(v: float | None) -> str:
+    return decimal(v, 2 if v is not None and v < 9.995 else 1 if v is not None and v < 999.5 else 0)
+
+
 def matrix(data: CommData, width: int, room: int) -> list[Line]:
     """Draw groups by collectives: how many per step, or for how long one is in flight; empty for a single group."""
     flying = {(f.group, f.op): f for f in data.in_flight}
-    per_step: dict[tuple[str, str], float] = {}
+    per_step: dict[tuple[str, str], float | None] = {}
     for o in data.ops:
-        per_step[o.group, o.op] = per_step.get((o.group, o.op), 0.0) + (o.per_step or 0.0)
+        before = per_step.get((o.group, o.op))
+        per_step[o.group, o.op] = before if o.per_step is None else (before or 0.0) + o.per_step
     groups = list(dict.fromkeys([g for g, _ in flying] + [o.group for o in data.ops]))
     ops = list(dict.fromkeys([op for _, op in flying] + [o.op for o in data.ops]))
     if len(groups) < 2 or room < 4:

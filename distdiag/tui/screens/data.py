@@ -14,11 +14,13 @@ from distdiag.store.rows import LoaderRow
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import severity
+from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, width_of
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
 from distdiag.tui.draw.text import clean, counted, integer, median_low, milliseconds, percent, place
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import brief_panel
+from distdiag.tui.screens import data_charts
 from distdiag.tui.ui import Ui
 
 
@@ -28,6 +30,7 @@ class DataData:
 
     loaders: dict[int, tuple[LoaderRow, ...]] = field(default_factory=dict)
     shared: frozenset[int] = frozenset()  # fingerprints of training data on more than one rank
+    waited: data_charts.Waited | None = None  # of the rank under the cursor
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> DataData:
@@ -35,7 +38,8 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Dat
     for loader in run.loaders():
         by.setdefault(loader.rank, []).append(loader)
     prints = Counter(x.fingerprint for rows in by.values() for x in rows if x.in_training and x.fingerprint is not None)
-    return DataData({r: tuple(v) for r, v in by.items()}, frozenset(k for k, n in prints.items() if n > 1))
+    waited = data_charts.read(run, frame, request.rank, request.at_s) if request.rank is not None else None
+    return DataData({r: tuple(v) for r, v in by.items()}, frozenset(k for k, n in prints.items() if n > 1), waited)
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,8 @@ def _fingerprint(s: _Shown) -> Cell:
     text = f"{(bits ^ bits >> 24 ^ bits >> 48) & 0xFFFFFF:06x}"
     if value in s.data.shared:
         return f"{text} twice", "warning"
-    if value == _of("previous_fingerprint")(s):
-        return f"{text} again", "warning"
+    if value == _of("previous_fingerprint")(s):  # a validation has the same data in every epoch
+        return f"{text} again", "warning" if s.loader is not None and s.loader.in_training else "muted"
     return text, "muted"
 
 
@@ -145,13 +149,17 @@ COLUMNS: tuple[Column[_Shown], ...] = (
 class DataPage:
     name = "data"
     title = "data"
-    question = "does every rank get its own, equally many batches?"
+    question = "do ranks get their own, equally many batches?"
 
     def __init__(self) -> None:
         self.order = Cached(time.monotonic)
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("data", ui.paused_at_s)
+        ranks = self.order.ranks(snap, ui)
+        chosen = ui.cursor.get("data")
+        rank = chosen[0] if isinstance(chosen, tuple) and chosen[0] in ranks else next(iter(ranks), None)
+        # a table that fills the screen leaves no line for charts
+        return Request("data", ui.paused_at_s, rank if len(ranks) + CHART_HEIGHT < height else None)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         """Return `(rank, loader)`; a rank without a loader has one row."""
@@ -185,6 +193,12 @@ class DataPage:
             lines.append(
                 line(("   No DataLoader was seen: batches are counted where the job iterates one of torch's.", "muted"))
             )
+        left = height - len(lines) - len(tail) - 2
+        if data.waited is not None and left > CHART_HEIGHT:
+            marks = tuple(
+                (f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s
+            )
+            lines += [BLANK, *data_charts.lines(data.waited, width, left, marks, ui.ascii)]
         lines = [fitted(x, width) for x in lines[: height - len(tail)]]
         lines += [BLANK] * (height - len(lines) - len(tail))
         return Screenful([*lines, *tail][:height], room, cursor)

@@ -14,6 +14,7 @@ from distdiag.store.rows import Event
 from distdiag.terms.units import size_text
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import excerpt, severity
+from distdiag.tui.draw.charts import side_by_side
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
 from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap
 from distdiag.tui.header import title_line
@@ -22,7 +23,8 @@ from distdiag.tui.ui import Ui
 
 _EVENTS = 5
 BESIDE = 100  # cells of a screen that shows list and story side by side
-SHORTEST = 5  # lines of an excerpt
+SOURCE_WIDTH, SHORTEST = 70, 5  # cells and lines of an excerpt
+ENTRY_LINES = 4  # of a message in the list, if all findings fit
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,13 @@ class FindingsPage:
         """Findings at the left, what is known of the chosen one at the right."""
         left = max(36, min(56, width // 3))
         items = self.items(snap, ui)
-        per_page = max(1, room // 3)
+        most = max(1, min(ENTRY_LINES, room // max(1, len(items)) - 2))  # of a message
+        per_page = max(1, room // (most + 2))
         top, chosen = ui.window("findings", items, per_page)
         entries: list[Line] = []
         cursor = None
         for i in range(top, min(len(items), top + per_page)):
-            entry = list_entry(snap.findings[i], left)
+            entry = list_entry(snap.findings[i], left, most)
             if i == chosen:
                 cursor = len(entries)
                 entry = [marked(x, left) for x in entry]
@@ -165,8 +168,8 @@ def _of_finding(snap: Snapshot, f: Finding) -> tuple[excerpt.Excerpt, ...]:
     return (*found[:1], *[s for s in found[1:] if s.lines][:1])
 
 
-def list_entry(f: Finding, width: int) -> list[Line]:
-    """Return a finding in the list: severity, kind and time; what and who."""
+def list_entry(f: Finding, width: int, most: int) -> list[Line]:
+    """Return a finding in the list: severity, kind and time; what and who in at most so many lines."""
     mark = severity.of_finding(f.severity)
     closed = f.cleared_s is not None
     when = "cleared" if closed else clock(f.detected_s if f.detected_s is not None else f.first_seen_s)
@@ -175,7 +178,10 @@ def list_entry(f: Finding, width: int) -> list[Line]:
     kind = clip(clean(f.kind), width - cells(mark.word) - cells(when) - 7)
     head = line((f" {mark.glyph} {mark.word} ", f"{style} bold", hit), (kind, "muted" if closed else "bold", hit))
     head = (*head, (" " * (width - width_of(head) - cells(when) - 1) + when, "muted", hit))
-    return [head, line((f"   {clip(clean(f.message), width - 4)}", "muted", hit))]
+    rows = wrap(clean(f.message), width - 4)
+    if len(rows) > most:
+        rows = [*rows[: most - 1], clip(" ".join(rows[most - 1 :]), width - 4)]
+    return [head, *(line((f"   {text}", "muted", hit)) for text in rows)]
 
 
 def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> list[Line]:
@@ -261,6 +267,25 @@ def source_lines(source: excerpt.Excerpt, width: int, indent: int) -> list[Line]
     if source.why:
         out.append(line((f"{pad}  {clip(source.why, width - indent - 2)}", "muted")))
     return out
+
+
+def source_blocks(blocks: Sequence[tuple[Line, excerpt.Excerpt]], width: int, room: int) -> list[Line]:
+    """Return excerpts with their titles, next to each other and below, in at most `room` lines; empty if none fits."""
+    across = max(1, min(len(blocks), width // SOURCE_WIDTH))
+    rows = -(-len(blocks) // across)
+    while rows > 1 and (room - 1) // rows < SHORTEST + 3:
+        rows -= 1
+    each = (room - 1) // rows - 2 if rows else 0  # a title, and a blank line below
+    if each < SHORTEST:
+        return []
+    out: list[Line] = []
+    for first in range(0, min(len(blocks), rows * across), across):
+        made = [
+            [fitted(title, width // across - 2), *source_lines(source.near(each), width // across - 2, 3)]
+            for title, source in blocks[first : first + across]
+        ]
+        out += [BLANK, *side_by_side([*made, *[[]] * (across - len(made))], width, 2)]
+    return out[:room]
 
 
 def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:

@@ -48,7 +48,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Pro
 class ProbesPage:
     name = "probes"
     title = "probes"
-    question = "what can this machine do, and does the job reach it?"
+    question = "what can the machine do, and the job?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
         return Request("probes", ui.paused_at_s)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distdiag.store.frames import Frame
-from distdiag.store.liveness import Monitor
+from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
 from distdiag.traces import saved
 from distdiag.traces.model import Comparison, Profile, RankTimes, parts_of
 from distdiag.traces.text import place
 from distdiag.tui.data.snapshot import Request, Snapshot
-from distdiag.tui.draw import bars
+from distdiag.tui.draw import bars, excerpt
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, marked, rule
 from distdiag.tui.draw.palette import PARTS
 from distdiag.tui.draw.table import Column, choose, header, row
 from distdiag.tui.draw.text import clean, clip, clip_left, counted, delta, fit, milliseconds, percent, quote, size, wrap
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import brief_panel
+from distdiag.tui.screens.findings import source_blocks
 from distdiag.tui.ui import Ui
+
+SOURCES = 3  # lines of the script whose source is shown
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ProfileData:
 
     profile: Profile | None = None
     damaged: str | None = None
+    sources: tuple[excerpt.Excerpt, ...] = ()  # of the lines that the rank under the cursor spends its time in
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> ProfileData:
@@ -45,7 +49,8 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Pro
         profile = saved.read(file)
         cache["profile"] = ProfileData(profile, None if profile else str(file))
         cache["profile_key"] = key
-    return cache["profile"]
+    started = number(run.meta.get("started_unix_s"))
+    return replace(cache["profile"], sources=excerpt.cached(request.places, started, cache))
 
 
 def _columns(scale_ms: float, colour: bool) -> tuple[Column[RankTimes], ...]:
@@ -79,7 +84,10 @@ class ProfilePage:
     question = "where does the time of a step go?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("profile", ui.paused_at_s)
+        p, items = snap.panel.profile if isinstance(snap.panel, ProfileData) else None, self.items(snap, ui)
+        lines = p.ranks[ui.index("profile", items)].lines if p is not None and items else []
+        sites = tuple((x.file, x.line) for x in lines if x.file and x.line)
+        return Request("profile", ui.paused_at_s, places=sites[:SOURCES])
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         p = snap.panel.profile if isinstance(snap.panel, ProfileData) else None
@@ -108,7 +116,9 @@ class ProfilePage:
             if len(p.ranks) > room:
                 lines.append(line((f"   ranks {top + 1}–{top + room} of {len(p.ranks)}", "muted")))
             if p.ranks:
-                lines += _below(p, p.ranks[index or 0], width, height - len(lines) - len(tail))
+                chosen_rank = p.ranks[index or 0]
+                lines += _below(p, chosen_rank, width, height - len(lines) - len(tail))
+                lines += _source(data, chosen_rank, width, height - len(lines) - len(tail))
         lines = [fitted(x, width) for x in lines[: height - len(tail)]]
         lines += [BLANK] * (height - len(lines) - len(tail))
         return Screenful([*lines, *tail][:height], room, cursor)
@@ -167,6 +177,14 @@ def _hot(r: RankTimes, width: int, room: int) -> list[Line]:
     return out
 
 
+def _source(data: ProfileData, r: RankTimes, width: int, room: int) -> list[Line]:
+    """Return the source around the lines that a rank spends its time in."""
+    ms = {(x.file, x.line): (place(x.file, x.line, x.function), x.ms) for x in r.lines}
+    known = [(s, *ms[s.file, s.line]) for s in data.sources if s.lines and (s.file, s.line) in ms]
+    blocks = [(line("   ", (at, "bold"), (f"   {milliseconds(t)} ms a step", "muted")), s) for s, at, t in known]
+    return source_blocks(blocks, width, room)
+
+
 def _listed(title: str, rows: Sequence[tuple[str, float, float]], width: int) -> list[Line]:
     """Return a list of names with ms and share of the step, each line exactly `width` cells."""
     name = width - 3 - 10 - 9
@@ -194,7 +212,7 @@ def _comparison(c: Comparison, width: int) -> list[Line]:
 def _collectives(p: Profile, width: int, room: int) -> list[Line]:
     if not p.collectives:
         return []
-    name = min(34, width - 3 - 46)
+    name = max(12, min(34, width - 3 - 39 - 3 - 16))
     head = f"   {fit('collective', name)}{'per step':>9}{'bytes':>11}{'waits':>9}{'transfer':>10}   last"
     out = [BLANK, line((head, "head"))]
     for c in p.collectives[: room - 1]:

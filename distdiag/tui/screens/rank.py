@@ -7,14 +7,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distdiag.diagnosis.model.findings import State
 from distdiag.store import stacks as store
 from distdiag.store.frames import Frame, RankRow
+from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
-from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, explained, fitted, joined, line, rule
+from distdiag.tui.draw import excerpt, severity
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, explained, fitted, joined, line, rule, width_of
 from distdiag.tui.draw.palette import ABOUT
 from distdiag.tui.draw.text import (
     cells,
@@ -39,6 +41,7 @@ from distdiag.tui.draw.text import (
 )  # fmt: skip
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import finding_lines, footer_panel
+from distdiag.tui.screens.findings import source_lines
 from distdiag.tui.ui import Ui
 
 PHASES = (
@@ -52,7 +55,9 @@ HELP = ABOUT | {
     "self": "step - wait: the rank's own time",
     "step": "from the end of one optimizer step to the end of the next",
 }
-WINDOW = 100
+WINDOW, WIDEST = 100, 200  # steps that are read
+LEFT = 47  # cells before the bars of the steps
+SHORTEST = 5  # lines of an excerpt
 GPU_HISTORY_S = 60.0
 GPU_HISTORY = (
     ("use", "utilization_pct"),
@@ -75,6 +80,7 @@ class RankData:
     host: HostRow | None = None
     gpu: GpuRow | None = None
     gpu_history: tuple[tuple[str, tuple[float | None, ...]], ...] = ()  # of the last minute: name, values
+    source: excerpt.Excerpt | None = None  # around its line, if it makes no progress
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> RankData | None:
@@ -84,7 +90,9 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Ran
     at = next((i for i, r in enumerate(frame.table.numbers("rank")) if r == rank), None)
     row = frame.table.row(at) if at is not None else RankRow(rank=rank)
     span = run.step_range(request.at_s)
-    steps = run.steps(max(span[0], span[1] - WINDOW + 1), span[1], [rank]) if span else []
+    steps = run.steps(max(span[0], span[1] - request.window + 1), span[1], [rank]) if span else []
+    still = frame.state not in (State.RUNNING, State.DEGRADED) or row.life != "running"
+    sites = [(row.file, int(row.line))] if still and row.file and row.line else []
     found = store.read(run.path)
     gpus = run.gpus(request.at_s)
     gpu = next(
@@ -113,6 +121,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Ran
         host=next((h for h in run.hosts(request.at_s) if h.node == row.node), None),
         gpu=gpu,
         gpu_history=tuple(history),
+        source=next(iter(excerpt.cached(sites, number(run.meta.get("started_unix_s")), cache)), None),
     )
 
 
@@ -122,7 +131,7 @@ class RankPage:
     question = "why is it slow, and what is it doing?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("rank", ui.paused_at_s, ui.rank)
+        return Request("rank", ui.paused_at_s, ui.rank, window=max(WINDOW, min(WIDEST, width - LEFT)))
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return []
@@ -150,7 +159,9 @@ class RankPage:
         mine = [f for f in snap.open_findings if row.rank in f.culprits] or [
             f for f in snap.open_findings if row.rank in f.victims
         ]
-        flag = [rule(width), *finding_lines(mine[0], width)][: max(3, height // 4)] if mine else []
+        flag = [rule(width), *finding_lines(mine[0], width)] if mine else []
+        if len(flag) > (most := max(4, height // 4)):
+            flag = [*flag[: most - 1], cut_line(len(flag) - most + 1)]
         room = height - len(flag)
         stack, calls = _stack(data, row, snap, ui, width, height), _collectives(data, width, 8 if height >= 40 else 3)
         phases = _phases(data, snap, at, width)
@@ -160,6 +171,10 @@ class RankPage:
         blocks = [stack, facts, calls, phases] if still else [phases, facts, stack, calls]
         for block in filter(None, blocks):
             lines += [BLANK, *block] if height >= 22 else block
+        if data.source is not None and data.source.lines and still and room - len(lines) > SHORTEST + 2:
+            at = place(data.source.file, data.source.line, row.function)
+            shown = source_lines(data.source.near(min(24, room - len(lines) - 3)), width, 3)
+            lines += [BLANK, line((" source ", "muted"), at), *shown]
         if len(lines) > room:
             lines = [*lines[: room - 1], cut_line(len(lines) - room + 1)]
         lines = [fitted(x, width) for x in lines]
@@ -188,13 +203,11 @@ def _now(row: RankRow, snap: Snapshot, stuck: bool, width: int) -> list[Line]:
         doing = f"waits in {clean(row.waiting_op)}{number} ({clean(row.waiting_group or '?')}, {size(row.waiting_bytes)}) for {seconds(row.waiting_age_s)}"
     elif row.activity and row.activity not in ("user_code", row.phase):
         doing += f", {clean(row.activity).replace('_', ' ')}"
-    out = [
-        line(
-            (" now    ", "muted"),
-            doing,
-            *([(f"   at {place(row.file, row.line, row.function)}", "bold")] if row.file else []),
-        )
-    ]
+    out = [line((" now    ", "muted"), doing)]
+    if row.file:
+        at = place(row.file, row.line, row.function)
+        fits = width_of(out[0]) + cells(at) + 6 <= width
+        out = [line(*out[0], (f"   at {at}", "bold"))] if fits else [*out, line("        ", (f"at {at}", "bold"))]
     ended = severity.signal_name(row.signal) if row.signal else ""
     if row.exception or ended or row.exit_code:
         code = f"exit code {row.exit_code}" if row.exit_code is not None else ""
@@ -218,7 +231,7 @@ def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
     if not data.steps:
         return [line((" no step of this rank has ended yet", "muted"))]
     assert snap.frame is not None
-    bars = max(8, min(WINDOW, width - 47))
+    bars = max(8, min(len(data.steps), width - LEFT))
     n = min(len(data.steps), bars)
     many = len(data.steps) >= 100
     reference = f"median of the {snap.summary.n - 1:,} other ranks" if snap.summary.n > 2 else "the other rank"
@@ -291,9 +304,10 @@ def _stack(data: RankData, row: RankRow, snap: Snapshot, ui: Ui, width: int, hei
     out = [line((f" stack, taken at {clock(data.stack_t_s)}, innermost first", "head"))]
     frames = list(reversed(data.stack.stack)) or [data.stack.note or "no stack"]
     at_most = 4 if height < 40 else 16
-    for f in frames[:at_most]:
-        function, _, at = clean(f).rpartition(" ")
-        out.append(line(f"   {fit(clip_left(at, 40), 40)}  ", function))
+    shown = [clean(f).rpartition(" ") for f in frames[:at_most]]
+    site = min(max(40, min(90, width // 2)), max(cells(at) for _, _, at in shown))
+    for function, _, at in shown:
+        out.append(line(f"   {fit(clip_left(at, site), site)}  ", function))
     if len(frames) > at_most:
         out.append(
             line(

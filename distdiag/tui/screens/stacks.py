@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,19 @@ from typing import Any
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store import stacks as store
 from distdiag.store.frames import Frame
-from distdiag.store.liveness import Monitor
+from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
 from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.draw import excerpt
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked
 from distdiag.tui.draw.text import cells, clean, clip_left, clock, place, quote, seconds
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import brief_panel
+from distdiag.tui.screens.findings import source_blocks
 from distdiag.tui.ui import Ui
+
+MAX_SITES = 6
+_LIBRARY = re.compile(r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<")  # not the job's own code
 
 
 @dataclass(frozen=True)
@@ -32,25 +38,57 @@ class TreeLine:
 
 
 @dataclass(frozen=True)
+class Site:
+    """The innermost line of the job's own code that some ranks are at."""
+
+    ranks: tuple[int, ...]
+    function: str
+    source: excerpt.Excerpt
+
+
+@dataclass(frozen=True)
 class StacksData:
-    """The merged tree; from a dump, or of single places where none was taken."""
+    """The merged tree, from a dump, or of single lines where none was taken; and the source of where ranks are."""
 
     t_s: float | None = None
     lines: tuple[TreeLine, ...] = ()
     dumped: bool = False
     ranks: int = 0
+    sites: tuple[Site, ...] = ()  # fewest ranks first
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> StacksData:
     """Return the newest dump in the run directory; without one, the site from each rank's page."""
     found = store.read(run.path)
+    started = number(run.meta.get("started_unix_s"))
     if found is None:
-        return StacksData(frame.t_s, tuple(_flatten(store.merge(places(frame)), 0)), False, len(frame.table))
+        now = places(frame)
+        tree = tuple(_flatten(store.merge(now), 0))
+        return StacksData(frame.t_s, tree, False, len(frame.table), _sites(now, started, cache))
     key = ("stacks", found.t_s, len(found.ranks))
     if cache.get("stacks_key") != key:
         cache["stacks"] = tuple(_flatten(store.merge(found), 0))
         cache["stacks_key"] = key
-    return StacksData(found.t_s, cache["stacks"], True, len(found.ranks))
+    return StacksData(found.t_s, cache["stacks"], True, len(found.ranks), _sites(found, started, cache))
+
+
+def _sites(found: store.Stacks, started_unix_s: float | None, cache: dict[Any, Any]) -> tuple[Site, ...]:
+    """Return the lines that ranks are at, those of the fewest ranks first, with their source."""
+    ranks: dict[tuple[str, str, int], list[int]] = {}
+    for rank, each in found.ranks.items():
+        own = (f for f in map(_parsed, reversed(each.stack)) if f is not None and not _LIBRARY.search(f[1]))
+        if (site := next(own, None)) is not None:
+            ranks.setdefault(site, []).append(int(rank))
+    few = sorted(ranks.items(), key=lambda item: (len(item[1]), item[1]))[:MAX_SITES]
+    sources = excerpt.cached([(file, line) for (_, file, line), _ in few], started_unix_s, cache)
+    return tuple(Site(tuple(sorted(r)), site[0], s) for (site, r), s in zip(few, sources, strict=True))
+
+
+def _parsed(frame: str) -> tuple[str, str, int] | None:
+    """Return function, file and line of `function file:line`; None if it is not a frame."""
+    function, _, at = frame.rpartition(" ")
+    file, _, n = at.rpartition(":")
+    return (function, file, int(n)) if function and file and re.fullmatch("[0-9]{1,9}", n) else None
 
 
 def places(frame: Frame) -> store.Stacks:
@@ -66,8 +104,8 @@ def places(frame: Frame) -> store.Stacks:
         t.numbers("waiting_seq"),
         t.words("life"),
     )
-    for rank, file, number, function, op, seq, life in zip(*columns, strict=True):
-        at = f"{function or '?'} {file}:{int(number)}" if file and number == number else None
+    for rank, file, n, function, op, seq, life in zip(*columns, strict=True):
+        at = f"{function or '?'} {file}:{int(n)}" if file and n == n else None
         call = f"{op} #{int(seq)}" if op and seq == seq else op
         out[str(int(rank))] = store.RankStack(stack=(at,) if at else (), op=call, note=f"no place known ({life})")
     return store.Stacks(t_s=frame.t_s, ranks=out)
@@ -112,7 +150,8 @@ class StacksPage:
         if len(items) > room:
             lines.append(line((f"   lines {top + 1:,}–{min(len(items), top + room):,} of {len(items):,}", "muted")))
         if not items:
-            lines.append(line(("   no rank has shown a place in its code yet", "muted")))
+            lines.append(line(("   no rank has shown a line of its code yet", "muted")))
+        lines += _source_lines(data, width, height - len(lines) - len(tail))
         lines = [fitted(x, width) for x in lines[: height - len(tail)]]
         lines += [BLANK] * (height - len(lines) - len(tail))
         return Screenful([*lines, *tail][:height], room, cursor)
@@ -139,21 +178,30 @@ def _age(snap: Snapshot, data: StacksData, ui: Ui, width: int) -> list[Line]:
     return [fitted(line(title, (key, "muted")), width)]
 
 
+def _source_lines(data: StacksData, width: int, room: int) -> list[Line]:
+    """Return the source around the lines that ranks are at; one reason if none can be read."""
+    readable = [s for s in data.sites if s.source.lines] or data.sites[:1]
+    blocks = []
+    for s in readable:
+        at = place(s.source.file, s.source.line, s.function)
+        blocks.append((line("   ", (rank_list(s.ranks), "bold"), f": {at}"), s.source))
+    return source_blocks(blocks, width, room)
+
+
 def _tree_line(t: TreeLine, total: int, width: int) -> Line:
     """Return `ranks 0–2 (3 of 4)  main  train.py:91`: the ranks, then function and site."""
-    function, _, at = t.frame.rpartition(" ")
-    file, _, number = at.rpartition(":")
-    is_frame = bool(function and file) and number.isdigit()
+    parsed = _parsed(t.frame)
     indent = "   " + "  " * t.depth
     who, style = "", ""
     if t.splits or t.first:
         who = f"{rank_list(t.ranks)} ({len(t.ranks):,} of {total:,})  "
         style = "warning" if t.splits and len(t.ranks) * 4 <= total else "bold"
     room = width - cells(indent) - cells(who) - 2
-    if not is_frame:
+    if parsed is None:
         return fitted(line(indent, (who, style), (clean(t.frame), "accent")), width)
+    function, file, n = parsed
     name = clean(function)
-    where = place(file, float(number))
+    where = place(file, n)
     if room > cells(name) + cells(where) + 6:
-        where = clip_left(f"{clean(file)}:{number}", room - cells(name) - 2)
+        where = clip_left(f"{clean(file)}:{n}", room - cells(name) - 2)
     return fitted(line(indent, (who, style), name, "  ", (where, "" if t.leaf else "muted")), width)

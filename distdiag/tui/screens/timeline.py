@@ -233,7 +233,7 @@ def _cells(owner: list[str], a: int, b: int, halves: int) -> list[Part]:
 class TimelinePage:
     name = "timeline"
     title = "timeline"
-    question = "who stopped first, and who has waited since then?"
+    question = "who stopped first, and who waits for it?"
 
     def __init__(self) -> None:
         self.order = Cached(time.monotonic)
@@ -324,6 +324,7 @@ class TimelinePage:
         if top + room < len(items) or top:
             lines.append(line((f"   ranks {top + 1:,}–{min(len(items), top + room):,} of {len(items):,}", "muted")))
         lines = lines[: height - len(panel)]
+        panel = footer_panel(snap, ui, job, width, max(len(panel), height - len(lines) - 1))
         lines += [BLANK] * (height - len(lines) - len(panel))
         return Screenful([*(fitted(x, width) for x in lines), *panel][:height], room, cursor)
 
