@@ -49,7 +49,7 @@ KEYS: tuple[Key, ...] = (
     Key("5", "show('findings')", "Findings", "what happened while I was away", "5"),
     Key("6", "show('data')", "Data", "do ranks get their own, equally many batches", "6"),
     Key("7", "show('stacks')", "Stacks", "which line is every rank at", "7"),
-    Key("8", "show('probes')", "Probes", "what can this machine do", "8"),
+    Key("8", "show('probes')", "Probes", "how fast is the machine, and is the job as fast", "8"),
     Key("9", "show('timeline')", "Timeline", "who stopped first, and who waits for it", "9"),
     Key("0", "show('profile')", "Profile", "where does the time of a step go", "0"),
     Key("escape", "back", "Back", "back to the screen before", "Esc", ("rank", "help")),

@@ -1,4 +1,4 @@
-"""Data: does every rank get its own, and equally many, batches?"""
+"""Data: do ranks get their own, and equally many, batches?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes: what can this machine do, and does the job reach it?"""
+"""Probes: how fast is the machine, and is the job as fast?"""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Pro
 class ProbesPage:
     name = "probes"
     title = "probes"
-    question = "what can the machine do, and the job?"
+    question = "how fast is the machine? is the job as fast?"
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
         return Request("probes", ui.paused_at_s)

@@ -163,7 +163,10 @@ class RankPage:
         if len(flag) > (most := max(4, height // 4)):
             flag = [*flag[: most - 1], cut_line(len(flag) - most + 1)]
         room = height - len(flag)
-        stack, calls = _stack(data, row, snap, ui, width, height), _collectives(data, width, 8 if height >= 40 else 3)
+        stack, calls = (
+            _stack(data, row, snap, ui, width, height),
+            _collectives(data, width, 20 if height >= 60 else 8 if height >= 40 else 3),
+        )
         phases = _phases(data, snap, at, width)
         # a stuck rank shows where it is, a running one how long it takes
         facts = _facts(data, row, width)

@@ -1,4 +1,4 @@
-"""Timeline: the last seconds of all ranks as lanes. Who stopped first, and who has waited since then?
+"""Timeline: the last seconds of all ranks as lanes. Who stopped first, and who waits for it?
 
 A step is recorded as how long each phase took, not when: phases are drawn in the order of a training loop, the waiting
 after backward, where DDP waits. What a rank does now is drawn from the newest frame.
