@@ -23,7 +23,7 @@ class DistdiagError(Exception):
 
     Args:
         message: One line, without a full stop at the end.
-        hint: One line naming the remedy, a command where there is one.
+        hint: One line with the remedy, if possible a command.
         code: Exit code of the command.
         kind: Short word for `--json` (`{"error": {"kind", "message", "hint"}}`).
     """

@@ -11,7 +11,7 @@ from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
-    from distdiag.monitor.evidence.profile import Asked, Taken
+    from distdiag.monitor.evidence.request_profile import Asked, Taken
     from distdiag.monitor.ranks.state import RankView
     from distdiag.traces.analyse import Entry, Message
     from distdiag.traces.model import Profile
@@ -39,7 +39,7 @@ def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
     Raises:
         DistdiagError: NO_DATA if fewer than two ranks have recorded a step.
     """
-    from distdiag.monitor.evidence.profile import self_times
+    from distdiag.monitor.evidence.request_profile import self_times
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
@@ -78,7 +78,7 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     ui.perfetto.dev, rank_R.json (Kineto), profile.json. The script's lines are sampled 100 times a second.
     RUN: default reports/latest.
     """
-    from distdiag.monitor.evidence import dump, profile
+    from distdiag.monitor.evidence import dump, request_profile
     from distdiag.page.profile_files import MAX_STEPS
     from distdiag.store import rundir
 
@@ -97,11 +97,15 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     if culprit:
         chosen = _culprit(run_dir, views)
         wanted = sorted(chosen[:2])
-    taken = profile.take(
-        run_dir, profile.choose(views, wanted), steps, timeout_s, lambda line: click.echo(f"recording {line}", err=True)
+    taken = request_profile.take(
+        run_dir,
+        request_profile.choose(views, wanted),
+        steps,
+        timeout_s,
+        lambda line: click.echo(f"recording {line}", err=True),
     )
     if ranks is None:
-        taken.absent = profile.not_here(run_dir, views)
+        taken.absent = request_profile.not_here(run_dir, views)
     return _show(run_dir, taken, chosen, as_json, timeout_s)
 
 
@@ -109,11 +113,11 @@ def _show(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None, as_j
     import msgspec
 
     from distdiag.diagnosis.text.finding import printable
-    from distdiag.monitor.evidence import profile
+    from distdiag.monitor.evidence import request_profile
     from distdiag.traces import text
 
     found = analysed(run_dir, taken, chosen)
-    code = profile.exit_code(taken)
+    code = request_profile.exit_code(taken)
     if code == ExitCode.OK and not found.ranks:
         code = ExitCode.NO_DATA
     if not found.ranks:

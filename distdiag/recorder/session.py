@@ -25,7 +25,7 @@ from distdiag import procfs
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
-from distdiag.recorder import relayed, run_claim, state
+from distdiag.recorder import relayed_exceptions, run_claim, state
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
@@ -154,7 +154,7 @@ class Session:
         self.recorder.header.trace_signal = 0
         recorder, h = self.recorder, self.recorder.header
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
-        last, frames = relayed.original(last, h.rank)
+        last, frames = relayed_exceptions.original(last, h.rank)
         inner = [
             recorder.page.site(file, line, name) for file, line, name in reversed(frames) if kind_of_file(file) == USER
         ]

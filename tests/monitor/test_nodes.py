@@ -15,7 +15,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
 from distdiag.diagnosis.rules import rank_lost, stall
-from distdiag.monitor.evidence.profile import absent_text
+from distdiag.monitor.evidence.request_profile import absent_text
 from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts
 from tests.jobs import Job, distdiag, free_port, launch, wait_for
 

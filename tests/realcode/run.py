@@ -1,8 +1,8 @@
-"""`make realcode`: run scripts on real libraries plainly and recorded, and their bugs; write docs/realcode.md.
+"""`make realcode`: run scripts on real libraries without distdiag and recorded, and their bugs; write docs/realcode.md.
 
 Usage: python tests/realcode/run.py [NAME…] [--write]
 
-The healthy scripts run twice, plainly and under distdiag: exit code and printed losses must be the same, and nothing of
+The healthy scripts run twice, without distdiag and recorded: exit code and printed losses must be the same, and nothing of
 severity warning or above may be found. The bugs run under distdiag, and the verdict must have the right kind and rank.
 """
 
@@ -83,7 +83,7 @@ def run_once(name: str, folder: Path, run_dir: Path | None) -> tuple[int | None,
 
 
 def healthy(name: str, folder: Path) -> dict[str, Any]:
-    """Return how a healthy script ran plainly and recorded."""
+    """Return how a healthy script ran without distdiag and recorded."""
     code, results, plain_s = run_once(name, folder / f"{name}-plain", None)
     run_dir = folder / name / "run"
     recorded_code, recorded, recorded_s = run_once(name, folder / name, run_dir)
@@ -164,10 +164,10 @@ def _document(ran: list[dict[str, Any]], scores: list[Score], minutes: float) ->
             "# Real libraries", "",
             (f"`make realcode`, {time.strftime('%Y-%m-%d')}: {versions}; Python {platform.python_version()}, {os.cpu_count()} cores, gloo, "
              f"{minutes:.0f} minutes, n = 1 run each. Tiny models with random weights, made-up data."), "",
-            ("Each healthy script ran plainly and recorded. *Identical*: same exit code, and the same losses and metrics printed, to the "
+            ("Each healthy script ran twice: without distdiag, and recorded. *Identical*: same exit code, and the same losses and metrics printed, to the "
              "last digit."), "",
             f"{sum(map(_right, ran))} of {len(ran)} healthy scripts identical and without a finding of severity warning or above.", "",
-            "| script | recorded, against plainly |", "|---|---|",
+            "| script | recorded, compared with the run without distdiag |", "|---|---|",
             *(f"| [{r['name']}](../tests/realcode/jobs/{r['name']}.py) | {_outcome(r)} |" for r in ran), "",
             f"{right} of {len(scores)} bugs with the right kind and ranks; the culprit's line in {lines[0]} of {lines[1]}.", "",
             "| bug | in | found | right |", "|---|---|---|---|",

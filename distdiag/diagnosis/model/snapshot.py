@@ -209,7 +209,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None = None
     exception: str | None = None  # "IndexError: list index out of range"
     ended_s: float | None = None
-    heartbeat_age_s: float | None = None  # of the pulse; None where there is none (dumps)
+    heartbeat_age_s: float | None = None  # of the pulse; None in dumps, which have no pulse
 
     phase: str = "init"
     phase_since_s: float | None = None

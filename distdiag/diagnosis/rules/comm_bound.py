@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.exposed import PARTS, Gradients, gradients
 from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.gradient_cost import PARTS, Gradients, gradients
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS

@@ -64,7 +64,7 @@ class Limits:
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that shared two cores with other
     work had 0.55; with extra work in optimizer.step it is nearly 1."""
     enough: int = 24
-    """Ranks whose median stands for all: more would only cost time."""
+    """Most ranks whose median is computed as that of all: more would only cost time."""
     rotating_share: float = 0.35
     """Share of the step that is lost to the slowest rank, if it keeps changing. Two ranks on shared cores lose a third by chance."""
     rotating_ms: float = 20.0

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.rank_condition import Source, only_under
 from distdiag.diagnosis.endings import UNUSED
-from distdiag.diagnosis.exposed import gradients
 from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, where

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.exposed import gradients
+from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Arrival, Buckets, DdpTime, Model
 from distdiag.diagnosis.rules import comm_bound

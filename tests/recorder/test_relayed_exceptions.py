@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distdiag.diagnosis.endings import ends
 from distdiag.diagnosis.model.snapshot import Life
-from distdiag.recorder.relayed import original
+from distdiag.recorder.relayed_exceptions import original
 from tests.diagnosis.made import job, rank
 
 
