@@ -19,13 +19,12 @@ SHOWN_SITES = 4
 printable = visible  # the same escapes on a terminal, in a report and on the screen
 
 
-def where_text(w: Where, short: bool = False) -> str:
+def where_text(w: Where) -> str:
     """Return `train.py:88 in evaluate`."""
     if w.file is None:
         return ""
-    file = w.file.rsplit("/", 1)[-1] if short else w.file
     inside = f" in {w.function}" if w.function and w.function != "<module>" else ""
-    return f"{file}:{w.line}{inside}"
+    return f"{w.file}:{w.line}{inside}"
 
 
 def _listed(wheres: tuple[Where, ...]) -> str:

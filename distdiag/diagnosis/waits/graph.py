@@ -42,17 +42,8 @@ class WaitGraph:
     sinks: tuple[int, ...]
     unknown: frozenset[int]
 
-    @property
-    def waits_on(self) -> dict[int, frozenset[int]]:
-        """The ranks that each blocked rank waits for directly; in a collective that cannot complete, also the other side's ranks."""
-        out: dict[int, frozenset[int]] = {}
-        for r, waits in self.of_rank.items():
-            sets = [self.waited_for(w, r) for w in waits]
-            out[r] = sets[0] if len(sets) == 1 else frozenset().union(*sets)
-        return out
-
     def waited_for(self, wait: Wait, rank: int) -> frozenset[int]:
-        """Return the ranks that `rank` waits for in `wait`."""
+        """Return the ranks that `rank` waits for in `wait`; in a collective that cannot complete, also the other side's ranks."""
         if wait.conflict is None:
             return wait.missing
         others = frozenset().union(*(s for s in wait.sides if rank not in s))
