@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import closed, launch, rows
+from tests.jobs import closed, launch, rows, wait_for
 
 SCRIPT = """
 import os, signal, sys, time
@@ -14,7 +14,8 @@ import torch
 import distdiag
 handle = distdiag.attach()
 handle.step()
-time.sleep(3)  # the monitor is there, and has looked
+while not os.path.exists("seen"):
+    time.sleep(0.02)
 for step in range(40):
     handle.step()
 {end}
@@ -28,7 +29,9 @@ def test_the_steps_just_before_the_end_are_written(end: str, tmp_path: Path) -> 
     script, run = tmp_path / "script.py", tmp_path / "R"
     script.write_text(SCRIPT.format(end=end))
     env = {"DISTDIAG_RUN_DIR": str(run)}
-    with launch([script], nproc=1, cwd=tmp_path, timeout=60, env=env, fork_ranks=True) as job:
+    with launch([script], nproc=1, cwd=tmp_path, timeout=90, env=env, fork_ranks=True) as job:
+        wait_for(lambda: rows(run, "SELECT step FROM step") == [(1,)], 60, "the monitor to write step 1", job)
+        (tmp_path / "seen").touch()
         job.wait()
         closed(run)
     assert [n for (n,) in rows(run, "SELECT step FROM step ORDER BY step")] == list(range(1, 42))
