@@ -41,13 +41,13 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
-    from distdiag.recorder.run_claim import keep_bytes
+    from distdiag.recorder.start_monitor import parse_keep
 
     options = read(command, argv, PROG)
     script = list(options.pop("script"))
     usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
-        options["keep"] = keep_bytes(options["keep"])
+        options["keep"] = parse_keep(options["keep"])
     if not script:
         raise DistdiagError("no script given", usage)
     if script[0] == "-m":

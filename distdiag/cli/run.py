@@ -10,7 +10,7 @@ import click
 
 from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError
-from distdiag.recorder.run_claim import keep_bytes
+from distdiag.recorder.start_monitor import parse_keep
 
 
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -31,7 +31,7 @@ def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool
     launcher = list(later["rest"])
     run_dir, name, keep = later["run_dir"] or run_dir, later["name"] or name, later["keep"] or keep
     if keep:
-        keep_bytes(keep)  # reported once here, not by each rank
+        parse_keep(keep)  # reported once here, not by each rank
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):

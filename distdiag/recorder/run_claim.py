@@ -7,7 +7,6 @@ is used: locks of network file systems are often local to a node.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -319,20 +318,3 @@ def script_name() -> str:
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "")
     return Path(file).stem if file else "run"
-
-
-def keep_bytes(text: str) -> int:
-    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
-
-    Raises:
-        DistdiagError: no size, or below 1 MiB.
-    """
-    from distdiag.errors import DistdiagError
-    from distdiag.terms.units import parse_bytes
-
-    with contextlib.suppress(DistdiagError):
-        if (value := parse_bytes(text)) >= 1 << 20:
-            return value
-    raise DistdiagError(
-        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-    )

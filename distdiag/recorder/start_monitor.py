@@ -6,6 +6,7 @@ no monitor runs, and starts one: at first, and again after the monitor was kille
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import subprocess
@@ -28,6 +29,23 @@ class Options:
 
 options = Options()  # for this process and its children
 STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
+
+
+def parse_keep(text: str) -> int:
+    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
+
+    Raises:
+        DistdiagError: no size, or below 1 MiB.
+    """
+    from distdiag.errors import DistdiagError
+    from distdiag.terms.units import parse_bytes
+
+    with contextlib.suppress(DistdiagError):
+        if (value := parse_bytes(text)) >= 1 << 20:
+            return value
+    raise DistdiagError(
+        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+    )
 
 
 def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:

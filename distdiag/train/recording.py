@@ -54,8 +54,8 @@ def start_recording(config: TrainConfig) -> Recording:
         return NotRecorded()
     import distdiag
     from distdiag.recorder import start_monitor
-    from distdiag.recorder.run_claim import keep_bytes
+    from distdiag.recorder.start_monitor import parse_keep
 
     if config.keep:
-        start_monitor.options = start_monitor.Options(keep_bytes=keep_bytes(config.keep))
+        start_monitor.options = start_monitor.Options(keep_bytes=parse_keep(config.keep))
     return distdiag.attach(config.run_dir or None, name=config.name or config.model)

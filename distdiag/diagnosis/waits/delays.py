@@ -54,7 +54,7 @@ def outpaced(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float
 
 
 def incomplete(s: Snapshot, graph: WaitGraph) -> Iterator[tuple[dict[int, Call], float]]:
-    """Yield (calls by rank, run time since when all are issued) of each device operation that nobody is late for and that is open."""
+    """Yield (calls by rank, run time at which the last was issued) of each open device operation that all its ranks have issued."""
     seen: set[tuple] = set()
     for wait in graph.waits:
         if wait.missing or wait.conflict or wait.any_of or not wait.ranks:

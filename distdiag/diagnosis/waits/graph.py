@@ -58,27 +58,27 @@ class WaitGraph:
         by_missing = self._waiting_for()
         while todo:
             q = todo.popleft()
-            for w in by_missing.get(q, ()):
-                side = next((s for s in w.sides if q in s), None)  # its own side does not wait for it
-                if (id(w), side) in seen:
+            for wait in by_missing.get(q, ()):
+                side = next((s for s in wait.sides if q in s), None)  # its own side does not wait for it
+                if (id(wait), side) in seen:
                     continue
-                seen.add((id(w), side))
-                for r in w.ranks:
-                    if r not in reached and (side is None or r not in side):
-                        reached.add(r)
-                        todo.append(r)
+                seen.add((id(wait), side))
+                for rank in wait.ranks:
+                    if rank not in reached and (side is None or rank not in side):
+                        reached.add(rank)
+                        todo.append(rank)
         return frozenset(reached - start)
 
     def _waiting_for(self) -> dict[int, list[Wait]]:
         index: dict[int, list[Wait]] = {}
-        for w in self.waits:
-            if not w.ranks:
+        for wait in self.waits:
+            if not wait.ranks:
                 continue
-            for q in w.missing:
-                index.setdefault(q, []).append(w)
-            for side in w.sides:
+            for q in wait.missing:
+                index.setdefault(q, []).append(wait)
+            for side in wait.sides:
                 for q in side:
-                    index.setdefault(q, []).append(w)
+                    index.setdefault(q, []).append(wait)
         return index
 
 
@@ -89,40 +89,44 @@ def build(snapshot: Snapshot) -> WaitGraph:
     that it issued in each group.
     """
     ranks = snapshot.ranks
-    gone = frozenset(r for r, st in ranks.items() if st.life in DEAD or st.life == Life.STOPPED)
+    gone = frozenset(rank for rank, state in ranks.items() if state.life in DEAD or state.life == Life.STOPPED)
     waits: dict[tuple, Wait] = {}
     of_rank: dict[int, tuple[Wait, ...]] = {}
     unknown: set[int] = set()
     dumps = snapshot.source == "dumps"
     completed_by_any: dict[str, int] = {}
-    for st in ranks.values():
-        for group, seq in st.completed.items():
+    for state in ranks.values():
+        for group, seq in state.completed.items():
             completed_by_any[group] = max(completed_by_any.get(group, 0), seq)
-    for r, st in ranks.items():
-        if r in gone:
-            last = _last_call(st)
-            w = _wait_for(snapshot, st, last, waits) if last is not None else None
-            if w is not None and last is not None:
-                w.died = (*w.died, r)
-                w.calls[r] = last
+    for rank, state in ranks.items():
+        if rank in gone:
+            last = _last_call(state)
+            wait = _wait_for(snapshot, state, last, waits) if last is not None else None
+            if wait is not None and last is not None:
+                wait.died = (*wait.died, rank)
+                wait.calls[rank] = last
             continue
         mine: list[Wait] = []
-        for call in _pending(st) if dumps else _blocked_in(snapshot, st, completed_by_any):
-            w = _wait_for(snapshot, st, call, waits)
-            if w is None:
-                unknown.add(r)
+        for call in _pending(state) if dumps else _blocked_in(snapshot, state, completed_by_any):
+            wait = _wait_for(snapshot, state, call, waits)
+            if wait is None:
+                unknown.add(rank)
                 continue
-            w.ranks.append(r)
-            w.calls[r] = call
-            mine.append(w)
+            wait.ranks.append(rank)
+            wait.calls[rank] = call
+            mine.append(wait)
         if mine:
-            of_rank[r] = tuple(mine)
-    for w in waits.values():
-        if not w.any_of:
-            find_conflict(snapshot, w)
+            of_rank[rank] = tuple(mine)
+    for wait in waits.values():
+        if not wait.any_of:
+            find_conflict(snapshot, wait)
     stuck, free = _fixpoint(ranks, gone, waits.values(), of_rank)
     sinks = {
-        q for w in waits.values() if any(r in free for r in w.ranks) for q in w.missing if q not in gone and q in free
+        q
+        for wait in waits.values()
+        if any(rank in free for rank in wait.ranks)
+        for q in wait.missing
+        if q not in gone and q in free
     }
     idle = tuple(sorted(q for q in sinks if q not in of_rank and q not in unknown))
     return WaitGraph(
@@ -138,8 +142,8 @@ def build(snapshot: Snapshot) -> WaitGraph:
 # -- what a rank waits in ------------------------------------------------------------------------------------------
 
 
-def _blocked_in(snapshot: Snapshot, st: RankState, completed_by_any: Mapping[str, int]) -> Iterator[Call]:
-    call = st.blocked
+def _blocked_in(snapshot: Snapshot, state: RankState, completed_by_any: Mapping[str, int]) -> Iterator[Call]:
+    call = state.blocked
     if call is None:
         return
     if (
@@ -150,7 +154,7 @@ def _blocked_in(snapshot: Snapshot, st: RankState, completed_by_any: Mapping[str
         and _completed_elsewhere(snapshot, call, call.seq)
     ):
         return  # this rank's counters are late: no rank completes it before all have arrived
-    if not call.p2p and call.seq is not None and st.completed.get(call.group, 0) >= call.seq:
+    if not call.p2p and call.seq is not None and state.completed.get(call.group, 0) >= call.seq:
         return  # completed between two reads of the page
     yield call
 
@@ -165,23 +169,23 @@ def _completed_elsewhere(snapshot: Snapshot, call: Call, seq: int) -> bool:
     return False
 
 
-def _last_call(st: RankState) -> Call | None:
+def _last_call(state: RankState) -> Call | None:
     """Return the call that a rank was in, or about to enter, when it died; None if it ended outside of any."""
-    if st.life not in (Life.CRASHED, Life.KILLED):
+    if state.life not in (Life.CRASHED, Life.KILLED):
         return None
-    call = st.blocked or (st.calls[-1] if st.calls else None)
+    call = state.blocked or (state.calls[-1] if state.calls else None)
     return call if call is not None and call.completed_s is None else None
 
 
-def _pending(st: RankState) -> Iterator[Call]:
+def _pending(state: RankState) -> Iterator[Call]:
     """Yield the oldest collective of each group, and message to each peer, in flight in a dump."""
-    known = {(c.group, c.seq): c for c in st.calls if not c.p2p and c.completed_s is None}
-    for group, issued in st.enqueued.items():
-        head = st.completed.get(group, 0) + 1
+    known = {(c.group, c.seq): c for c in state.calls if not c.p2p and c.completed_s is None}
+    for group, issued in state.enqueued.items():
+        head = state.completed.get(group, 0) + 1
         if head <= issued:
             yield known.get((group, head)) or Call(op="", group=group, seq=head)
     heads: dict[tuple, Call] = {}
-    for c in st.calls:
+    for c in state.calls:
         if c.p2p and c.completed_s is None:
             key = (c.op, c.peer, c.tag, c.group)
             if key not in heads or (c.nth or 0) < (heads[key].nth or 0):
@@ -189,10 +193,10 @@ def _pending(st: RankState) -> Iterator[Call]:
     yield from heads.values()
 
 
-def _wait_for(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
+def _wait_for(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
     """Return the shared wait of a call; None if it is not known whom it waits for."""
     if call.p2p:
-        return _message(snapshot, st, call, waits)
+        return _message(snapshot, state, call, waits)
     if call.seq is None:
         return None
     key = (call.group, call.seq)
@@ -203,44 +207,44 @@ def _wait_for(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, 
             return None
         missing = [q for q in group.ranks if not _issued(snapshot.ranks.get(q), call.group, call.seq)]
         wait = waits[key] = Wait(key, missing=frozenset(missing))
-    if st.rank in wait.missing:  # its counters were read before its call
-        wait.missing -= {st.rank}
+    if state.rank in wait.missing:  # its counters were read before its call
+        wait.missing -= {state.rank}
     return wait
 
 
-def _issued(st: RankState | None, group: str, seq: int) -> bool:
-    if st is None:
+def _issued(state: RankState | None, group: str, seq: int) -> bool:
+    if state is None:
         return False
-    newest = st.enqueued.get(group, 0)
-    b = st.blocked
+    newest = state.enqueued.get(group, 0)
+    b = state.blocked
     if b is not None and b.group == group and b.seq is not None and not b.p2p and b.seq > newest:
         newest = b.seq  # written before the call, the counter moves inside it
     if newest < seq:
         return False
     # a stopped process moves no data either, unless it was through already
-    if st.life == Life.STOPPED and st.completed.get(group, 0) < seq:
+    if state.life == Life.STOPPED and state.completed.get(group, 0) < seq:
         return False
-    return not st.queued or not messages.held_up(st, call_at(st, group, seq))
+    return not state.queued or not messages.held_up(state, call_at(state, group, seq))
 
 
-def _message(snapshot: Snapshot, st: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
+def _message(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
     """Return the wait of one end of a message for the other."""
     direction = messages.direction_of(call)
-    nth = call.nth or messages.count(st, direction, call.peer, call.tag, call.group)
+    nth = call.nth or messages.count(state, direction, call.peer, call.tag, call.group)
     if call.peer is None:
         group = snapshot.groups.get(call.group)
-        among = frozenset(st.blocked_any_of or (group.ranks if group is not None else ())) - {st.rank}
+        among = frozenset(state.blocked_any_of or (group.ranks if group is not None else ())) - {state.rank}
         if not among:
             return None
-        here = messages.any_other_end(snapshot, st, call, among)
+        here = messages.any_other_end(snapshot, state, call, among)
         missing, any_of = (frozenset() if here else among), not here
     elif nth:
         peer = snapshot.ranks.get(call.peer)
-        here = peer is not None and messages.other_end_issued(st, peer, call, nth)
+        here = peer is not None and messages.other_end_issued(state, peer, call, nth)
         missing, any_of = (frozenset() if here else frozenset((call.peer,))), False
     else:
         return None
-    key = (call.group, nth or 1, direction, st.rank, call.peer, call.tag)
+    key = (call.group, nth or 1, direction, state.rank, call.peer, call.tag)
     return waits.setdefault(key, Wait(key, missing=missing, any_of=any_of))
 
 
@@ -254,28 +258,28 @@ def _fixpoint(
     left: dict[int, int] = {}  # by id of wait: arrivals still needed
     needs: dict[int, list[Wait]] = {}
     known: set[int] = set(ranks)
-    for w in waits:
-        left[id(w)] = 1 if w.any_of else len(w.missing)
-        for q in w.missing:
-            needs.setdefault(q, []).append(w)
+    for wait in waits:
+        left[id(wait)] = 1 if wait.any_of else len(wait.missing)
+        for q in wait.missing:
+            needs.setdefault(q, []).append(wait)
             known.add(q)
-    to_come = {r: len(ws) for r, ws in of_rank.items()}
-    free = {r for r in known if r not in gone and r not in of_rank}
+    to_come = {rank: len(ws) for rank, ws in of_rank.items()}
+    free = {rank for rank in known if rank not in gone and rank not in of_rank}
     todo = deque(free)
 
-    def satisfied(w: Wait) -> None:
-        for r in w.ranks:
-            to_come[r] -= 1
-            if to_come[r] == 0 and r not in free:
-                free.add(r)
-                todo.append(r)
+    def satisfied(wait: Wait) -> None:
+        for rank in wait.ranks:
+            to_come[rank] -= 1
+            if to_come[rank] == 0 and rank not in free:
+                free.add(rank)
+                todo.append(rank)
 
-    for w in waits:
-        if w.conflict is None and left[id(w)] == 0:
-            satisfied(w)
+    for wait in waits:
+        if wait.conflict is None and left[id(wait)] == 0:
+            satisfied(wait)
     while todo:
-        for w in needs.get(todo.popleft(), ()):
-            left[id(w)] -= 1
-            if left[id(w)] == 0 and w.conflict is None:
-                satisfied(w)
-    return frozenset(r for r in of_rank if r not in free), free
+        for wait in needs.get(todo.popleft(), ()):
+            left[id(wait)] -= 1
+            if left[id(wait)] == 0 and wait.conflict is None:
+                satisfied(wait)
+    return frozenset(rank for rank in of_rank if rank not in free), free
