@@ -133,6 +133,8 @@ def _some_findings(
         room = height - len(body) - (1 if rest else 0)
         if (i == 0 or height >= 14) and len(full) <= room:
             body += full
+        elif i == 0 and room == 2 and len(short := _two_lines(f, width, "")) == 2:
+            body += short
         elif i == 0 and room >= 2:
             body += [*full[: room - 1], cut_line(len(full) - room + 1)]  # keep the beginning
         elif room >= 1:
@@ -166,12 +168,18 @@ def brief_panel(snap: Snapshot, ui: Ui, width: int, height: int) -> list[Line]:
         made = footer_panel(snap, ui, job_state(snap), width, min(height // 4, 14))
         return made if len(made) > 1 else [rule(width), summary_line(snap, width, ui)]
     findings = snap.open_findings
-    lines = finding_lines(findings[0], width, message_only=True) if findings else []
-    if len(lines) < 2:
-        return [rule(width), summary_line(snap, width, ui)]
     more = f"   +{len(findings) - 1}: {ui.opens('5', 'findings')}" if len(findings) > 1 else ""
+    lines = _two_lines(findings[0], width, more) if findings else []
+    return [rule(width), *lines] if len(lines) == 2 else [rule(width), summary_line(snap, width, ui)]
+
+
+def _two_lines(f: Finding, width: int, more: str) -> list[Line]:
+    """Return what and who in one or two lines, the second one with how many `more` findings there are."""
+    lines = finding_lines(f, width, message_only=True)
+    if len(lines) < 2:
+        return lines
     second = fitted((*lines[1], (" …" if len(lines) > 2 else "", "", "")), width - cells(more))
-    return [rule(width), lines[0], line(*second, (more, "muted", "do:show('findings')"))]
+    return [lines[0], line(*second, (more, "muted", "do:show('findings')"))]
 
 
 def who(f: Finding) -> str:

@@ -283,3 +283,11 @@ def test_an_operation_without_times_is_not_judged(runs: MakeRun) -> None:
     assert "no transfer time is known" in text
     cells = plain(matrix(CommData((created, replace(created, group="tp_1")), 50), 100, 12)[1])
     assert "0.00" not in cells and "·" in cells
+
+
+def test_80_columns_hold_the_number_of_nodes_and_a_finding_of_two_lines(runs: MakeRun) -> None:
+    run = runs(Scenario(ranks=64), "live")
+    assert "… 6 more nodes" in "\n".join(_check(run, "memory", Ui(), 80, 24))
+    for page in ("timeline", "heat", "data"):
+        text = "\n".join(_check(run, page, Ui(), 80, 24))
+        assert "slowest in 46 of\n         the last 50 steps (suspected)" in text and "more lines" not in text

@@ -15,7 +15,7 @@ from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import severity
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
-from distdiag.tui.draw.text import cells, clean, decimal, gib, integer, percent, rate, spark, wrap
+from distdiag.tui.draw.text import cells, clean, counted, decimal, gib, integer, percent, rate, spark, wrap
 from distdiag.tui.header import title_line
 from distdiag.tui.panels import brief_panel
 from distdiag.tui.screens import memory_charts
@@ -275,7 +275,9 @@ def _hosts(data: MemoryData, snap: Snapshot, width: int, at_most: int) -> list[L
     hosts = sorted(data.hosts, key=lambda h: -(h.cpu_pct or 0.0))
     out = []
     name_width = max((cells(short_host(h.host)) for h in hosts), default=0)
-    for h in hosts[:at_most]:
+    more = f"   … {counted(len(hosts) - at_most, 'more node')}" if len(hosts) > at_most else ""
+    for nth, h in enumerate(hosts[:at_most], 1):
+        tail = more if nth == at_most else ""
         parts = [
             f" {short_host(h.host):<{min(20, name_width)}}  CPU {percent(h.cpu_pct)} of {integer(h.cores)} cores",
             f"load {decimal(h.load1)}",
@@ -283,9 +285,7 @@ def _hosts(data: MemoryData, snap: Snapshot, width: int, at_most: int) -> list[L
             f"disk r {rate(h.disk_read_bytes_per_s)} w {rate(h.disk_write_bytes_per_s)}",
             f"net in {rate(h.net_recv_bytes_per_s)} out {rate(h.net_sent_bytes_per_s)}",
         ]
-        while cells("   ".join(parts)) > width and len(parts) > 2:
+        while cells("   ".join(parts)) + cells(tail) > width and len(parts) > 1:
             parts.pop()
-        out.append(line("   ".join(parts)))
-    if len(hosts) > at_most:
-        out[-1] = fitted(line(*out[-1], (f"   … {len(hosts) - at_most} more nodes", "muted")), width)
+        out.append(fitted(line("   ".join(parts), (tail, "muted")), width))
     return out
