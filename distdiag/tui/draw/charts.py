@@ -159,7 +159,7 @@ def _range(chart: Chart, known: list[float]) -> tuple[float, float]:
     ordered = sorted(known)
     low = ordered[0] if chart.floor is None else chart.floor
     high = ordered[-1]
-    most = ordered[int(0.95 * (len(ordered) - 1))]
+    most = ordered[int(0.9 * (len(ordered) - 1))]  # the slow step may hold some columns of a short span
     if high > 3 * most > 0:
         high = most * 1.5
     if chart.floor is not None:
