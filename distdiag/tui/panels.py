@@ -109,8 +109,11 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
         body += _notices(snap, job, ui, width)
         if not body and snap.frame is not None:
             cleared = len(snap.findings)
+            until = " up to this moment" if snap.at_s is not None else ""
             quiet = (
-                f" · no open findings; {cleared} cleared: {ui.opens('5', 'findings')}" if cleared else " · no findings"
+                f" · no open findings{until}; {cleared} cleared: {ui.opens('5', 'findings')}"
+                if cleared
+                else f" · no findings{until}"
             )
             body.append(line((quiet, "muted")))
     if snap.problem is None and over and not findings:

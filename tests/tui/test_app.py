@@ -130,12 +130,14 @@ def test_pausing_freezes_the_view_while_the_job_continues(tmp_path: Path) -> Non
     async def work() -> None:
         async with showing(run) as d:
             await d.press("space")
-            assert "PAUSED" in d.text()
+            assert "VIEW PAUSED" in d.text()
             with Writer(run) as w:
                 w.frame(RUNNING.t_s + 5, "running", "", rows(RUNNING, "running", 1300, RUNNING.t_s + 5))
+                w.meta(state="deadlocked")
             set_monitor(run, "live")
             await d.until(lambda: d.app.snap.newest_t_s == RUNNING.t_s + 5)
             assert "step 1203/" in d.text()
+            await d.until(lambda: "; now DEADLOCK at" in d.text())  # an old screen must not reassure
             assert "step 1300/" in await d.press("space")
             await d.press("left_square_bracket")
             await d.until(lambda: d.app.ui.paused_at_s == RUNNING.t_s)

@@ -36,10 +36,8 @@ class Slow:
 
 _ADVICE = {
     "data": "check storage and CPU load for the loader of {who}; use more workers or prefetching",
-    "forward": "compare the input sizes of that rank with the others'; if they are equal, check its device clocks and "
-    "what else runs on its host",
-    "backward": "compare the input sizes of that rank with the others'; if they are equal, check its device clocks and "
-    "what else runs on its host",
+    "forward": "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host",
+    "backward": "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host",
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
     "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
 }
@@ -157,7 +155,7 @@ def device_finding(
 def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
     if phase == "data" and all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training):
         return "num_workers=0: the dataset's own code runs in the training process; make it faster, or set num_workers"
-    return _ADVICE[phase].format(who=rank_list(ranks))
+    return _ADVICE[phase].format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else "")
 
 
 def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Severity) -> Finding:

@@ -65,6 +65,7 @@ class Snapshot:
     frame: Frame | None = None
     summary: Summary = field(default_factory=Summary)
     findings: tuple[Finding, ...] = ()  # as known at that moment; open ones first
+    later_findings: int = 0  # found after that moment
     newest_t_s: float | None = None
     newest_step: int | None = None
     history: tuple[float | None, ...] = ()  # step times, ms, up to that moment
@@ -128,6 +129,7 @@ class Taker:
         newest = self.run.query("SELECT max(t_s) FROM frame")[0][0]
         frame = self._read_frame(newest, request.at_s)
         findings = self.run.findings()
+        n_findings = len(findings)
         if request.at_s is not None and frame is not None:
             findings = known_at(findings, frame.t_s)
         newest_step = self.run.query("SELECT max(step) FROM step")[0][0]
@@ -143,6 +145,7 @@ class Taker:
             frame=frame,
             summary=self._summary if frame is not None else Summary(),
             findings=findings,
+            later_findings=n_findings - len(findings),
             newest_t_s=newest,
             newest_step=newest_step,
             history=self._read_history(newest_step, request.at_s),

@@ -68,13 +68,27 @@ def job_state(snap: Snapshot) -> JobState:
 
 
 def _replay(snap: Snapshot, job: JobState) -> JobState:
+    """Return the state at the moment that is shown, and next to it what the job does now: an old screen must not reassure."""
     then = f"{job.word.lower()} at step {integer(snap.summary.step, grouped=True)}"
-    if snap.monitor is Monitor.LIVE:
-        same = snap.newest_step == snap.summary.step
-        text = f"{then}, the newest" if same else f"{then}; the job is at {integer(snap.newest_step, grouped=True)}"
-        return JobState("PAUSED", "‖", "accent", text, "", job.stuck)
+    later = f", {counted(snap.later_findings, 'newer finding')}" if snap.later_findings else ""
     last = integer(snap.newest_step, grouped=True)
-    return JobState("REPLAY", "‖", "accent", f"{then}; the run ended at {last}", "", job.stuck)
+    if snap.monitor is not Monitor.LIVE:
+        return JobState("REPLAY", "‖", "accent", f"{then} of {last}{later}", "", job.stuck)
+    word, *_ = _WORDS.get(snap.meta.get("state") or "", ("RUNNING",))
+    same = snap.newest_step == snap.summary.step
+    now = "the newest" if same and word == job.word else f"now {word} at {last}"
+    return JobState("VIEW PAUSED", "‖", "accent", f"{then}; {now}{later}", "", job.stuck)
+
+
+_WORDS: dict[str, tuple[str, str, str]] = {
+    State.WAITING: ("WAITING", "○", "muted"),
+    State.RUNNING: ("RUNNING", "●", "accent"),
+    State.STALLED: ("STALLED", "▲", "warning"),
+    State.DEADLOCKED: ("DEADLOCK", "█", "error"),
+    State.DEGRADED: ("DEGRADED", "▲", "warning"),
+    State.ENDED: ("ENDED", "■", "bold"),
+    State.FAILED: ("FAILED", "■", "error"),
+}
 
 
 def _from_frame(snap: Snapshot) -> JobState:
@@ -92,23 +106,21 @@ def _from_frame(snap: Snapshot) -> JobState:
             do = CREATE
         elif s.missing or s.reported < world:
             do = "did the launcher start every rank? do they all run `-m distdiag.run`, with the same run directory?"
-        return JobState("WAITING", "○", "muted", text or reported, do)
+        return JobState(*_WORDS[state], text or reported, do)
     if state == State.RUNNING:
-        return JobState("RUNNING", "●", "accent", text or ranks)
-    if state == State.STALLED:
-        return JobState("STALLED", "▲", "warning", text or _waiting(snap), f"distdiag dump {run}", True)
-    if state == State.DEADLOCKED:
-        return JobState("DEADLOCK", "█", "error", text or _waiting(snap), f"distdiag dump {run}", True)
+        return JobState(*_WORDS[state], text or ranks)
+    if state in (State.STALLED, State.DEADLOCKED):
+        return JobState(*_WORDS[state], text or _waiting(snap), f"distdiag dump {run}", True)
     if state == State.DEGRADED:
         if s.lost:
             return JobState("LOST", "×", "error", text or f"{rank_list(s.lost)} gone", f"distdiag diagnose {run}")
-        return JobState("DEGRADED", "▲", "warning", text or ranks, f"distdiag diagnose {run}")
+        return JobState(*_WORDS[state], text or ranks, f"distdiag diagnose {run}")
     if state == State.ENDED:
         steps = f"after {counted(s.step, 'step')}" if s.step is not None else "no step was recorded"
-        return JobState("ENDED", "■", "bold", text or steps, f"distdiag report {run}")
+        return JobState(*_WORDS[state], text or steps, f"distdiag report {run}")
     if state == State.FAILED:
         lost = f"{rank_list(s.lost)} failed" if s.lost else ""
-        return JobState("FAILED", "■", "error", text or lost, f"distdiag diagnose {run}")
+        return JobState(*_WORDS[state], text or lost, f"distdiag diagnose {run}")
     return JobState(clean(str(state)).upper() or "UNKNOWN", "–", "muted", text)
 
 

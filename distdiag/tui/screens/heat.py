@@ -395,7 +395,8 @@ def _legend(data: HeatData, ui: Ui, top: int, shown: int, n: int) -> list[Line]:
     if data.per > 1:
         every = f", of which one in {data.stride} is read" if data.stride > 1 else ""
         out.append(line((f" cell   the highest of {data.per} steps{every}", "muted")))
-    out.append(line((" reads  one row lit: that rank.  one column lit: one bad step (all ranks).", "muted")))
+    column = "one uneven step" if data.metric in ("delta", "late_ms") else "one bad step (all ranks)"
+    out.append(line((f" reads  one row lit: that rank.  one column lit: {column}.", "muted")))
     out.append(line(("        scattered: jitter.  the rows of one host lit together: that node.", "muted")))
     if shown < n:
         out.insert(0, line((clip(f" rows {top + 1:,}–{top + shown:,} of {n:,}", 60), "muted")))
