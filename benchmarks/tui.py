@@ -253,7 +253,7 @@ def report(results: list[Result], seconds: float) -> str:
             f" | {' | '.join(f'{r.frame_bytes[size] / 1024:.1f} KiB' for size in SIZES)} |"
         )
     out += [
-        "| allowed | 5 % | 10 % | 150 MiB | 1 s | – | 50 ms | – | – |",
+        "| allowed | 5 % | 10 % | 150 MiB | 1 s | – | 50 ms | 8 KiB | 48 KiB |",
         "",
         f"CPU: of one core, under tmux, over {seconds:g} s. First screen: from the start of the process to its first screen with data. Intervals: 95 %, bootstrap of the median.",
         "",
