@@ -90,20 +90,20 @@ class FindingsPage:
                 cursor = len(entries)
                 entry = [marked(x, left) for x in entry]
             entries += [*entry, BLANK]
-        f, beside = snap.findings[chosen or 0], width - left - 3
-        story = story_lines(f, (), beside)
+        f, story_width = snap.findings[chosen or 0], width - left - 3
+        story = story_lines(f, (), story_width)
         sources = _of_finding(snap, f)
         while sources and len(story) + len(sources) * SHORTEST > room:
             sources = sources[:-1]
         if sources:
             each = max(SHORTEST, (room - len(story)) // len(sources) - 1)
-            story = story_lines(f, tuple(s.near(each) for s in sources), beside)
+            story = story_lines(f, tuple(s.near(each) for s in sources), story_width)
         if len(story) > room:
             story = [*story[: room - 1], cut_line(len(story) - room + 1)]
         out = []
         for y in range(max(len(entries), len(story))):
             a = fitted(entries[y], left) if y < len(entries) else BLANK
-            b = fitted(story[y], beside) if y < len(story) else BLANK
+            b = fitted(story[y], story_width) if y < len(story) else BLANK
             out.append((*a, (" " * (left - width_of(a)), "", ""), (" │ ", "muted", ""), *b))
         out += [line(" " * left, (" │", "muted"))] * (room - len(out))
         return out, cursor
