@@ -213,8 +213,9 @@ def _row(
     others = [v for q, v in selfs.items() if q != r.rank]
     own = selfs.get(r.rank)
     delta = own - statistics.median_low(others) if own is not None and others else None
-    total_s = sum(x.step_ms for x in window) / 1e3
-    samples = sum(x.samples for x in window)
+    timed = [x for x in window if x.step > 1] or window  # the first step has the start of DDP and compilation in it
+    total_s = sum(x.step_ms for x in timed) / 1e3
+    samples = sum(x.samples for x in timed)
     last = r.calls[-1] if r.calls else None
     b = r.blocked
     h = view.page.header if view is not None and view.page is not None else None
