@@ -142,13 +142,13 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
             f"compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; exchange the "
             "input splits with an all_to_all first, and change none of them afterwards"
         )
+    if wait.p2p and cause == "shape":
+        return f"send and receive tensors of the same size, and in the same order: compare {both}"
     if not verdict.culprits and arguments.reordered(snapshot.ranks, wait):
         return (
             f"compare {both}: make these calls in the same order on all ranks; loop over a sorted list, not over a set or a "
             "directory listing, whose order differs between processes"
         )
-    if wait.p2p and cause == "shape":
-        return f"send and receive tensors of the same size, and in the same order: compare {both}"
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
     if cause in ("op", "missing_rank") and (only_some := _only_some_text(snapshot, verdict, source)):
         return only_some
