@@ -8,8 +8,9 @@ from typing import Any
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Collectives, Steps, ddp_rows, loader_rows, rank_rows
+from distdiag.monitor.rows import Steps, ddp_rows, loader_rows, rank_rows
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
@@ -38,11 +39,9 @@ class Recording:
             w.step_times(self.steps.measured(v.rank, v.ddp_times.taken()))
             self.collectives.add(v.rank, calls)
             w.scalars(v.scalars())
-        self.collectives.compare_on_device(s)
         w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
-        sizes, backends = ({n: len(g.ranks) for n, g in s.groups.items()}, {n: g.backend for n, g in s.groups.items()})
-        w.collectives(self.collectives.rows(sizes, step, backends))
+        w.collectives(self.collectives.rows(s, step))
 
     def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
         """Write the ranks' newest state, loaders, DDP modules and checks, each if it is due or `now`."""

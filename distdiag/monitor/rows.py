@@ -1,18 +1,16 @@
-"""Make the rows of run.db from snapshots: ranks, steps, collectives, loaders."""
+"""Make the rows of run.db from snapshots: ranks, steps, loaders, DDP modules."""
 
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from collections.abc import Mapping
 
 from distdiag.diagnosis.model.findings import Finding, at_least
-from distdiag.diagnosis.model.snapshot import Arrival, Call, CompletedConflict, DdpTime, Life, RankState, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import DdpTime, Life, RankState, Snapshot, Step
 from distdiag.diagnosis.step_times import self_ms
-from distdiag.diagnosis.waits.compatible import conflict, signature
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.frames import RankRow
-from distdiag.store.rows import CollectiveRow, DdpRow, LoaderRow, StepRow, StepTimesRow
+from distdiag.store.rows import DdpRow, LoaderRow, StepRow, StepTimesRow
 
 WINDOW = 50
 LATE_STEP_S = 5.0  # the rows of a step wait this long for the slowest rank
@@ -88,92 +86,6 @@ def _late_ms(step: dict[int, Step]) -> dict[int, float]:
             first = min(known.values())
             late = {q: max(late.get(q, 0.0), (t - first) * 1e3) for q, t in known.items()}
     return late
-
-
-class Collectives:
-    """Matches the ranks' calls by group and number, for collectives that all members (or their devices) have completed."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, int], dict[int, tuple[Call, float]]] = {}
-        self._on_device: dict[tuple[str, int], dict[int, Call | None]] = {}
-        self.arrivals: deque[Arrival] = deque(maxlen=256)
-        self.completed_conflicts: list[CompletedConflict] = []
-
-    def add(self, rank: int, closed: list[tuple[Call, float]]) -> None:
-        for call, waited_s in closed:
-            if call.seq is None or call.failed or call.entered_s is None:
-                continue
-            if call.on_device:  # the host leaves the call before the collective is complete
-                calls = self._on_device.setdefault((call.group, call.seq), {})
-                calls[rank] = None if rank in calls else call  # operations of a coalesced group share a number
-            else:
-                self._open.setdefault((call.group, call.seq), {})[rank] = (call, waited_s)
-        for kept in (self._open, self._on_device):
-            while len(kept) > 4096:
-                del kept[next(iter(kept))]
-
-    def compare_on_device(self, s: Snapshot) -> None:
-        """Compare the ranks' calls of collectives that all devices have completed."""
-        done = {
-            name: min((s.ranks[q].completed.get(name, -1) if q in s.ranks else -1 for q in group.ranks), default=-1)
-            for name, group in s.groups.items()
-        }
-        for key in [k for k in self._on_device if k[1] <= done.get(k[0], -1)]:
-            found = self._on_device.pop(key)
-            calls = {q: call for q, call in found.items() if call is not None}
-            group = s.groups[key[0]]
-            if len(calls) == len(found) == len(group.ranks):
-                self._compare(key, calls, group.backend)
-
-    def _compare(self, key: tuple[str, int], calls: dict[int, Call], backend: str) -> None:
-        """Keep a collective that completed although the ranks' arguments differ: the values are wrong, and nothing raised."""
-        if len(self.completed_conflicts) >= 8:
-            return
-        ranks = list(calls)
-        first = signature(calls[ranks[0]])
-        for q in ranks[1:]:
-            cause = conflict(first, signature(calls[q]), backend)
-            if cause in ("op", "dtype", "root"):
-                self.completed_conflicts.append(CompletedConflict(key[0], key[1], cause, calls))
-                return
-
-    def rows(self, members: Mapping[str, int], step: int | None, backends: Mapping[str, str]) -> list[CollectiveRow]:
-        """Return the rows of complete collectives.
-
-        Args:
-            members: Size of each group.
-            step: Step number of the rows.
-            backends: Backend of each group.
-        """
-        out = []
-        for key in [k for k, v in self._open.items() if len(v) >= members.get(k[0], 1 << 30)]:
-            by_rank = self._open.pop(key)
-            entered = {q: c.entered_s or 0.0 for q, (c, _) in by_rank.items()}
-            first, last = min(entered.values()), max(entered.values())
-            late = max(entered, key=lambda q: entered[q])
-            call, waited_s = by_rank[late]
-            self._compare(key, {q: c for q, (c, _) in by_rank.items()}, backends.get(key[0], ""))
-            out.append(
-                CollectiveRow(
-                    pgroup=key[0],
-                    seq=key[1],
-                    op=call.op,
-                    dtype=call.dtype,
-                    bytes=call.bytes,
-                    ranks=len(by_rank),
-                    t_s=first,
-                    duration_us=waited_s * 1e6 if waited_s > 0 else None,
-                    skew_us=(last - first) * 1e6,
-                    late_rank=late if last > first else None,
-                    step=step,
-                )
-            )
-            waited = max((w for q, (_, w) in by_rank.items() if q != late), default=0.0)
-            shared = min(w for _, w in by_rank.values())
-            self.arrivals.append(
-                Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late, waited * 1e3, shared * 1e3)
-            )
-        return out
 
 
 def _median(values: list[float]) -> float | None:

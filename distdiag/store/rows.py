@@ -61,7 +61,10 @@ class DdpRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One collective that all members completed; `duration_us` on the rank that arrived last."""
+    """One collective that all members completed; `duration_us` on the rank that arrived last.
+
+    `arrivals_us` are whole microseconds after the first arrival, '0,12,340', in the order of the group's ranks.
+    """
 
     pgroup: str
     seq: int
@@ -74,6 +77,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     skew_us: float | None = None
     late_rank: int | None = None
     step: int | None = None
+    arrivals_us: str | None = None
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):

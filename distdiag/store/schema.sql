@@ -46,6 +46,7 @@ CREATE TABLE IF NOT EXISTS collective (    -- one row per collective that all me
   t_s REAL,                                -- first arrival
   duration_us REAL,                        -- on the rank that arrived last: nothing of it is waiting for a late rank
   skew_us REAL, late_rank INTEGER, step INTEGER,
+  arrivals_us TEXT,                        -- '0,12,340': after the first arrival, in the order of pgroup.ranks; only of some rows
   PRIMARY KEY (pgroup, seq)
 ) WITHOUT ROWID;
 

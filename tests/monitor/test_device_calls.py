@@ -7,8 +7,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
+from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Collectives
 from distdiag.page.layout import Blocked, page_path
 from distdiag.page.writer import PageWriter
 
@@ -28,12 +28,12 @@ def test_calls_that_differ_are_reported_once_all_devices_have_completed_them() -
     collectives = Collectives()
     collectives.add(0, [issued(1), issued(2), issued(3)])
     collectives.add(1, [issued(1), issued(2, "int64"), issued(3)])
-    collectives.compare_on_device(job(2, 1))
+    collectives.rows(job(2, 1), 7)
     assert collectives.completed_conflicts == []
-    collectives.compare_on_device(job(3, 2))
+    collectives.rows(job(3, 2), 7)
     (met,) = collectives.completed_conflicts
     assert (met.group, met.seq, met.cause) == ("g", 2, "dtype") and set(met.calls) == {0, 1}
-    collectives.compare_on_device(job(3, 3))
+    assert collectives.rows(job(3, 3), 7)[0].seq == 3
     assert len(collectives.completed_conflicts) == 1
 
 
@@ -41,15 +41,15 @@ def test_a_coalesced_group_whose_operations_share_a_number_is_not_judged() -> No
     collectives = Collectives()
     collectives.add(0, [issued(1), issued(1, "int64")])
     collectives.add(1, [issued(1, "int64"), issued(1)])
-    collectives.compare_on_device(job(1, 1))
+    collectives.rows(job(1, 1), 7)
     assert collectives.completed_conflicts == []
 
 
 def test_nothing_is_judged_without_counters_or_without_a_member() -> None:
     collectives = Collectives()
     collectives.add(0, [issued(1)])
-    collectives.compare_on_device(replace(job(1, 1), ranks={q: RankState(rank=q) for q in (0, 1)}))
-    collectives.compare_on_device(job(1, 1))
+    collectives.rows(replace(job(1, 1), ranks={q: RankState(rank=q) for q in (0, 1)}), 7)
+    collectives.rows(job(1, 1), 7)
     assert collectives.completed_conflicts == []
 
 

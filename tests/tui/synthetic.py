@@ -253,7 +253,8 @@ def fill(w: Writer, sc: Scenario) -> None:
             ])  # fmt: skip
             w.collectives([
                 CollectiveRow(pgroup="default_pg", seq=SEQ - (sc.step - step) * 4 - k, op=op, dtype="float32", bytes=nbytes, ranks=sc.ranks, t_s=end,
-                              duration_us=us * (1 + (step % 7) / 20), skew_us=61_000.0 + step % 5, late_rank=sc.culprit if step % 50 not in (7, 19, 31, 40) else 0, step=step)
+                              duration_us=us * (1 + (step % 7) / 20), skew_us=61_000.0 + step % 5, late_rank=sc.culprit if step % 50 not in (7, 19, 31, 40) else 0, step=step,
+                              arrivals_us=",".join(str(60_200 if r == sc.culprit else r % 7 * 300) for r in range(sc.ranks)) if step % 5 == 0 else None)
                 for k, (op, nbytes, us) in enumerate((("all_reduce", 25 * MIB, 1210.0), ("all_reduce", 25 * MIB, 1190.0), ("all_reduce", 4, 50.0), ("broadcast", 64 * MIB, 2400.0)))
             ])  # fmt: skip
             if sc.ranks > 500:

@@ -258,13 +258,32 @@ def test_groups_and_collectives_in_flight_are_a_matrix() -> None:
 
 def test_arrivals_show_the_last_rank_if_it_is_known(runs: MakeRun) -> None:
     for ranks, width in ((2, 60), (67, 100), (67, 250)):
-        frame = take(runs(Scenario(ranks=ranks)), pages()["comm"], Ui(), width, 40).frame
-        assert frame is not None
-        (strip,) = arrivals(frame, width)
-        assert width_of(strip) <= width
-        assert "ms" in plain(strip) and "rank" in plain(strip)
-    alone = take(runs(Scenario(ranks=1)), pages()["comm"], Ui(), 100, 40).frame
-    assert alone is not None and arrivals(alone, 100) == []
+        snap = take(runs(Scenario(ranks=ranks)), pages()["comm"], Ui(), width, 40)
+        data = snap.panel
+        assert isinstance(data, CommData) and len(data.ops) == 3
+        assert len(arrivals(snap.frame, data, 0, width, 1)) == 1
+        strips = arrivals(snap.frame, data, 1, width, 9)
+        assert all(width_of(x) <= width for x in strips)
+        text = list(map(plain, strips))
+        assert [next(w for w in ("first", "broadcast", "25.0", "4 B") if w in x) for x in text] == [
+            "first",
+            "broadcast",
+            "25.0",
+            "4 B",
+        ]
+        assert all("ms" in x and "rank" in x for x in text)
+    alone = take(runs(Scenario(ranks=1)), pages()["comm"], Ui(), 100, 40)
+    assert isinstance(alone.panel, CommData) and arrivals(alone.frame, alone.panel, 0, 100, 9) == []
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "1,x", "nan,1", "1,2,3,4,5,6,7,8,9", "9" * 5000 + ",1,1,1,1,1,1,1"])
+def test_arrivals_of_another_program_are_left_out(runs: MakeRun, text: str) -> None:
+    run = runs(Scenario(ranks=8), "always")
+    con = sqlite3.connect(run / DATABASE)
+    with con:
+        con.execute("UPDATE collective SET arrivals_us = ?", (text,))
+    con.close()
+    assert not any("arrivals  all_reduce" in x for x in _check(run, "comm", Ui(), 100, 30))
 
 
 def test_large_screens_show_collectives_and_waiting_for_data_over_time(runs: MakeRun) -> None:
@@ -274,6 +293,19 @@ def test_large_screens_show_collectives_and_waiting_for_data_over_time(runs: Mak
     data = "\n".join(_check(run, "data", Ui(), 250, 70))
     assert "rank 5   last" in data and "rank 5 63." in data and "others 2." in data
     assert "transfer ms" not in "\n".join(_check(run, "comm", Ui(), 80, 24))
+
+
+def test_the_charts_of_the_job_include_exposed_communication_where_ddp_timed_it(runs: MakeRun) -> None:
+    run = runs(Scenario(ranks=2), "always")
+    assert not any("exposed communication" in x for x in _check(run, "ranks", Ui(), 160, 48))
+    con = sqlite3.connect(run / DATABASE)
+    with con:
+        con.execute("UPDATE step SET exposed_ms = 0.25 * step_ms WHERE step % 5 = 0")
+    con.close()
+    lines = _check(run, "ranks", Ui(), 160, 48)
+    title = next(i for i, x in enumerate(lines) if "exposed communication of step time" in x)
+    at = lines[title].index("exposed communication")
+    assert "30%" in lines[title + 1][at - 2 : at + 8], "the axis ends above the largest share"
 
 
 def test_an_operation_without_times_is_not_judged(runs: MakeRun) -> None:

@@ -17,6 +17,7 @@ from distdiag.terms.bandwidth import FACTORS
 from distdiag.tui.draw.text import median_low, quantile
 
 WINDOW_STEPS = 50
+ARRIVALS = 20  # newest collectives whose arrivals are read, of one operation, group and size
 GRADIENTS = "gradients"  # DDP's all-reduces of one backward pass, as its reducer times them
 
 _FACTORS = FACTORS | dict.fromkeys(("send", "recv"), FACTORS["sendrecv"])  # absent: no bandwidth is claimed
@@ -44,6 +45,7 @@ class OpStats:
     exposed_share: float | None = None  # of step time
     buckets: int | None = None  # of DDP's gradients: `bytes` and times are of all of them
     history: tuple[tuple[float, float | None, float | None], ...] = ()  # time in s, duration and skew in us
+    arrivals: tuple[tuple[int, float], ...] = ()  # rank, and its median arrival after the first rank in ms
 
     @property
     def algbw_gbps(self) -> float | None:
@@ -86,14 +88,16 @@ class CommData:
     probed: dict[tuple[str, int], float] = field(default_factory=dict)  # (op, bytes) -> busbw, GB/s
 
 
-def _stats(key: tuple[str, str, int | None], rows: list[CollectiveRow], steps: int, size: int) -> OpStats:
+def _stats(
+    key: tuple[str, str, int | None], rows: list[CollectiveRow], steps: int, members: tuple[int, ...]
+) -> OpStats:
     durations = sorted(r.duration_us for r in rows if r.duration_us is not None)
     late = Counter(r.late_rank for r in rows if r.late_rank is not None)
     rank, times = late.most_common(1)[0] if late else (None, 0)
     return OpStats(
         op=key[0],
         group=key[1],
-        ranks=size or max((r.ranks or 0 for r in rows), default=0),
+        ranks=len(members) or max((r.ranks or 0 for r in rows), default=0),
         bytes=key[2],
         count=len(rows),
         per_step=len(rows) / steps if steps else None,
@@ -107,6 +111,21 @@ def _stats(key: tuple[str, str, int | None], rows: list[CollectiveRow], steps: i
         history=tuple(
             sorted(((r.t_s, r.duration_us, r.skew_us) for r in rows if r.t_s is not None), key=lambda h: h[0])
         ),
+        arrivals=_arrivals([r.arrivals_us for r in rows if r.arrivals_us][:ARRIVALS], members),
+    )
+
+
+def _arrivals(texts: list[str], members: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    """Return the median arrival of each rank, in ms after the first rank; of rows that hold another number of ranks, nothing."""
+    by_row = [t.split(",") for t in texts]
+    try:
+        times = [[int(us) for us in row] for row in by_row if len(row) == len(members)]
+    except ValueError:  # another program's table
+        return ()
+    if not times:
+        return ()
+    return tuple(
+        (rank, (median_low(list(us)) or 0.0) / 1e3) for rank, us in zip(members, zip(*times, strict=True), strict=True)
     )
 
 
@@ -134,6 +153,12 @@ def _gradients(g: Gradients | None) -> list[OpStats]:
             buckets=g.buckets,
         )
     ]
+
+
+def _weight(o: OpStats) -> tuple[float, float]:
+    """Return a key that sorts what takes most of the time of a step first, and what has no times by bytes."""
+    times = o.per_step if o.per_step is not None else o.count  # where no step is known, of all
+    return -(o.p50_us or 0.0) * times, -(o.bytes or 0) * times
 
 
 def in_flight(frame: Frame, members: dict[str, tuple[int, ...]]) -> tuple[InFlight, ...]:
@@ -215,15 +240,14 @@ def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any],
         rows = run.collectives(WINDOW_STEPS, at_s)
         steps = _steps_during(run, rows)
         groups = run.groups()
-        sizes = {g.name: len(g.ranks) for g in groups}
+        members = {g.name: g.ranks for g in groups}
         by: dict[tuple[str, str, int | None], list[CollectiveRow]] = {}
         for r in rows:
             by.setdefault((r.op, r.pgroup, r.bytes), []).append(r)
-        ops = [_stats(k, v, steps, sizes.get(k[1], 0)) for k, v in by.items()]
+        ops = [_stats(k, v, steps, members.get(k[1], ())) for k, v in by.items()]
         ops += _gradients(read_gradients(run, at_s))
-        # what takes most of the time of a step first; where no step is known, of all
-        ops.sort(key=lambda o: -(o.p50_us or 0.0) * (o.per_step if o.per_step is not None else o.count))
+        ops.sort(key=_weight)
         cache["comm"] = (tuple(ops), steps, tuple((g.name, len(g.ranks), g.description) for g in groups), _probed(run))
-        cache["comm_members"] = {g.name: g.ranks for g in groups}
+        cache["comm_members"] = members
     ops, steps, groups, probed = cache["comm"]
     return CommData(ops, steps, groups, in_flight(frame, cache["comm_members"]), probed)

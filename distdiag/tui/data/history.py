@@ -1,4 +1,4 @@
-"""The job over time: step time, throughput, loss and waiting, from the steps of a few ranks."""
+"""The job over time: step time, waiting, throughput, loss and exposed communication, from the steps of a few ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same 
 POINTS = 2048  # kept; of longer runs every k-th step
 _SQL = (
     "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
-    " SELECT wanted.n, max(t_end_s), max(step_ms), avg(wait_ms), sum(samples), avg(loss), count(*)"
+    " SELECT wanted.n, max(t_end_s), max(step_ms), avg(wait_ms), avg(exposed_ms),"
+    " sum(samples), avg(loss), count(*)"
     " FROM wanted CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks}) GROUP BY wanted.n"
 )
 
@@ -29,6 +30,7 @@ class Point:
     t_s: float
     step_ms: float | None
     wait_pct: float | None
+    exposed_pct: float | None  # None also for steps that DDP did not time
     samples_per_s: float | None
     loss: float | None
 
@@ -54,19 +56,23 @@ class History:
             self.points = [p for p in self.points if p.step % self.every == 0]
         first += -first % self.every
         marks = ",".join(f"?{i + 4}" for i in range(len(self.ranks)))
-        for step, t, ms, wait, samples, loss, n in run.query(
+        for step, t, ms, wait, exposed, samples, loss, n in run.query(
             _SQL.format(marks=marks), (first, span[1], self.every, *self.ranks)
         ):
             if t is None:
                 continue
             rate = samples / n * world / ms * 1000 if samples and ms and n else None
-            self.points.append(Point(step, t, ms, 100 * wait / ms if wait is not None and ms else None, rate, loss))
+            self.points.append(Point(step, t, ms, _percent_of(wait, ms), _percent_of(exposed, ms), rate, loss))
         self.points.sort(key=lambda p: p.t_s)
         self.times = [p.t_s for p in self.points]
 
     def until(self, t_s: float) -> list[Point]:
         """Steps that had ended by a moment."""
         return self.points[: bisect_right(self.times, t_s)]
+
+
+def _percent_of(part_ms: float | None, step_ms: float | None) -> float | None:
+    return 100 * part_ms / step_ms if part_ms is not None and step_ms else None
 
 
 def read(run: Run, frame: Frame, cache: dict[Any, Any]) -> tuple[Point, ...]:
@@ -88,7 +94,7 @@ def _p(q: float):
 
 
 def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with_area: bool) -> list[Chart]:
-    """Return the charts that have values: always step time, then waiting, throughput and loss."""
+    """Return the charts that have values: always step time, then waiting, throughput, loss and exposed communication."""
     times = [p.t_s for p in points]
     steps = [p.step_ms for p in points]
     found = [
@@ -102,6 +108,7 @@ def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with
         ("waiting", "of step time", [p.wait_pct for p in points], "area-hot", percent, 0.0, "ranks waiting for other ranks in collectives"),
         ("throughput", "samples/s", [p.samples_per_s for p in points], "area-optimizer", _short, 0.0, "samples of all ranks"),
         ("loss", "", [p.loss for p in points], "accent", _loss, None, "as the job logged it, mean of its ranks"),
+        ("exposed communication", "of step time", [p.exposed_pct for p in points], "area-transfer", percent, 0.0, "averaging gradients that no computation hides, as DDP timed it"),
     )  # fmt: skip
     for title, unit, values, style, show, floor, about in more:
         if any(v is not None for v in values):

@@ -24,7 +24,8 @@ from distdiag.tui.ui import Ui
 __all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
 
 
-ROW_OF_CHARTS = 14  # lines of the charts of one operation
+ROWS_OF_STRIP = 12  # lines of the screen for each line of arrivals
+ROW_OF_CHARTS = 13  # lines of the charts of one operation
 MATTERS = 0.02  # share of step time below which collectives are not worth a verdict
 EXPOSED = 0.3  # the limit of the finding comm_bound
 
@@ -173,7 +174,8 @@ class CommPage:
         lines.append(_share(snap, width) if snap.frame is not None else step_line(snap, job, width))
         panel = footer_panel(snap, ui, job, width, max(3, min(height // 3, 8)))
         flights = _flights(data, width, max(3, (height - len(panel)) // 3))
-        strip = arrivals(snap.frame, width) if snap.frame is not None and data.ops else []
+        chosen = ui.index("comm", self.items(snap, ui)) if data.ops else 0
+        strip = arrivals(snap.frame, data, chosen, width, max(1, height // ROWS_OF_STRIP))
         room = height - len(lines) - len(panel) - len(flights) - len(strip) - 5
         body, shown, cursor = self._table(data, snap, ui, width, max(1, room))
         at = None if cursor is None else len(lines) + cursor
@@ -188,7 +190,7 @@ class CommPage:
         lines += flights
         left = height - len(lines) - len(panel) - 2
         if data.ops and snap.t_s is not None and left > CHART_HEIGHT:
-            at_cursor = data.ops[ui.index("comm", self.items(snap, ui))]
+            at_cursor = data.ops[chosen]
             marks = tuple((f.first_seen_s, of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
             several = [o for o in (at_cursor, *data.ops) if len(o.history) > 1]
             several = list(dict.fromkeys(several))[: max(1, left // ROW_OF_CHARTS)]

@@ -9,38 +9,50 @@ from distdiag.store.frames import Frame
 from distdiag.tui.data.comm_data import CommData, InFlight, OpStats
 from distdiag.tui.draw import bars
 from distdiag.tui.draw.charts import Chart, Curve, grid
-from distdiag.tui.draw.lines import BLANK, Line, Part, explained, line
-from distdiag.tui.draw.text import SPARKS, clean, clip, counted, decimal, fit, milliseconds, seconds, size
+from distdiag.tui.draw.lines import BLANK, Line, Part, explained, fitted, line
+from distdiag.tui.draw.text import SPARKS, cells, clean, clip, counted, decimal, fit, milliseconds, seconds, size
 
 LEAST_SPREAD_MS = 0.5  # between first and last arrival; below it the picture would show noise
 STALE_S = 5.0  # from this age on a collective in flight is drawn as an error
-ARRIVALS = (
-    "when the ranks arrive at the first collective of a step, after the first of them; a higher bar is more ranks"
-)
+ARRIVALS = "when the ranks arrive, after the first of them (of each rank the median); a higher bar is more ranks"
 _NAME, _CELL = 20, 18
 Marks = tuple[tuple[float, str], ...]  # moments and their style
 
 
-def arrivals(frame: Frame, width: int) -> list[Line]:
-    """Draw when each rank arrives at the first collective of a step, on an axis from the first rank to the last.
+def arrivals(frame: Frame | None, data: CommData, at: int, width: int, room: int) -> list[Line]:
+    """Draw who arrives when, on axes from the first rank to the last: at a step's first collective, and at each operation.
 
-    Empty if fewer than two arrivals are known.
+    Args:
+        at: Index of the operation at the cursor, which is drawn first.
+        room: Lines at most.
     """
-    table = frame.table
-    known = sorted(
-        (ms, int(rank)) for rank, ms in zip(table.numbers("rank"), table.numbers("late_ms"), strict=True) if ms == ms
-    )
-    if len(known) < 2:
+    table = frame.table if frame is not None else None
+    of_step = [] if table is None else list(zip(table.numbers("rank"), table.numbers("late_ms"), strict=True))
+    timed = [o for o in (*data.ops[at : at + 1], *data.ops[:at], *data.ops[at + 1 :]) if len(o.arrivals) > 1]
+    wanted = [(_name(o), list(o.arrivals)) for o in timed[:room]]
+    known = [(int(rank), ms) for rank, ms in of_step if ms == ms]
+    if len(known) > 1 and (room > 1 or not wanted) and data.ops:
+        wanted = [("a step's first", known), *wanted[: room - 1]]
+    if not wanted:
         return []
+    lead = max(cells(name) for name, _ in wanted)
+    return [_strip(name, lead, sorted((ms, rank) for rank, ms in times), width) for name, times in wanted]
+
+
+def _name(o: OpStats) -> str:
+    return clip(f"{clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip(), _NAME + 4)
+
+
+def _strip(name: str, lead_cells: int, known: list[tuple[float, int]], width: int) -> Line:
     last_ms = known[-1][0]
+    lead = f" arrivals  {fit(name, lead_cells)}  0 "
     if last_ms < LEAST_SPREAD_MS:
-        return [line(" arrivals at a step's first collective: ", (f"all within {last_ms:.2f} ms", "muted"))]
+        return explained(line((lead, "muted"), (f"all within {last_ms:.2f} ms", "muted")), "arrivals, ms", ARRIVALS)
     names = "   ".join(f"rank {rank} +{milliseconds(ms)} ms" for ms, rank in reversed(known[-3:]) if ms > last_ms / 4)
-    lead = " arrivals  0 "
     tail = f" {milliseconds(last_ms)} ms   {names}"
-    room = min(60, width - len(lead) - len(tail) - 1)
+    room = min(60, width - cells(lead) - cells(tail) - 1)
     if room < 12:
-        return [line(f" arrivals, after the first rank: {names}")]
+        return fitted(line((f" arrivals  {fit(name, lead_cells)}  ", "muted"), names), width)
     in_cell = Counter(min(room - 1, int(ms / last_ms * room)) for ms, _ in known)
     most = max(in_cell.values())
     parts: list[Part] = []
@@ -48,7 +60,7 @@ def arrivals(frame: Frame, width: int) -> list[Line]:
         n = in_cell.get(cell, 0)
         glyph = "·" if not n else SPARKS[min(len(SPARKS) - 1, round(n / most * (len(SPARKS) - 1)))]
         parts.append((glyph, "muted" if not n else "warning" if cell >= room / 4 else "accent", ""))
-    return [explained(line((lead, "muted"), *parts, (tail, "")), "arrivals, ms", ARRIVALS)]
+    return explained(line((lead, "muted"), *parts, (tail, "")), "arrivals, ms", ARRIVALS)
 
 
 def charts(o: OpStats, now: float, width: int, height: int, marks: Marks, ascii_only: bool) -> list[Line]:

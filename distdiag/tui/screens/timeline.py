@@ -79,7 +79,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Tim
                 steps[rank].append(row)
         first_s = cache.setdefault("timeline_first", run.query("SELECT min(t_end_s) FROM step WHERE step = ?", (until[0],))[0][0]) or 0.0  # fmt: skip
     found = run.query(
-        "SELECT t_s, skew_us, duration_us FROM collective WHERE t_s BETWEEN ? AND ? ORDER BY t_s DESC LIMIT ?",
+        "SELECT t_s, skew_us, duration_us FROM collective WHERE t_s BETWEEN ? AND ? AND skew_us IS NOT NULL ORDER BY t_s DESC LIMIT ?",
         (begin, end, COLLECTIVES),
     )
     marks = tuple((t, t + (skew or 0) / 1e6, t + ((skew or 0) + (took or 0)) / 1e6) for t, skew, took in found)
