@@ -36,7 +36,7 @@ class Limits:
     not_needed_checks: int = 40
     """Checks with a gradient for every parameter before find_unused_parameters is reported as not needed."""
     not_needed_share: float = 0.001
-    """Share of the step that the search takes; below it, nothing is reported."""
+    """Share of the step that the search takes; below it, the flag is reported as info."""
 
 
 limits = Limits()
@@ -183,10 +183,7 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
         return Abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
     if checks < limits.not_needed_checks:
         return Abstained(f"{checks} of {limits.not_needed_checks} checks of find_unused_parameters")
-    cost_ms = max(m.search_ms or 0.0 for m in models)
-    if cost_ms < limits.not_needed_share * s.usual_step_s * 1e3:
-        return Abstained(f"find_unused_parameters costs {cost_ms:.1f} ms per step only", checked=True)
-    return _not_needed_finding(s, models[0], checks, cost_ms, s.usual_step_s * 1e3)
+    return _not_needed_finding(s, models[0], checks, max(m.search_ms or 0.0 for m in models), s.usual_step_s * 1e3)
 
 
 # -- wording ----------------------------------------------------------------------------------------------------------
@@ -269,16 +266,22 @@ def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:
 
 
 def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step_ms: float) -> Finding:
+    small = cost_ms < limits.not_needed_share * step_ms
+    spent = (
+        f"{cost_ms:.2f} ms per step ({100 * cost_ms / step_ms:.2f} % of it)"
+        if small
+        else f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it)"
+    )
     return Finding(
         kind=kind.name,
         cause="flag_not_needed",
         certainty=Certainty.SUSPECTED,
         # a library's default is no fault of the script, however much it costs
-        severity=Severity.INFO if m.flag_of_library else Severity.WARNING,
+        severity=Severity.INFO if small or m.flag_of_library else Severity.WARNING,
         victims=tuple(sorted(s.ranks)),
         where=tuple(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
         message=f"find_unused_parameters=True{at(m.site)}, but every parameter got a gradient in all {checks} checks",
-        cost=f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it) spent searching the graph{_gain_text(s, step_ms)}",
+        cost=f"{spent} spent searching the graph{_gain_text(s, step_ms)}",
         advice="switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)"
         if m.flag_of_library
         else "drop the flag if no branch of the model is ever skipped",
