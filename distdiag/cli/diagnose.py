@@ -186,6 +186,8 @@ def verdict(report: Report) -> str:
         why = f"; {report.state_text}" if report.state_text else ""
         return f"{report.state}: the cause was not found, {seen}{why}"
     cleared = sum(f.cleared_s is not None for f in report.findings)
+    if not counts and report.unjudged and not report.ranks_seen:
+        return f"no verdict: {report.unjudged}"  # a text that says nothing of any rank
     if not counts and report.unjudged:
         return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
     infos = sum(f.severity == Severity.INFO for f in open_ones)

@@ -393,3 +393,51 @@ def test_a_damaged_gzip_file_is_judged_as_far_as_it_goes(tmp_path: Path) -> None
 def test_other_files_are_no_logs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.log").write_bytes(content)
     assert diagnose_logs([str(tmp_path / "x.log")]) is None
+
+
+LIVE = """step 40 loss 0.3
+[distdiag] █ ERROR mismatch/shape  rank 2 is in all_gather of 49 elements where ranks 0, 1 are in all_gather of 50 elements
+[distdiag]   cost   the job makes no progress
+[distdiag]   where  /job/train.py:38 in score (rank 2); waiting: /job/train.py:38 in score (ranks 0, 1)
+[distdiag]   do     compare the tensors
+"""
+SUMMARY = """
+[distdiag] the job failed: rank 2 exited
+[distdiag] 1 error, 1 warning found:
+[distdiag] █ ERROR mismatch/shape  rank 2 is in all_gather of 49 elements where ranks 0, 1 are in all_gather of 50 elements
+[distdiag]   cost   the job ended
+[distdiag]   warning straggler: rank 1 is 40 ms slower
+[distdiag] verdict: distdiag diagnose reports/a    report: distdiag report reports/a
+"""
+
+
+def test_what_distdiag_printed_while_the_job_ran_is_the_verdict(tmp_path: Path) -> None:
+    watchdog = timeout(0) + timeout(1) + counters(0, 40, 41, 39)
+    report = diagnose(tmp_path, LIVE + watchdog + SUMMARY)
+    first, second = report.findings
+    assert about(first) == ("mismatch", "shape", (2,), (0, 1)) and first.certainty == "proved"
+    assert [(w.rank, w.file, w.line, w.function) for w in first.where] == [(2, "/job/train.py", 38, "score")]
+    assert (first.cost, first.advice) == ("the job ended", "compare the tensors")
+    assert (second.kind, second.severity) == ("straggler", "warning")
+    assert (report.state, report.ranks_seen) == ("failed", 3)
+    assert any("distdiag diagnose reports/a" in n for n in report.notes)
+
+
+def test_what_distdiag_took_back_is_no_finding(tmp_path: Path) -> None:
+    message = LIVE.splitlines()[1].partition("  ")[2]
+    report = diagnose(tmp_path, LIVE + f"[distdiag] cleared, the job continues: error mismatch: {message}\n")
+    assert report.findings == () and report.state == "running"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[distdiag] █ ERROR nonsense/shape  rank 2 is late",
+        "[distdiag] █ ERROR mismatch/nonsense  rank 2 is late",
+        "[distdiag]   where  /job/train.py:38 in score (rank 2)",
+        "[distdiag] ",
+        "[distdiag] verdict: distdiag diagnose " + "x" * 5000,
+    ],
+)
+def test_lines_of_another_version_are_no_findings(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, line + "\n").findings == ()

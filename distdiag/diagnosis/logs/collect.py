@@ -11,6 +11,7 @@ from distdiag.diagnosis.dumps.entries import user_site
 from distdiag.diagnosis.logs import files, tables
 from distdiag.diagnosis.logs.patterns import TABLE, Role, may_matter
 from distdiag.diagnosis.logs.prefixes import Writer, messages, plain, writer
+from distdiag.diagnosis.logs.recorded import MARK, Recorded
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
@@ -81,10 +82,12 @@ class Collected:
         ranks: Ranks that wrote a line, or that a line is about.
         world_size: The largest number of ranks that a line gives.
         exits: How processes ended, by the launchers' tables.
+        recorded: What distdiag printed into the log, if it recorded the job.
     """
 
     events: list[Event] = field(default_factory=list)
     exits: list[tables.Exit] = field(default_factory=list)
+    recorded: Recorded = field(default_factory=Recorded)
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
     restarts: int = 0
@@ -138,6 +141,9 @@ class Collector:
         if self._order > self._watch_until and not may_matter(text):
             return
         if self._repeated(text):
+            return
+        if MARK in text:
+            self.result.recorded.add(text, number)
             return
         who = writer(text)
         if rank is not None:

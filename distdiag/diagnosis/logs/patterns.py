@@ -149,7 +149,7 @@ TABLE: tuple[Pattern, ...] = (
 _MORE = (
     "Traceback (most recent call last)", 'File "', 'File \\"', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
     "Stack trace of the failed", " from /", "Process name: [[", "Exit code:", "terminated with the following error",
-    "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:",
+    "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:", "[distdiag] ",
 )  # fmt: skip
 _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_MORE)))
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)

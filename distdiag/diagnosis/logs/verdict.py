@@ -1,6 +1,6 @@
 """Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
 
-First come ranks that raised, were killed, or whose GPU failed; then what torch reports about several ranks; then who waited
+What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised, were killed, or whose GPU failed; then what torch reports about several ranks; then who waited
 for whom; then lost connections. A later kind is reported only if no earlier one explains it.
 """
 
@@ -33,6 +33,7 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         return None
     found = Collector(logs).read()
     findings, text = judge(found)
+    found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
     report = Report(
         run=", ".join(map(str, given)),
@@ -75,6 +76,8 @@ def failures_first(dumps: Report, logs: Report) -> Report:
 
 def judge(found: Collected) -> tuple[list[Finding], str | None]:
     """Return (findings, what stopped the job from outside)."""
+    if printed := found.recorded.findings():
+        return printed[:MAX_FINDINGS], None
     waited = {e.rank for e in found.events if e.role in (Role.WAIT, Role.VICTIM) and e.rank is not None}
     reported = disagreements.findings(found)
     own = failures.of_events(found)
@@ -131,6 +134,10 @@ def _count(found: Collected) -> str:
 
 def _notes(found: Collected) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if found.recorded.line is not None:
+        run = found.recorded.run
+        command = f": `distdiag diagnose {run}` has the whole verdict" if run else ""
+        notes.append(f"distdiag recorded this job (line {found.recorded.line:,}){command}")
     warned = [e for e in found.events if e.name == "nccl_warning"]
     if warned:
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
@@ -142,7 +149,7 @@ def _notes(found: Collected) -> list[str]:
         )
     if found.restarts:
         notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
-    if found.events or found.exits:
+    if found.recorded.line is None and (found.events or found.exits):
         notes.append(
             "read from a log: it shows what was printed, not what each rank did; `-m distdiag.run` records the next run"
         )

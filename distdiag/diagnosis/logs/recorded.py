@@ -1,0 +1,116 @@
+"""Findings that distdiag printed on the job's stderr while it ran: a log with them needs no other judgement.
+
+The format is that of `monitor/announce.py`: lines behind `[distdiag]`, one finding of several lines or one line each in the summary.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import msgspec
+
+from distdiag.diagnosis.kinds import KINDS
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, at_least
+from distdiag.terms.untrusted import is_rank
+
+MARK = "[distdiag] "
+MOST = 64  # findings of one log that are kept
+MAX_TEXT = 4000
+_HEAD = re.compile(
+    r"(?:\S )?(?P<severity>ERROR|WARNING|INFO) (?P<kind>[a-z_]{1,40})(?:/(?P<cause>[a-z_]{1,40}))?(?P<suspected> \(suspected\))?  (?P<message>.+)"
+)
+_SHORT = re.compile(
+    r"  (?P<severity>error|warning|info) (?P<kind>[a-z_]{1,40}): (?P<message>.+?)(?P<cleared> \(cleared\))?$"
+)
+_CLEARED = re.compile(r"cleared, the job continues: \w{1,10} (?P<kind>[a-z_]{1,40}): (?P<message>.+)")
+_DETAIL = re.compile(r"  (?P<label>cost|where|do) +(?P<text>\S.*)")
+_SITE = re.compile(
+    r"(?:last seen at )?(?P<file>[^;]{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^;(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
+)
+_VERDICT = re.compile(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)    report: ")
+_NODE = re.compile(r"node \d{1,6}: ")
+
+
+@dataclass
+class Recorded:
+    """What distdiag printed.
+
+    Attributes:
+        run: The run directory that the last summary names.
+        line: Number of the first line of distdiag's in its file.
+        found: By (kind, message), so that the summary does not repeat what was printed before.
+    """
+
+    run: str | None = None
+    line: int | None = None
+    found: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    _open: tuple[str, str] | None = None  # the finding whose details may follow
+
+    def add(self, text: str, number: int) -> None:
+        """Read one line that has `MARK` in it."""
+        text = text[text.index(MARK) + len(MARK) :].rstrip()[:MAX_TEXT]
+        if (node := _NODE.match(text)) is not None:
+            text = text[node.end() :]
+        self.line = number if self.line is None else self.line
+        if (m := _DETAIL.match(text)) is not None and self._open is not None:
+            self._detail(self._open, m["label"], m["text"])
+        elif (m := _HEAD.match(text)) is not None:
+            self._open = self._keep(m, m["cause"], Certainty.SUSPECTED if m["suspected"] else Certainty.PROVED)
+        else:
+            self._open = None
+            if (m := _CLEARED.match(text)) is not None:
+                self.found.pop((m["kind"], m["message"]), None)
+            elif (m := _SHORT.match(text)) is not None:
+                if m["cleared"]:
+                    self.found.pop((m["kind"], m["message"]), None)
+                else:
+                    self._keep(m, None, Certainty.SUSPECTED)
+            elif (m := _VERDICT.match(text)) is not None:
+                self.run = m["run"]
+
+    def findings(self) -> list[Finding]:
+        """Return the errors and warnings, errors first.
+
+        The lines name no culprit as such: it is the rank of `where` if other ranks wait.
+        """
+        kept = [
+            msgspec.structs.replace(f, culprits=_ranks(f.where) if f.waiting else (), victims=_ranks(f.waiting))
+            for f in self.found.values()
+            if at_least(f.severity, Severity.WARNING)
+        ]
+        return sorted(kept, key=lambda f: f.severity != Severity.ERROR)
+
+    def _keep(self, m: re.Match[str], cause: str | None, certainty: str) -> tuple[str, str] | None:
+        kind, message = m["kind"], m["message"]
+        if kind not in KINDS or (cause is not None and cause not in KINDS[kind].causes):
+            return None  # of another version
+        key = kind, message
+        if key not in self.found and len(self.found) < MOST:
+            severity = Severity(m["severity"].lower())
+            self.found[key] = Finding(kind=kind, cause=cause, certainty=certainty, severity=severity, message=message)
+        return key if key in self.found else None
+
+    def _detail(self, key: tuple[str, str], label: str, text: str) -> None:
+        f = self.found[key]
+        if label == "cost":
+            self.found[key] = msgspec.structs.replace(f, cost=text)
+        elif label == "do":
+            self.found[key] = msgspec.structs.replace(f, advice=text)
+        else:
+            where, _, waiting = text.partition("; waiting: ")
+            self.found[key] = msgspec.structs.replace(f, where=_sites(where), waiting=_sites(waiting))
+
+
+def _ranks(sites: tuple[Where, ...]) -> tuple[int, ...]:
+    return tuple(sorted({w.rank for w in sites}))
+
+
+def _sites(text: str) -> tuple[Where, ...]:
+    out = []
+    for m in _SITE.finditer(text):
+        for rank in m["ranks"].split(","):
+            if rank.strip().isdigit() and is_rank(int(rank)):
+                function = m["function"].strip() if m["function"] else None
+                out.append(Where(int(rank), m["file"].strip(), int(m["line"]), function))
+    return tuple(out)
