@@ -8,11 +8,12 @@ from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.incidents import Incident
+from distdiag.diagnosis.waits.wait import Wait
 
 
 def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
-    """Return the rank that has sent fewer messages than all that wait in a collective with it, if another rank waits for one of
-    its messages. If a message of any of them would do, the others must have sent equally many, at least two of them.
+    """Return the rank that has sent fewer messages than all that have issued a collective which it waits in, if another rank waits
+    for one of its messages. If a message of any of them would do, the others must have sent equally many, at least two of them.
     """
     states = snapshot.ranks
     for w in incident.waits:
@@ -23,13 +24,20 @@ def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:
         if call is None or messages.direction_of(call) != "recv":
             continue
         for p in sorted(w.missing):
-            together = next((x.ranks for x in incident.waits if not x.p2p and p in x.ranks), [])
+            together = next((_arrived(snapshot, x) for x in incident.waits if not x.p2p and p in x.ranks), [])
             sent = {q: messages.count(states[q], "send", m, call.tag, call.group) for q in together if q != m}
             others = [n for q, n in sent.items() if q != p]
             equal = not w.any_of or (len(others) > 1 and len(set(others)) == 1)
             if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
                 return (p,)
     return ()
+
+
+def _arrived(snapshot: Snapshot, wait: Wait) -> list[int]:
+    """Return the ranks that have issued a collective, whether or not their hosts are known to wait for it yet."""
+    group = snapshot.groups.get(wait.group)
+    members = group.ranks if group is not None else tuple(wait.ranks)
+    return sorted({*wait.ranks, *(q for q in members if q in snapshot.ranks and q not in wait.missing)})
 
 
 def visits_differ(snapshot: Snapshot, incident: Incident, here: dict[int, str | None]) -> tuple[int, ...]:

@@ -119,6 +119,17 @@ def test_an_actor_that_never_said_that_it_is_done(sent: tuple[int, ...], culprit
         assert f.message.startswith("rank 2 has not sent what rank 0 waits for in recv")
 
 
+def test_messages_are_compared_with_a_rank_whose_host_is_not_known_to_wait_yet() -> None:
+    """On a device rank 1 has issued the broadcast, too; its native frames come a poll later."""
+    broadcast = call("broadcast", 67, SAVE)
+    s = snapshot(
+        messaging(0, p2p("recv", 2, nth=131)),
+        rank(1, enqueued={"default_pg": 67}, p2p_issued={"send:0:0:default_pg": 132}),
+        rank(2, broadcast, enqueued={"default_pg": 67}, p2p_issued={"send:0:0:default_pg": 130}),
+    )
+    assert only(s).culprits == (2,)
+
+
 def test_two_incidents_are_two_findings() -> None:
     pair = {"a": (0, 1), "b": (0, 1), "c": (2, 3), "d": (2, 3)}
     s = snapshot(
