@@ -7,53 +7,14 @@ from the moment it joins a process group or runs a backward pass; processes that
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from distdiag.recorder import run_claim, session, start_monitor, state
+from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `then` once, right after module `name` has been executed."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None or spec.loader is None:
-            return None
-        loader, then = spec.loader, self.then
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            try:
-                execute(module)
-            except BaseException as e:
-                hide_frame(e)
-                raise
-            del loader.exec_module  # restore the loader: pickles and reloads must not see our function
-            then()
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def after_torch(then: Callable[[], None]) -> None:
-    """Call `then` as soon as torch is imported (now, if it is)."""
-    if "torch" in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _AfterImport("torch", then))
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
@@ -68,7 +29,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
     if any(v in os.environ for v in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")):
         started = session.start(run_dir, name, rank, world, local)
         if started is not None:
-            after_torch(started.install)
+            after_import("torch", started.install)
         return
     try:
         if job is None:
@@ -80,7 +41,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
             raise
         session.report_not_recorded(e)
         return
-    after_torch(lambda: _becomes_rank(directory, name))
+    after_import("torch", lambda: _becomes_rank(directory, name))
     _watch_children(directory, name, job)
 
 

@@ -26,6 +26,7 @@ from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import relayed_exceptions, run_claim, state
+from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.handle import Handle
@@ -67,12 +68,13 @@ class Session:
             from torch._C import _distributed_c10d as c10d
 
             from distdiag.recorder.fast import accounts
+            from distdiag.recorder.hooks import functional, process_groups, wrap_collectives, wrapping
             from distdiag.recorder.hooks import install as hooks
-            from distdiag.recorder.hooks import process_groups, wrap_collectives, wrapping
 
             wrapping.skip_all_of_ours()
             collectives = wrap_collectives.install(recorder)
             process_groups.install(collectives)
+            after_import(functional.MODULE, lambda: functional.install(collectives, sys.modules[functional.MODULE]))
             self.accounting = hooks.install(recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
             if accounts.MISFIT:

@@ -72,6 +72,22 @@ for module in (sharded[0], sharded):
 compiled("FSDP2", sharded, x)
 compiled("FSDP2 forward and backward", lambda x: sharded(x).sum().backward(), x)
 
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def functional(x):
+    y = funcol.all_reduce(x, "sum", mesh)
+    return funcol.wait_tensor(y) + funcol.broadcast(x, 0, mesh)
+def gathered(x):
+    return DTensor.from_local(x, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()]).to_local() + 1
+parallel = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+functional(x), gathered(x), parallel(x).sum().backward()  # as they are first
+compiled("functional collectives, full graph", functional, x, fullgraph=True)
+compiled("DTensor, full graph", gathered, x, fullgraph=True)
+compiled("tensor parallel", parallel, x)
+compiled("tensor parallel forward and backward", lambda x: parallel(x).sum().backward(), x)
+
 def collectives(x):
     dist.all_reduce(x)
     work = dist.all_reduce(x, async_op=True)
@@ -102,6 +118,8 @@ calls = {
     "next": lambda: next(iter(DataLoader(Broken(), 2))),
     "collective": lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND),
     "wait": lambda: work.wait(SOON),
+    "functional collective": lambda: funcol.all_reduce(torch.ones(2), "nonsense", mesh),
+    "functional result": lambda: funcol.wait_tensor(torch.ones(2), 1),
     "DDP": lambda: DDP(torch.nn.Linear(1, 1).requires_grad_(False)),
     "new_group": lambda: dist.new_group([0, 7]),
     "init_process_group": lambda: dist.init_process_group("gloo"),

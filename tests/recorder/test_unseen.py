@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+import torch.distributed._functional_collectives as functional
 
 seen, out = [], open(sys.argv[1], "w")
 
@@ -58,6 +59,7 @@ def train(title, wrap=lambda x: x):
         optimizer.step()
         dist.all_reduce(wrap(loss.detach()))
         dist.all_gather([torch.zeros(())], loss.detach(), async_op=True).wait()
+        functional.wait_tensor(functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD))
         dist.broadcast_object_list([1], 0)
         part(title)
     with torch.no_grad():

@@ -73,22 +73,26 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
         return f"; {rank_list(culprits)} ran out of batches"
     if (raised := _raised(snapshot, verdict)) is not None:
         return exception_text.text(raised)
+    behind = condition_of(snapshot, verdict.wait, source)
     if verdict.cause in ("dtype", "shape", "root") and (before := _before_text(snapshot, verdict)):
-        return before
+        return before + (_behind_text(verdict, behind[1]) if behind is not None and behind[0] == culprits else "")
     if (found := _skipped(snapshot, verdict)) is not None:
         return skipped.text(snapshot, found, source)
     odd = rhythm.rhythm_of(snapshot, verdict.wait) if verdict.reason is Reason.RHYTHM else None
     first = f"; {odd.text}" if odd is not None else ""
-    behind = condition_of(snapshot, verdict.wait, source)
     if behind is None or behind[0] != culprits:
         return first + parting_text(parting_of(snapshot, verdict.wait, culprits, source))
-    _, (file, line, text, names_leaver) = behind
+    return first + _behind_text(verdict, behind[1])
+
+
+def _behind_text(verdict: Verdict, condition: Condition) -> str:
+    """Return the condition on the rank that leads only the culprits to their call, or away from the others'."""
+    file, line, text, names_leaver = condition
+    due, culprits = f"due to `{text}`{at(Site(file, line))}", verdict.culprits
     if names_leaver:
         skipped_call = verdict.wait.calls[min(_sides(verdict)[1])]
-        return f"{first}; {rank_list(culprits)} left before {compatible.op_name(skipped_call.op)}{at(skipped_call.site)} due to `{text}`{at(Site(file, line))}"
-    return (
-        f"{first}; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it due to `{text}`{at(Site(file, line))}"
-    )
+        return f"; {rank_list(culprits)} left before {compatible.op_name(skipped_call.op)}{at(skipped_call.site)} {due}"
+    return f"; only {rank_list(culprits)} {verb(culprits, 'runs', 'run')} it {due}"
 
 
 def _raised(snapshot: Snapshot, verdict: Verdict) -> RankState | None:
@@ -150,7 +154,7 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
             "directory listing, whose order differs between processes"
         )
     one = f"{compatible.op_name(a.op)}{at(a.site)}"
-    if cause in ("op", "missing_rank") and (only_some := _only_some_text(snapshot, verdict, source)):
+    if cause in ("op", "missing_rank", "shape") and (only_some := _only_some_text(snapshot, verdict, source)):
         return only_some
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if verdict.culprits and (cause == "missing_rank" or (cause in ("shape", "dtype") and apart)):

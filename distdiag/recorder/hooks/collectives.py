@@ -93,6 +93,8 @@ class Collectives(CallEntries):
         self._works: set[type] = {dist.Work}
         # by id of its Work: number of the call, and its call site if torch waits inside the call
         self.in_flight: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        # by address of its result: [number of the call] of a functional collective, 0 once it is complete
+        self.results: OrderedDict[int, list[int]] = OrderedDict()
         self.outside: set[tuple[str, int]] = set()  # (operation, site) of calls in groups without this rank
         self._coalesced: dict[int, list[int]] = {}  # first call of a coalesced group -> its other calls
         self.ledger = ledger(recorder.page, recorder.main_thread)
@@ -271,13 +273,41 @@ class Collectives(CallEntries):
     def wait_begins(self, work: Any) -> tuple[int, bool]:
         """Record that `Work.wait` is about to be called. Return (number of the call, 0 if unknown; True if it blocks the main thread)."""
         known = self.in_flight.pop(id(work), None)
-        if known is None:
+        return _UNKNOWN_WORK if known is None else self._waits_for(*known)
+
+    @guarded
+    def issued_functional(self, token: list[int], g: Group, main: bool, result: int) -> None:
+        """Record that a functional collective is issued.
+
+        Args:
+            token: `[number of the call]`, shared by the results of a coalesced collective.
+            g: Its group.
+            main: True if the main thread makes the call.
+            result: Address of the tensor that it will return, by which it is waited for.
+        """
+        if g.on_device:
+            if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == token[0]:
+                self.unblock()
+            self._connected(g, token[0])
+        self.results[result] = token
+        self.results.move_to_end(result)
+        if len(self.results) > 2048:
+            self.results.popitem(last=False)
+
+    @guarded
+    def functional_wait_begins(self, result: int) -> tuple[int, bool]:
+        """Record that `wait_tensor` is about to be called with this result; see `wait_begins`."""
+        token = self.results.pop(result, None)
+        if token is None or not token[0]:
             return _UNKNOWN_WORK
-        number, site = known
+        number, token[0] = token[0], 0
+        return self._waits_for(number, 0)
+
+    def _waits_for(self, number: int, site: int) -> tuple[int, bool]:
         page = self.page
         if page.words[_BLOCKED] != _NO or get_ident() != self.recorder.main_thread or not page.has_call(number):
             return number, False
-        self.block(_WAIT, number, site or self.recorder.site(user_frame(sys._getframe(3))))
+        self.block(_WAIT, number, site or self.recorder.site(user_frame(sys._getframe(4))))
         self.ledger.last_ready_ns = began = page.words[_BLOCKED_SINCE]
         self.ledger.arrived_ns = self.ledger.arrived_ns or began
         return number, True

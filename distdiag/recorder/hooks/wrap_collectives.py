@@ -12,7 +12,7 @@ from distdiag.recorder import state
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
 from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
 
-_local = threading.local()
+local = threading.local()  # `inside`: a recorded call runs, and what it calls is not recorded
 
 
 def install(recorder: state.Recorder) -> Collectives:
@@ -103,10 +103,10 @@ def _wrap(collectives: Collectives, method: str, original: Any) -> Any:
     """Return `original`, a method of `ProcessGroup`, with its call recorded."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_local, "inside", False):  # a binding that calls another binding
+        if getattr(local, "inside", False):  # a binding that calls another binding
             return original(self, *args, **kwargs)
         began = collectives.begin(self, method, args, kwargs)
-        _local.inside = True
+        local.inside = True
         try:
             work = original(self, *args, **kwargs)
         except BaseException as e:
@@ -115,7 +115,7 @@ def _wrap(collectives: Collectives, method: str, original: Any) -> Any:
                 collectives.failed(*began[:2], method, e)
             raise
         finally:
-            _local.inside = False
+            local.inside = False
         if began is not None:
             collectives.issued(*began, work, method)
         return work

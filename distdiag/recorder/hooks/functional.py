@@ -1,0 +1,151 @@
+"""Records functional collectives (`torch.distributed._functional_collectives`), which DTensor and tensor parallelism issue.
+
+They go from Python to C++ operators, past the methods of `ProcessGroup` and `Work`. A call is issued when torch wraps its
+result, and complete after `wait_tensor` of that result. What C++ and compiled code issue or wait for by themselves is not seen.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from distdiag.recorder.hooks.collectives import METHODS, Collectives
+from distdiag.recorder.hooks.group_counters import Group
+from distdiag.recorder.hooks.wrap_collectives import local
+from distdiag.recorder.hooks.wrapping import hide_frame, wraps
+from distdiag.recorder.state import guarded
+from distdiag.recorder.unseen import by_modes, has_memory
+
+MODULE = "torch.distributed._functional_collectives"
+# name -> (method of ProcessGroup that C++ calls, index of the argument with the group); names of torch 2.10 to 2.13
+_FUNCTIONS: dict[str, tuple[str, int]] = {
+    "all_reduce": ("allreduce", 2),
+    "all_reduce_coalesced": ("allreduce_coalesced", 2),
+    "broadcast": ("broadcast", 2),
+    "all_gather_single": ("_allgather_base", 2),
+    "all_gather_tensor": ("_allgather_base", 2),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced", 1),
+    "all_gather_into_tensor_coalesced": ("allgather_into_tensor_coalesced", 1),
+    "reduce_scatter_single": ("_reduce_scatter_base", 3),
+    "reduce_scatter_tensor": ("_reduce_scatter_base", 3),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", 3),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", 3),
+    "all_to_all_single": ("alltoall_base", 3),
+}
+_NEEDED = ("wait_tensor", "_maybe_wrap_tensor", "_resolve_group_name", "_are_we_tracing")
+
+
+def install(collectives: Collectives, module: Any) -> None:
+    """Wrap the functions of torch's module `MODULE`; nothing if this torch lacks what the recording needs."""
+    if not all(hasattr(module, name) for name in _NEEDED):
+        return
+    for name, (method, group_at) in _FUNCTIONS.items():
+        original = getattr(module, name, None)
+        if original is not None:
+            setattr(module, name, _wrap(collectives, module, original, method, group_at))
+    module._maybe_wrap_tensor = _wrap_result(collectives, module._maybe_wrap_tensor)
+    module.wait_tensor = _wrap_wait(collectives, module.wait_tensor)
+
+
+def _wrap(collectives: Collectives, module: Any, original: Any, method: str, group_at: int) -> Any:
+    """Return `original`, a functional collective, with its call recorded."""
+
+    @guarded
+    def begin(args: tuple, kwargs: dict) -> tuple[int, Group, bool, int] | None:
+        if not args or module._are_we_tracing() or not _is_real(module, args[0]):
+            return None
+        group = args[group_at] if len(args) > group_at else kwargs.get("group")
+        if group is None or isinstance(group, list):  # a list of ranks is deprecated: resolving it warns
+            return None
+        if not isinstance(group, c10d.ProcessGroup):
+            group = c10d._resolve_process_group(module._resolve_group_name(group))
+        root = (args[1] if len(args) > 1 else kwargs.get("src")) if method == "broadcast" else None
+        before = (None,) * METHODS[method][1]
+        return collectives.begin(group, method, (*before, args[0], SimpleNamespace(asyncOp=True, rootRank=root)), {})
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = None if getattr(local, "inside", False) else begin(args, kwargs)
+        if began is None:
+            return original(*args, **kwargs)
+        number, group, main, _ = began
+        local.inside, local.functional = True, ([number], group, main)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            collectives.failed(number, group, method, e)
+            raise
+        finally:
+            local.inside, local.functional = False, None
+
+    return call
+
+
+def _wrap_result(collectives: Collectives, original: Any) -> Any:
+    """Return `original`, which torch calls with each result right after the call is issued."""
+
+    @wraps(original)
+    def _maybe_wrap_tensor(self: Any) -> Any:
+        current = getattr(local, "functional", None)
+        if current is not None:
+            issued(current, self)
+        try:
+            return original(self)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+
+    @guarded
+    def issued(current: tuple[list[int], Group, bool], result: Any) -> None:
+        if address := _address(result):
+            collectives.issued_functional(*current, address)
+
+    return _maybe_wrap_tensor
+
+
+def _wrap_wait(collectives: Collectives, original: Any) -> Any:
+    """Return `original`, torch's `wait_tensor`, with the wait recorded."""
+
+    @guarded
+    def begin(tensor: Any) -> tuple[int, bool] | None:
+        address = _address(getattr(tensor, "elem", tensor))
+        return collectives.functional_wait_begins(address) if address else None
+
+    @wraps(original)
+    def wait_tensor(tensor: Any) -> Any:
+        began = begin(tensor) if collectives.results else None
+        try:
+            done = original(tensor)
+        except BaseException as e:
+            hide_frame(e)
+            if began is not None:
+                collectives.wait_ends(*began, e)
+            raise
+        if began is not None and began[0]:
+            collectives.wait_ends(*began, None)
+        return done
+
+    return wait_tensor
+
+
+def _is_real(module: Any, value: Any) -> bool:
+    """True for a tensor, or a list of them, whose shape can be read: not for a traced one."""
+    if isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    return isinstance(value, torch.Tensor) and (
+        has_memory(type(value)) or isinstance(value, module.AsyncCollectiveTensor)
+    )
+
+
+def _address(tensor: Any) -> int:
+    """Return the address of a tensor's memory; 0 if it has none."""
+    return _address_of(tensor) if isinstance(tensor, torch.Tensor) and has_memory(type(tensor)) else 0
+
+
+@by_modes
+def _address_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
