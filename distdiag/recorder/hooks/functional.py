@@ -62,7 +62,7 @@ def _wrap(collectives: Collectives, module: Any, original: Any, method: str, gro
             return None
         if not isinstance(group, c10d.ProcessGroup):
             group = c10d._resolve_process_group(module._resolve_group_name(group))
-        root = (args[1] if len(args) > 1 else kwargs.get("src")) if method == "broadcast" else None
+        root = (*args[1:2], kwargs.get("src"))[0] if method == "broadcast" else None
         before = (None,) * METHODS[method][1]
         return collectives.begin(group, method, (*before, args[0], SimpleNamespace(asyncOp=True, rootRank=root)), {})
 
