@@ -60,6 +60,7 @@ class Kind:
 
 _ERROR, _WARNING, _INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 _ECHO_OF_END = Explains(kind="deadlock", causes=("rank_exited", "rank_finished"), only_new=True)
+_ECHO_OF_ORDER = Explains(kind="group_misuse", causes=("order",))  # the ranks hang in new_group itself
 _STALL = Explains(kind="stall", only_stopped=True)
 _LOSS = Explains(kind="rank_lost", only_new=True, only_members=True)
 
@@ -76,7 +77,7 @@ DEADLOCK = Kind(
     blocks=True,
     stacks=True,
     state=State.DEADLOCKED,
-    explains=(_STALL,),
+    explains=(_STALL, _ECHO_OF_ORDER),
 )  # fmt: skip
 MISMATCH = Kind(
     name="mismatch",
@@ -173,7 +174,7 @@ GPU = Kind(
     causes=("throttled", "ecc", "pcie_degraded", "xid", "idle", "busy_without_progress", "lost", "nvlink", "shared"),
     release=10,
 )
-GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING,), causes=("not_a_member",), sticky=True)
+GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING, _ERROR), causes=("not_a_member", "order"), sticky=True)
 # Reported by the monitor about itself, and by the reader of dumps: it has no rule here.
 RECORDER = Kind(
     name="recorder",

@@ -39,8 +39,9 @@ def make_snapshot(
         ranks[q] = _with_locks(now_s, gatherer.with_stack(state, now_s), views)
         for g in v.groups():
             groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
-        for name, members in v.group_members.items():
-            groups.setdefault(name, Group(name=name, ranks=members, description="new_group"))
+        for name, (number, members, site) in v.new_groups.items():
+            made = Group(name=name, ranks=members, description="new_group", number=number, site=site)
+            groups.setdefault(name, made)
     every = tuple(range(world))
     for r in ranks.values():
         for name in r.enqueued:

@@ -284,6 +284,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]  # global ranks of its members
     description: str = ""
     backend: str = ""
+    number: int | None = None  # of a call of new_group: torch's count of groups, which names the group
+    site: Site | None = None  # of that call
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):

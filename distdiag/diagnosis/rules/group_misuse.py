@@ -1,6 +1,7 @@
-"""group_misuse: a rank calls a collective of a group that it is not a member of. torch warns, and the call returns at once.
+"""group_misuse: a rank calls a collective of a group that it is not a member of, or ranks create groups in different order.
 
-The rank continues with its own values; the members have the group's.
+torch warns of the first, and the call returns at once: the rank continues with its own values. Of the second it says nothing. A
+group is named by its number among the `new_group` calls, and its members find each other by that name.
 
 Faulty jobs: outsider_sum. Healthy look-alikes: insider_sum.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Sample
+from distdiag.diagnosis.model.snapshot import Group, Sample, Snapshot
 from distdiag.diagnosis.text.phrases import at, where
 
 kind = kinds.GROUP_MISUSE
@@ -29,7 +30,7 @@ limits = Limits()
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield one finding for each site at which ranks call a collective of a group that they are not members of."""
+    """Yield a finding for each site at which ranks call a collective of a group of others, and one for groups in another order."""
     by_site: dict[tuple[str, str], dict[int, Sample]] = {}
     for state in facts.snapshot.ranks.values():
         for sample in state.samples:
@@ -40,6 +41,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("no rank called a collective of a group that it is not a member of", checked=True)
     for (op, _), callers in by_site.items():
         yield _finding(facts, op, callers)
+    yield _order(facts.snapshot)
 
 
 def _finding(facts: Facts, op: str, callers: dict[int, Sample]) -> Finding:
@@ -59,4 +61,40 @@ def _finding(facts: Facts, op: str, callers: dict[int, Sample]) -> Finding:
         f"{'it is' if len(ranks) == 1 else 'they are'} not a member of: the call returns at once and does nothing",
         cost="these ranks continue with their own values; the members have the group's",
         advice="call it on the members only, and send the result to the other ranks if they need it",
+    )
+
+
+def _order(s: Snapshot) -> Finding | Abstained:
+    """Return the first `new_group` call in which ranks created different groups."""
+    by_number: dict[int, dict[tuple[int, ...], Group]] = {}
+    for group in s.groups.values():
+        if group.number is not None and len(group.ranks) > 1:  # a group of one rank has no others to find
+            by_number.setdefault(group.number, {})[group.ranks] = group
+    if any("#" in name for name in s.groups):  # torch counts from 0 again after destroy_process_group
+        return Abstained("the job has created its groups again after destroying them", cause="order")
+    number = min((n for n, made in by_number.items() if len(made) > 1), default=None)
+    if number is None:
+        return Abstained("no ranks created different groups in the same call of new_group", checked=True, cause="order")
+    made = sorted(by_number[number].values(), key=lambda g: (-len(g.ranks), g.ranks))
+    most = len(made[0].ranks)
+    odd = tuple(sorted(q for g in made[1:] for q in g.ranks)) if len(made[1].ranks) < most else ()
+    every = tuple(sorted({q for g in made for q in g.ranks}))
+    each = "; ".join(
+        f"{rank_list(g.ranks)}: a group of {'itself' if len(g.ranks) == 1 else 'themselves'}{at(g.site)}"
+        for g in made[:4]
+    )
+    sites = {q: g.site for g in made for q in g.ranks}
+    return Finding(
+        kind=kind.name,
+        cause="order",
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=tuple(q for q in every if q not in odd),
+        where=tuple(where(s.ranks[q], None, sites[q]) for q in odd or every if q in s.ranks),
+        first_seen_s=s.t_s,
+        message=f"ranks create different groups in call {number} of new_group: {each}",
+        cost="these groups have the same name, by which their members find each other: ranks may hang, or connect to another group",
+        advice="call new_group for every group on all ranks in the same order, also for groups that a rank is not a member of; or pass "
+        "use_local_synchronization=True",
     )

@@ -26,6 +26,8 @@ Points = tuple[tuple[float, int], ...]  # (t_s, bytes), oldest first
 class Limits:
     growth_bytes: int = 192 * MIB
     """Bytes of growth below which nothing is reported: the allocators and caches of a healthy job grow as much."""
+    alone_bytes: int = 128 * MIB
+    """The same if only these ranks grow while the others train, too: allocators and caches would grow on all ranks."""
     growth: tuple[tuple[int, float, float], ...] = ((10, 10.0, 0.25), (7, 6.0, 0.5))
     """(samples, seconds, growth as a share of the first sample): one triple must be reached. Fast growth needs less time."""
     device_growth: tuple[tuple[int, float, float], ...] = ((30, 30.0, 0.25),)
@@ -42,7 +44,7 @@ class Limits:
     patience_s: float = 500.0
     """Longest time in seconds that growth is watched."""
     alone_s: float = 10.0
-    """The same if only these ranks grow while the others train, too: a cache or buffer would fill on all ranks."""
+    """The same if only these ranks grow: a cache or buffer would fill on all ranks."""
     flat: float = 0.1
     """Share of their growth below which another rank counts as not growing."""
     fit: float = 0.97
@@ -96,7 +98,11 @@ def slope(points: list[tuple[float, int]]) -> tuple[float, float]:
 
 
 def _growing(
-    r: RankState, memory: Points, bounds: tuple[tuple[int, float, float], ...], patience_s: float = 0.0
+    r: RankState,
+    memory: Points,
+    bounds: tuple[tuple[int, float, float], ...],
+    least: int,
+    patience_s: float = 0.0,
 ) -> float | None:
     """Return the bytes per second of steady growth while the rank trains; None otherwise."""
     if r.life != Life.RUNNING or r.warm_since_s is None or not memory:
@@ -108,8 +114,7 @@ def _growing(
         return None
     span_s, grown = points[-1][0] - points[0][0], points[-1][1] - points[0][1]
     if span_s < patience_s or not any(
-        len(points) >= n and span_s >= s and grown >= max(limits.growth_bytes, share * points[0][1])
-        for n, s, share in bounds
+        len(points) >= n and span_s >= s and grown >= max(least, share * points[0][1]) for n, s, share in bounds
     ):
         return None
     rate, fit = slope(points)
@@ -136,20 +141,31 @@ def _flat(r: RankState, rate: float) -> bool:
     return len(points) > 1 and points[-1][1] - points[0][1] < rate * (points[-1][0] - points[0][0])
 
 
+def _growing_on_host(ranks: Mapping[int, RankState], least: int, patience_s: float = 0.0) -> dict[int, float]:
+    """Return the bytes per second of the ranks whose host memory grows steadily."""
+    rates = {q: _growing(r, r.memory, limits.growth, least, patience_s) for q, r in ranks.items()}
+    return {q: rate for q, rate in rates.items() if rate is not None}
+
+
 def _growth(s: Snapshot) -> Finding | None:
     ranks = s.ranks
-    host = {q: rate for q, r in ranks.items() if (rate := _growing(r, r.memory, limits.growth)) is not None}
+    host = _growing_on_host(ranks, limits.alone_bytes)
+    alone = bool(host) and _alone(s, host)
+    least = limits.alone_bytes if alone else limits.growth_bytes
+    if host and not alone:
+        host = _growing_on_host(ranks, least)
     if host:
         left_s = s.host_available_bytes / sum(host.values()) if s.host_available_bytes else None
-        patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if _alone(s, host) else limits.patience_s)
-        watched = {q: _growing(ranks[q], ranks[q].memory, limits.growth, patience_s) for q in host}
-        host = {q: rate for q, rate in watched.items() if rate is not None}
+        patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if alone else limits.patience_s)
+        host = _growing_on_host({q: ranks[q] for q in host}, least, patience_s)
         if host:
             now = {q: ranks[q].memory[-1][1] for q in host}
             cost = "the job is killed when the host's memory is used up"
             return _grows(s, "host", host, now, left_s, cost)
     device = {
-        q: rate for q, r in ranks.items() if (rate := _growing(r, r.device_memory, limits.device_growth)) is not None
+        q: rate
+        for q, r in ranks.items()
+        if (rate := _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes)) is not None
     }
     if device:
         now = {q: ranks[q].device_memory[-1][1] for q in device}

@@ -83,7 +83,8 @@ class PageView(PageDecoder):
     visits: Visits = field(default_factory=Visits)
     _shares: bool = False  # it has exchanged floating-point tensors with others while it trained
     group_calls: dict[str, int] = field(default_factory=dict)
-    group_members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # calls of new_group by name: (number, members, call site)
+    new_groups: dict[str, tuple[int, tuple[int, ...], Site | None]] = field(default_factory=dict)
     still_since_s: float | None = None
     _still_mark: tuple[Any, ...] = ()
     memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
@@ -202,7 +203,7 @@ class PageView(PageDecoder):
                     self._open.pop(next(iter(self._open)))
             if rec.group == NO_GROUP and self.text(rec.op) == "new_group":
                 self.group_calls[call.group] = 1
-                self.group_members[call.group] = unfold_ranks(self.text(rec.dtype))
+                self.new_groups[call.group] = (int(rec.seq), unfold_ranks(self.text(rec.dtype)), call.site)
 
     def _replace(self, number: int, call: Call, waited_s: float) -> None:
         behind = self._calls_read - number

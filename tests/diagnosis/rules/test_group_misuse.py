@@ -1,12 +1,10 @@
-"""group_misuse: a rank calls a collective in a group that it does not belong to."""
+"""group_misuse: a rank calls a collective in a group that it does not belong to, or ranks create groups in different order."""
 
 from __future__ import annotations
 
 import msgspec
 
-from distdiag.diagnosis.model.snapshot import (
-    Sample,
-)
+from distdiag.diagnosis.model.snapshot import Group, Sample, Snapshot
 from distdiag.diagnosis.rules import group_misuse
 from tests.diagnosis.made import LOOP, findings, job, only, rank
 
@@ -18,3 +16,32 @@ def test_a_call_by_a_non_member_is_reported_with_its_line() -> None:
     assert "all_reduce" in f.message and f.where[0].line == LOOP.line
     harmless = msgspec.structs.replace(outside, name="barrier")
     assert findings(job(rank(0), rank(1, samples=(harmless,))), group_misuse) == []
+
+
+def made(number: int, *ranks: int) -> Group:
+    name = f"new_group {number} of ranks {ranks}"
+    return Group(name=name, ranks=ranks, description="new_group", number=number, site=LOOP)
+
+
+def groups(*of: Group, world: int = 4) -> Snapshot:
+    every = job(*map(rank, range(world)))
+    return msgspec.structs.replace(every, groups={**every.groups, **{g.name: g for g in of}})
+
+
+def test_ranks_that_create_their_own_group_first_are_reported() -> None:
+    f = only(findings(groups(made(1, 0, 1), made(1, 2, 3), made(2, 0, 1), made(2, 2, 3)), group_misuse))
+    assert (f.cause, f.severity, f.certainty, f.culprits, f.victims) == ("order", "error", "proved", (), (0, 1, 2, 3))
+    assert "call 1 of new_group: ranks 0, 1: a group of themselves" in f.message
+    assert {w.line for w in f.where} == {LOOP.line} and "same order" in f.advice
+
+
+def test_the_smaller_group_of_two_with_one_number_is_the_culprit() -> None:
+    assert only(findings(groups(made(1, 0, 1, 2), made(1, 3, 4), world=5), group_misuse)).culprits == (3, 4)
+
+
+def test_groups_in_the_same_order_are_no_finding() -> None:
+    assert findings(groups(made(1, 0, 1), made(2, 2, 3), made(3, 0, 2)), group_misuse) == []
+    alone = [made(1, q) for q in range(4)]
+    assert findings(groups(*alone), group_misuse) == [], "a group of one rank has nobody to find"
+    again = Group(name="default_pg#2", ranks=(0, 1, 2, 3))
+    assert findings(groups(made(1, 0, 1), made(1, 2, 3), again), group_misuse) == [], "torch counts from 0 again"
