@@ -221,7 +221,7 @@ def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
     aborted = [snapshot.ranks[q] for q, k in kinds.items() if k == "mismatch" and snapshot.ranks[q].life == Life.KILLED]
     if not aborted:
         return NO_CASCADE
-    return _two_threads(snapshot, aborted) or _aborted(snapshot, aborted, kinds) or _lost(snapshot, aborted)
+    return _two_threads(snapshot) or _aborted(snapshot, aborted, kinds) or _lost(snapshot, aborted)
 
 
 def call_of_thread(state: RankState) -> Call | None:
@@ -233,9 +233,9 @@ def call_of_thread(state: RankState) -> Call | None:
     return None
 
 
-def _two_threads(snapshot: Snapshot, aborted: list[RankState]) -> Cascade | None:
-    """Return an abort of ranks of which two threads use one group: their calls mix."""
-    odd = tuple(sorted(r.rank for r in aborted if call_of_thread(r) is not None))
+def _two_threads(snapshot: Snapshot) -> Cascade | None:
+    """Return an abort in a group that two threads of some ranks use: their calls mix, and the thread may be faster on one rank."""
+    odd = tuple(sorted(q for q, r in snapshot.ranks.items() if call_of_thread(r) is not None))
     if not odd or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
     rest = tuple(sorted(q for q in snapshot.ranks if q not in odd))

@@ -115,6 +115,34 @@ TRIES = """
         all_reduce(loss)  # B
 """
 
+RETURNS = """
+    def finetune():
+        first = restore()
+        for epoch in range(first, 9):
+            for x in loader:
+                loss.backward()  # A
+
+    def update(x):
+        if dist.is_initialized():
+            all_reduce(x)  # B
+
+    def fetch(batches):
+        while True:
+            try:
+                x = next(batches)
+            except StopIteration:
+                break
+            except (RuntimeError, OSError):
+                break
+            loss.backward()  # C
+
+    def main():
+        finetune()  # D
+        fetch(batches)  # E
+        update(x)  # F
+        barrier()  # G
+"""
+
 ROUNDS = """
     def main():
         for step in range(9):
@@ -148,6 +176,22 @@ ROUNDS = """
         pytest.param(TRIES, "B main", "A main", ["except KeyboardInterrupt:"], id="an exception ended it, caught"),
         pytest.param(ROUNDS, "A main", "B main", ["while tokens < 256:"], id="one more round of an inner loop"),
         pytest.param(ROUNDS, "D main", "C main", ["for epoch in range(start, 5):"], id="its loop ended earlier"),
+        pytest.param(
+            RETURNS,
+            "G main",
+            "A finetune D main",
+            ["for epoch in range(first, 9):"],
+            id="a callee's loop ended earlier",
+        ),
+        pytest.param(RETURNS, "A finetune D main", "G main", [], id="it is still in a callee's loop"),
+        pytest.param(RETURNS, "B update F main", "G main", [], id="a condition that is the same on all ranks"),
+        pytest.param(
+            RETURNS,
+            "G main",
+            "C fetch E main",
+            ["except StopIteration:", "except (RuntimeError, OSError):"],
+            id="two handlers",
+        ),
     ],
 )
 def test_conditions_at_which_two_paths_diverge_are_found(

@@ -18,6 +18,11 @@ SHOWN = 2  # conditions, if several are possible
 _COUNTERS = {
     "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
 }  # fmt: skip
+# functions and values that are equal on all ranks of a job
+_SAME = {
+    "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
+    "world", "num_replicas", "self", "len",
+}  # fmt: skip
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Step = tuple[list[ast.stmt], int]
@@ -170,8 +175,9 @@ def _called(function: ast.expr) -> tuple[str | None, str | None]:
 
 
 def _ends_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
-    """Yield a loop that the other rank is in and this one, in the same function, has left: its iterator or condition ended it."""
+    """Yield a loop that the other rank is in and this one has left: its iterator or condition ended it."""
     yield from _loops(b, a, common, source)
+    yield from _loops_of_callees(b, a, common, source)
 
 
 def _stays_in_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
@@ -188,6 +194,22 @@ def _loops(inside: list[Site], outside: list[Site], common: int, source: Source)
         if isinstance(node, _LOOPS) and other is not None and other > (node.end_lineno or other):
             yield _condition(frame, node, source)
             return  # the outermost of nested loops
+
+
+def _loops_of_callees(
+    inside: list[Site], outside: list[Site], common: int, source: Source
+) -> Iterator[Condition | None]:
+    """Yield the outermost loop of a function that one rank is in, if the other has returned from that function."""
+    if len(inside) <= common + 1:
+        return
+    other = _same_function(outside, common, inside[common])
+    if other is None or other <= inside[common].line:
+        return
+    for frame in inside[common + 1 :]:
+        for block, at in _blocks_around(frame, source):
+            if isinstance(block[at], _LOOPS):
+                yield _condition(frame, block[at], source)
+                return
 
 
 def _holds_mine(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
@@ -225,7 +247,7 @@ def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterat
         for block, at in _blocks_around(frame, source):
             for node in block[:at]:
                 between = other is None or not other <= frame.line or node.lineno > other
-                if between and (way_out := _exit_from_block(node)) is not None:
+                for way_out in _exits_from_block(node) if between else ():
                     yield _condition(frame, way_out, source)
             if other is None or other < frame.line or not _within(block[at], other):
                 for handler in _swallowing(block[at], frame.line):
@@ -240,9 +262,9 @@ def _skips_round(a: list[Site], b: list[Site], common: int, source: Source) -> I
         node = block[at]
         if isinstance(node, _LOOPS) and _within(node, a[common].line):
             for earlier in node.body:
-                way_out = _exit_from_block(earlier) if (earlier.end_lineno or 0) < b[common].line else None
-                if way_out is not None and isinstance(way_out.body[-1], ast.Continue):
-                    yield _condition(b[common], way_out, source)
+                for way_out in _exits_from_block(earlier) if (earlier.end_lineno or 0) < b[common].line else ():
+                    if isinstance(way_out.body[-1], ast.Continue):
+                        yield _condition(b[common], way_out, source)
 
 
 def _leaves_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
@@ -298,11 +320,11 @@ def _leaves(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], (ast.Return, ast.Continue, ast.Break)) or _exits_process(body[-1])
 
 
-def _exit_from_block(node: ast.stmt) -> ast.If | ast.ExceptHandler | None:
-    """Return the condition or the handler of a statement that leaves its block."""
+def _exits_from_block(node: ast.stmt) -> list[ast.If | ast.ExceptHandler]:
+    """Return the condition or the handlers of a statement that leave its block."""
     if isinstance(node, ast.If):
-        return node if _leaves(node.body) and _can_differ(node.test) else None
-    return next((h for h in getattr(node, "handlers", ()) if _leaves(h.body)), None)
+        return [node] if _leaves(node.body) and _can_differ(node.test) else []
+    return [h for h in getattr(node, "handlers", ()) if _leaves(h.body)]
 
 
 def _swallowing(node: ast.stmt, line: int) -> list[ast.ExceptHandler]:
@@ -340,9 +362,9 @@ def _ends(body: list[ast.stmt], inner: bool) -> bool:
 
 
 def _can_differ(test: ast.expr) -> bool:
-    """True if a condition can differ between ranks: not if it tests only a loop counter."""
+    """True if a condition can differ between ranks: not if it tests only a loop counter, or what is equal in a whole job."""
     names = {getattr(n, "attr", None) or getattr(n, "id", "") for n in ast.walk(test)} - {""}
-    return bool(names - _COUNTERS)
+    return bool(names - _COUNTERS - _SAME)
 
 
 def _condition(site: Site, node: ast.stmt | ast.ExceptHandler, source: Source) -> Condition | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import paths, rank_condition, skipped
+from distdiag.diagnosis.culprit import paths, rank_condition, skipped, uneven_loop
 from distdiag.diagnosis.endings import Cascade, End, call_of_thread, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
@@ -131,6 +131,7 @@ def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Fin
     """Return the finding of ranks that gloo aborted because two of their threads use one group; `threads`: call of the other one."""
     ranks = tuple(threads)
     first = threads[ranks[0]]
+    killed = sorted(q for q in (*ranks, *cascade.others) if s.ranks[q].life == Life.KILLED)
     return Finding(
         kind=kind.name,
         cause="shape",
@@ -143,7 +144,7 @@ def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Fin
         step=s.ranks[ranks[0]].step,
         first_seen_s=min((t for q in ranks if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
         message=f"another thread of {rank_list(ranks)} is in {op_name(first.op)}{at(first.site)} while the main thread uses the same "
-        f"group at {site_text(s.ranks[ranks[0]].current_site)}: the calls of two threads mix, and gloo aborted {rank_list(ranks)}",
+        f"group at {site_text(s.ranks[ranks[0]].current_site)}: the calls of two threads mix, and gloo aborted {rank_list(killed)}",
         cost="the job ended",
         advice="let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make the same "
         "calls in a thread on every rank",
@@ -166,8 +167,10 @@ def _why(facts: Facts) -> tuple[str, str]:
     found = skipped.skipped(s, sorted({*odd, *rest}))
     if found is not None and odd == (found.rank,):
         return skipped.text(s, found, facts.source), skipped.advice(found)
+    if (loop := uneven_loop.uneven_loop(s, [q for side in facts.cascade.sites for q in side])) is not None:
+        return uneven_loop.text(loop), uneven_loop.ADVICE
     if not odd or not rest:
-        return "", compare
+        return _tie(facts), compare
     mine, theirs = (paths.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
     behind = rank_condition.around(mine, theirs, facts.source)
     if behind is not None:
@@ -176,6 +179,16 @@ def _why(facts: Facts) -> tuple[str, str]:
         return f"; only {who} due to `{behind.text}`{at(Site(behind.file, behind.line))}", call
     parting = paths.parting(mine, theirs, facts.source)
     return paths.parting_text(parting), paths.decision_advice(parting[0], odd) if len(parting) == 1 else compare
+
+
+def _tie(facts: Facts) -> str:
+    """Return the conditions at which the paths of two sides diverge, if neither is known to be wrong."""
+    states, sides = facts.snapshot.ranks, facts.cascade.sites
+    if len(sides) != 2:
+        return ""
+    a, b = (paths.with_callers(states[side[0]].user_stack, facts.source) for side in sides)
+    found = dict.fromkeys((*paths.parting(a, b, facts.source), *paths.parting(b, a, facts.source)))
+    return paths.parting_text(list(found)[-paths.SHOWN :])
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, where
 from distdiag.diagnosis.training_data import synchronous, training_loaders
 
@@ -198,6 +198,11 @@ def _averages(r: RankState) -> bool:
     )
 
 
+def _accumulates(m: Model) -> bool:
+    """True if a model runs several forward passes for each backward pass that averages."""
+    return 2 * m.forwards > 3 * m.synced_backwards > 0
+
+
 def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
     """Return each rank's learning rate at the newest step (up to the newest that drifts) at which they differed; or nothing."""
     samples = {q: _by_step(r, "learning_rate") for q, r in s.ranks.items()}
@@ -219,6 +224,8 @@ _WHAT = {
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
+    "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
+    "passes after it stay local, or not every rank updates its parameters in the same way",
 }
 _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
@@ -234,6 +241,8 @@ _ADVICE = {
     "the same epoch length",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
+    "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "
+    "so already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
 }
 
 
@@ -246,7 +255,7 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
     if rates:
         cause, words = "gradients_not_synced", "rates"
     elif averaged and drift.began_equal:
-        cause, words = "gradients_not_synced", "update"
+        cause, words = "gradients_not_synced", "accumulated" if models and all(map(_accumulates, models)) else "update"
     if cause in ("never_averaged", "partly_averaged"):
         cause = "gradients_not_synced"
     what = _WHAT[words] + (f" ({_rates_text(rates)})" if rates else "")

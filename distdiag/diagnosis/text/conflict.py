@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from distdiag.diagnosis.culprit import arguments, pending_exception, rhythm, skipped
+from distdiag.diagnosis.culprit import arguments, pending_exception, rhythm, skipped, uneven_loop
 from distdiag.diagnosis.culprit.paths import SHOWN, decision_advice, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
@@ -73,6 +73,8 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
         return f"; {rank_list(culprits)} ran out of batches"
     if (raised := _raised(snapshot, verdict)) is not None:
         return exception_text.text(raised)
+    if (loop := uneven_loop.uneven_loop(snapshot, sorted(verdict.wait.calls))) is not None:
+        return uneven_loop.text(loop)
     behind = condition_of(snapshot, verdict.wait, source)
     if verdict.cause in ("dtype", "shape", "root") and (before := _before_text(snapshot, verdict)):
         return before + (_behind_text(verdict, behind[1]) if behind is not None and behind[0] == culprits else "")
@@ -113,7 +115,15 @@ def _before_text(snapshot: Snapshot, verdict: Verdict) -> str:
     elif verdict.cause == "root":
         value = f"root {value}"
     times = "twice" if found.times == 2 else f"{found.times:,} times"
-    return f"; before, {rank_list(verdict.culprits)} called it with {value} ({times})"
+    who = "all ranks" if _all_changed(snapshot, verdict) else rank_list(verdict.culprits)
+    return f"; before, {who} called it with {value} ({times})"
+
+
+def _all_changed(snapshot: Snapshot, verdict: Verdict) -> bool:
+    """True if the argument is new on all ranks, and was the same before: a last batch, for example."""
+    known = {q: snapshot.ranks[q] for q in verdict.wait.calls if q in snapshot.ranks}
+    found = [arguments.changed(state, verdict.wait.calls[q], verdict.cause) for q, state in known.items()]
+    return len({f.before for f in found if f is not None}) == 1 and None not in found
 
 
 def _skipped(snapshot: Snapshot, verdict: Verdict) -> skipped.Skipped | None:
@@ -131,9 +141,13 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
         return EXHAUSTED_ADVICE
     if (raised := _raised(snapshot, verdict)) is not None:
         return exception_text.advice(raised, verdict.culprits)
+    if verdict.culprits and uneven_loop.uneven_loop(snapshot, sorted(wait.calls)) is not None:
+        return uneven_loop.ADVICE
     if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
         return skipped.advice(found)
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None
+    if odd is not None and cause == "missing_rank" and (decides := _deciding(snapshot, verdict, source)) is not None:
+        return decision_advice(decides, verdict.culprits)
     if odd is not None and cause == "missing_rank":
         left = verb(verdict.culprits, "is", "are") + (" early in" if odd.early else " not in")
         call = a if odd.early else b
@@ -162,6 +176,11 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
             return decision_advice(decides, verdict.culprits)
         if cause == "shape":
             return f"make the same calls in the same order on all ranks: compare {both}"
+    if cause == "shape" and verdict.culprits and _all_changed(snapshot, verdict):
+        return (
+            "a batch is smaller than before, and not equally large on all ranks: use drop_last=True or a DistributedSampler (it "
+            "pads), or exchange the sizes first and pad to the largest"
+        )
     return {
         "missing_rank": f"call {one} on all ranks or on none: look for a condition on the rank around it",
         "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}"

@@ -75,6 +75,9 @@ def test_growth_of_one_rank_only_is_reported_sooner() -> None:
     assert grows(30e6, 5e6) == [], "the other grows, too"
     assert grows(30e6, 0.0, warm_s=None) == [], "the other does not train: rank 0 learns from what it sends"
     assert grows(30e6, 0.0, seconds=10) == []
+    assert grows(7e6, 0.0, seconds=20) == [], "117 MiB so far"
+    assert only(grows(7e6, 0.0, seconds=26)).culprits == (0,)
+    assert grows(7e6, 7e6, seconds=30) == [], "caches of both ranks may grow as much"
 
 
 def test_imbalance_is_relative_to_the_hosts_memory() -> None:

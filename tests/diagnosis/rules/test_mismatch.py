@@ -169,10 +169,12 @@ def test_a_thread_that_uses_the_main_threads_group_is_named_after_the_abort() ->
     call = Call(op="all_reduce", group="default_pg", seq=7, site=publish, entered_s=39.0, other_thread=True)
     reset = "RuntimeError: Read error [127.0.0.1]: Connection reset by peer"
 
-    def ended(calls: tuple[Call, ...]) -> Finding:
+    def ended(calls: tuple[Call, ...], others: tuple[Call, ...] = ()) -> Finding:
         s = job(
             rank(0, life=Life.KILLED, signal=6, ended_s=40.0, current_site=backward, models=model, calls=calls),
-            rank(1, life=Life.CRASHED, exception=reset, ended_s=40.1, current_site=backward, models=model),
+            rank(
+                1, life=Life.CRASHED, exception=reset, ended_s=40.1, current_site=backward, models=model, calls=others
+            ),
             groups={"default_pg": Group(name="default_pg", ranks=(0, 1), backend="gloo")},
         )
         return only(findings(s, mismatch, rank_lost))
@@ -183,5 +185,8 @@ def test_a_thread_that_uses_the_main_threads_group_is_named_after_the_abort() ->
         "another thread of rank 0 is in all_reduce at train.py:16 in run while the main thread uses"
     )
     assert "its own process group" in f.advice
+    faster = ended((), (call,))  # the thread of the other rank has made its call, that of the aborted rank not yet
+    assert (faster.kind, faster.culprits, faster.where[0].line) == ("mismatch", (1,), 16)
+    assert faster.message.endswith("gloo aborted rank 0")
     assert ended((msgspec.structs.replace(call, completed_s=39.5),)).kind == "rank_lost"
     assert ended((msgspec.structs.replace(call, group="metrics"),)).kind == "rank_lost"

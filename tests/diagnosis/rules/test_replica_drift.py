@@ -60,6 +60,18 @@ def test_the_wrapped_module_that_trains_without_ddp_is_named() -> None:
     assert "Generator" not in f.message
 
 
+def test_an_accumulation_that_averages_an_early_backward_pass_is_suspected() -> None:
+    """The counts of a correct accumulation are the same; the replicas tell that something stays local."""
+
+    def drift(forwards: int) -> Finding:
+        model = Model(group="default_pg", forwards=forwards, synced_backwards=100)
+        return only(drifting(lambda q, k: 1.0 + (0.1 * q * k if k > 4 else 0.0), models=(model,)))
+
+    assert "one of several backward passes per step" in drift(400).message
+    assert drift(400).advice.startswith("leave `no_sync()` for the last backward pass")
+    assert drift(120).message.count("backward pass") == 0
+
+
 @pytest.mark.parametrize(
     ("shares", "found"),
     [

@@ -1,0 +1,57 @@
+"""Finds a loop over a DataLoader that has more batches on some ranks than on the others: in validation, for example.
+
+It explains a culprit and does not decide who it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import Loader, Site, Snapshot
+
+ADVICE = "give every rank the same number of batches in that loop (drop_last=True, DistributedSampler), or make the call once after it"
+
+
+class UnevenLoop(NamedTuple):
+    """A loop that has ended on some ranks, and still goes on for the others."""
+
+    site: Site
+    batches: int  # so far, on the ranks that are in it
+    inside: tuple[int, ...]
+    ended_after: int  # batches
+    outside: tuple[int, ...]
+
+
+def uneven_loop(snapshot: Snapshot, ranks: Collection[int]) -> UnevenLoop | None:
+    """Return the loop in which some of these ranks are and which has ended for the others, in the same pass over the data."""
+    by_site: dict[str, dict[int, Loader]] = {}
+    for q in ranks:
+        for loader in snapshot.ranks[q].loaders if q in snapshot.ranks else ():
+            if loader.site is not None:
+                by_site.setdefault(loader.site.key, {})[q] = loader
+    for loaders in by_site.values():
+        inside = tuple(sorted(q for q, x in loaders.items() if not x.exhausted and _is_in(snapshot, q, x.site)))
+        outside = tuple(sorted(q for q, x in loaders.items() if x.exhausted))
+        if not inside or not outside or len(inside) + len(outside) < len(ranks):
+            continue
+        fewest, most = min(loaders[q].batches for q in inside), max(loaders[q].batches for q in outside)
+        site = loaders[inside[0]].site
+        if site is not None and fewest > most and len({x.iterations_started for x in loaders.values()}) == 1:
+            return UnevenLoop(site, fewest, inside, most, outside)
+    return None
+
+
+def text(found: UnevenLoop) -> str:
+    """Return the end of a sentence."""
+    where = f"{found.site.file.rsplit('/', 1)[-1]}:{found.site.line}"
+    return (
+        f"; the loop at {where} is at batch {found.batches:,} on {rank_list(found.inside)}, and ended after {found.ended_after:,} "
+        f"on {rank_list(found.outside)}"
+    )
+
+
+def _is_in(snapshot: Snapshot, rank: int, site: Site | None) -> bool:
+    frames = snapshot.ranks[rank].user_stack
+    return site is not None and any((f.file, f.function) == (site.file, site.function) for f in frames)

@@ -1,0 +1,54 @@
+"""A loop over a DataLoader that has more batches on some ranks, and batches of another size, as the reason of a conflict."""
+
+from __future__ import annotations
+
+import pytest
+
+from distdiag.diagnosis.culprit.uneven_loop import uneven_loop
+from distdiag.diagnosis.model.snapshot import Loader, RankState, Snapshot
+from tests.diagnosis.waits import EVAL, TRAIN, call, only, rank, snapshot
+
+VALIDATION = Loader(site=EVAL, length=5, batches=5, exhausted=True, iterations_started=2)
+
+
+def validating(r: int, batches: int, exhausted: bool = False, passes: int = 2) -> RankState:
+    loader = Loader(site=EVAL, batches=batches, exhausted=exhausted, iterations_started=passes)
+    at = TRAIN if exhausted else EVAL
+    return rank(
+        r, call("all_reduce", 9, at, shape=(64,) if at is EVAL else (700,)), loaders=(loader,), user_stack=(at,)
+    )
+
+
+def test_a_validation_with_one_batch_more_on_one_rank_is_the_reason() -> None:
+    f = only(snapshot(validating(0, 6), validating(1, 5, True), validating(2, 5, True)))
+    assert (f.kind, f.culprits) == ("mismatch", (0,))
+    assert f.message.endswith(
+        f"; the loop at train.py:{EVAL.line} is at batch 6 on rank 0, and ended after 5 on ranks 1, 2"
+    )
+    assert "drop_last=True" in f.advice and "once after it" in f.advice
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [validating(0, 5), validating(1, 5, True)],
+        [validating(0, 6, passes=1), validating(1, 5, True)],
+        [validating(0, 6), validating(1, 5)],
+        [validating(0, 6), rank(1, call("all_reduce", 9, TRAIN))],
+    ],
+    ids=["not more batches", "another pass", "no end", "no loader"],
+)
+def test_other_loops_are_no_reason(ranks: list[RankState]) -> None:
+    s: Snapshot = snapshot(*ranks)
+    assert uneven_loop(s, s.ranks) is None
+
+
+def test_a_size_that_is_new_on_all_ranks_is_a_last_batch() -> None:
+    def gathering(r: int, rows: int) -> RankState:
+        earlier = tuple(call("all_gather", n, TRAIN, shape=(64, 2)) for n in range(1, 8))
+        return rank(r, call("all_gather", 8, TRAIN, shape=(rows, 2)), calls=earlier)
+
+    f = only(snapshot(gathering(0, 17), gathering(1, 16), gathering(2, 16)))
+    assert (f.cause, f.culprits) == ("shape", (0,))
+    assert "before, all ranks called it with 128 elements (7 times)" in f.message
+    assert f.advice.startswith("a batch is smaller than before")
