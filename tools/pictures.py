@@ -180,6 +180,8 @@ def _found(run: Path, kinds: tuple[str, ...]) -> bool:
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-") or not set(sys.argv[2:]) <= set(JOBS):
+        raise SystemExit(f"usage: python tools/pictures.py DIRECTORY [JOB…]; jobs: {', '.join(JOBS)}")
     directory = Path(sys.argv[1]).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     for name in sys.argv[2:] or JOBS:

@@ -53,8 +53,8 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
     if bad:
         blamed = {q for f in worst[:1] for q in f.culprits}  # a victim may end before the rank that failed
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
-        if all(ending_kind(r) == "outside" for r in bad):
-            return State.FAILED, f"{STOPPED_BY} {_signal(first)} (from the launcher or a person)"
+        if (stopped := _stopped_first(bad)) is not None:
+            return State.FAILED, f"{STOPPED_BY} {_signal(stopped)} (from the launcher or a person)"
         how = first.exception or (_signal(first) if first.signal else "an unknown end")
         return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
     if any(kinds.of(f).fatal for f in worst):
@@ -62,6 +62,20 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
     return State.ENDED, f"all ranks {how} after {steps:,} steps"
+
+
+def _stopped_first(bad: list[RankState]) -> RankState | None:
+    """Return the first rank that a signal from outside ended, if no rank failed by itself.
+
+    A launcher kills the ranks that do not end soon after its signal.
+    """
+    outside = [r for r in bad if ending_kind(r) == "outside"]
+    if not outside:
+        return None
+    first = min(outside, key=lambda r: r.ended_s or 0.0)
+    rest = (r for r in bad if r not in outside)
+    killed_later = all(r.signal == signals.SIGKILL and (r.ended_s or 0.0) >= (first.ended_s or 0.0) for r in rest)
+    return first if killed_later else None
 
 
 def _signal(r: RankState) -> str:
