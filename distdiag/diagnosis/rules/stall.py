@@ -67,7 +67,10 @@ _VALIDATION = {
 # what a rank waits for, by the text of its line, where the innermost frame alone shows a lock or a socket
 _BY_LINE = {
     "socket": (
-        (re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\("), "process"),
+        (
+            re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\("),
+            "process",
+        ),
         (re.compile(r"\.run_until_complete\(|\.run_forever\(|\b(asyncio|trio|anyio)\.run\("), "event_loop"),
     ),
     "lock": (

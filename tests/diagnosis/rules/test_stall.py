@@ -35,6 +35,7 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
     [
         ("socket", "answer = connection.recv(64)", "it waits on a socket"),
         ("socket", 'subprocess.run(["aws", "s3", "cp", path])', "it waits for a process that it started at"),
+        ("socket", "code = proc.wait()", "it waits for a process that it started"),
         ("socket", "batch = loop.run_until_complete(queue.get())", "it waits in an event loop"),
         ("lock", "with self.lock:", "it waits for a lock"),
         ("lock", "batch = self.ready.get()", "it waits on a queue"),
