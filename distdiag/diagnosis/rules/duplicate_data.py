@@ -198,7 +198,12 @@ def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
         if all(p is None or p == c for p, c in zip(pattern, case, strict=True))
     )
     fits = [found.loaders[q].sampler_fits for q in found.ranks]
-    if not x.distributed_sampler:
+    if not x.distributed_sampler and x.dataset_length is None:
+        sampler = (
+            "let each rank read its own part: give the DataLoader a DistributedSampler(dataset), or, for an IterableDataset, split by "
+            "rank and worker in its `__iter__`"
+        )
+    elif not x.distributed_sampler:
         sampler = "give the DataLoader a DistributedSampler(dataset)"
     elif all(fits):
         sampler = (

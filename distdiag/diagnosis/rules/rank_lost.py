@@ -9,6 +9,7 @@ Healthy look-alikes: exit_zero, spawn_fine, no_dist.
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.units import rough_duration
 
 kind = kinds.RANK_LOST
+_WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def _lost(facts: Facts) -> Finding:
     else:
         message = f"{who} ended by {shortened(first.exception or f'exit code {first.exit_code}', 200)}{at(first.current_site)}"
         advice = f"fix {site_text(first.current_site) or 'the exception'}"
+        if _WORKER.search(first.exception or ""):  # raised wherever the main thread is
+            advice = "read what the DataLoader's worker printed before it ended (code or signal above), or run once with num_workers=0"
         if echoes:
             advice += "; the other ranks' errors follow from it"
         condition = rank_condition.enclosing(first.current_site, facts.source) if not first.exception else None

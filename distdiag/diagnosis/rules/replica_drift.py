@@ -238,7 +238,7 @@ _ADVICE = {
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
     "rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
-    "the same epoch length",
+    "the same epoch length; and load the same optimizer state on all ranks",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
     "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "

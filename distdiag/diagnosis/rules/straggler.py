@@ -60,6 +60,8 @@ class Limits:
     """Cores used by a loader's workers; below it they wait for something other than a CPU."""
     control_ms: float = 0.3
     """Least optimizer time in milliseconds that shows how fast a rank's core is: this work is the same on all ranks."""
+    jitter_ms: float = 10.0
+    """Milliseconds per step on a busy host that count as its jitter if the rank spends them at the line of a collective call."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that shared two cores with other
     work had 0.55; with extra work in optimizer.step it is nearly 1."""
@@ -152,6 +154,8 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if isinstance(found, Abstained):
         return found
     rank, phase, excess_ms = found
+    if phase == "other" and excess_ms < limits.jitter_ms and busy_host(s) and _calls_collective(s.ranks[rank]):
+        return _veto(f"rank {rank}: spends its time at a collective call, on a host whose cores are all in use")
     limit_ms = _loaders_limit(s, slow, rest) if phase == "data" else None
     if isinstance(limit_ms, Abstained):
         return limit_ms
@@ -237,6 +241,12 @@ def _queued_ms(s: Snapshot, rank: int, others: list[int], slow: Slow) -> float:
     if own is None or not theirs or not busy_host(s):
         return 0.0
     return max(0.0, own - statistics.median_low(theirs)) * slow.step_ms
+
+
+def _calls_collective(r: RankState) -> bool:
+    """True if the line at which a rank is most often between its phases is a collective call: all ranks make it."""
+    sites = r.phase_sites.get("other", ())
+    return bool(sites) and sites[0][0].key in r.sites
 
 
 def busy_host(s: Snapshot) -> bool:

@@ -181,6 +181,12 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
             "a batch is smaller than before, and not equally large on all ranks: use drop_last=True or a DistributedSampler (it "
             "pads), or exchange the sizes first and pad to the largest"
         )
+    if not verdict.culprits and apart and len(parted := _tie_parting(snapshot, wait, source)) == 1:
+        (decides,) = parted
+        return (
+            f"find on which rank `{decides.text.removesuffix(':')}` at line {decides.line} had the wrong result, or let all ranks decide "
+            "together (all_reduce what it tests)"
+        )
     return {
         "missing_rank": f"call {one} on all ranks or on none: look for a condition on the rank around it",
         "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}"

@@ -46,6 +46,13 @@ def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, An
     assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
 
 
+def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() -> None:
+    text = "RuntimeError: DataLoader worker (pid 4338) exited unexpectedly with exit code 3. Details are lost"
+    f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
+    assert (f.kind, f.culprits) == ("rank_lost", (0,)) and "exit code 3" in f.message
+    assert f.advice.startswith("read what the DataLoader's worker printed")
+
+
 def test_the_text_of_an_exception_is_cut_between_words() -> None:
     text = how_it_ended(rank(0, life=Life.CRASHED, exception="ValueError: " + "label " * 60, ended_s=9.0))
     assert text.endswith("label label …; 1 of 1 failed") and len(text) < 160

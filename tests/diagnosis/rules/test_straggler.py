@@ -44,6 +44,20 @@ def test_the_line_of_slow_code_is_not_from_before_the_first_step() -> None:
     assert (f.cause, f.where[0].line) == ("host", 14)
 
 
+def test_a_few_milliseconds_at_a_collective_call_of_a_busy_host_are_jitter() -> None:
+    """All ranks make that call: what one of them spends there is the host's scheduling."""
+    agree = Site("/job/train.py", 42, "agree")
+
+    def found(extra_ms: float, line: Site, cpu_pct: float) -> list[Finding]:
+        seen = {"phase_sites": {"other": ((line, 9),)}, "phase_stacks": {"other": (line,)}, "sites": {agree.key: 90}}
+        late = rank(1, steps=steps(extra_ms, "other", seed=1), **seen)
+        return stragglers(job(rank(0, steps=steps(wait_ms=extra_ms, seed=0)), late, host_cpu_pct=cpu_pct))
+
+    assert found(9.0, agree, 99.0) == []
+    assert only(found(9.0, LOOP, 99.0)).culprits == only(found(9.0, agree, 20.0)).culprits == (1,)
+    assert only(found(60.0, agree, 99.0)).culprits == (1,), "the arguments of the call may be expensive"
+
+
 def aligned_by_buffers(q: int, late_ms: float) -> tuple[Step, ...]:
     """Return steps of a DDP model with buffers: ranks wait for each other in the forward, and leave it together."""
     r = random.Random(q)
