@@ -110,6 +110,9 @@ class Run(Database):
             age = self.heartbeat_age_s(meta)
             unjudged = "the monitor is gone" + (f", last seen {age:,.0f} s ago" if age is not None else "")
             notes.append("the monitor is gone: nothing after its last row is known")
+        elif meta.get("ended_s") is not None and state_of(meta) in (State.WAITING, State.RUNNING):
+            unjudged = "the recording ended before the job"
+            notes.append("the monitor was ended from outside while ranks ran: nothing after its last row is known")
         elif world is None or seen < world:
             unjudged = f"{seen:,} of {'?' if world is None else f'{world:,.0f}'} ranks seen"
         if self.note:

@@ -218,6 +218,15 @@ def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
     assert "newer launch" not in capsys.readouterr().out
 
 
+def test_a_recording_that_ended_before_the_job_is_no_good_news(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run", started_unix_s=time.time() - 200, ended_s=100.0, state="running")
+    assert main(["diagnose", run]) == ExitCode.INCONCLUSIVE
+    out = capsys.readouterr().out
+    assert "only partly judged: the recording ended before the job" in out and "note: the monitor was ended" in out
+
+
 def test_cleared_findings_are_one_line_each_and_an_error_comes_without_the_list_of_checks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
