@@ -16,7 +16,7 @@ RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same 
 POINTS = 2048  # kept; of longer runs every k-th step
 _SQL = (
     "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
-    " SELECT wanted.n, max(t_end_s), max(step_ms), avg(wait_ms), avg(exposed_ms),"
+    " SELECT wanted.n, max(t_end_s), max(step_ms), avg(wait_ms), min({exposed}),"
     " sum(samples), avg(loss), count(*)"
     " FROM wanted CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks}) GROUP BY wanted.n"
 )
@@ -56,8 +56,9 @@ class History:
             self.points = [p for p in self.points if p.step % self.every == 0]
         first += -first % self.every
         marks = ",".join(f"?{i + 4}" for i in range(len(self.ranks)))
+        (exposed_ms,) = run.named("step", ["exposed_ms"])  # waiting for a late rank is in all but that rank's
         for step, t, ms, wait, exposed, samples, loss, n in run.query(
-            _SQL.format(marks=marks), (first, span[1], self.every, *self.ranks)
+            _SQL.format(marks=marks, exposed=exposed_ms), (first, span[1], self.every, *self.ranks)
         ):
             if t is None:
                 continue
