@@ -13,6 +13,7 @@ from distdiag.tui.draw.lines import Line
 from distdiag.tui.draw.text import MISSING, decimal, milliseconds, percent, quantile
 
 RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same step time
+BRIDGED_STEPS = 120  # without a value between two that DDP timed: it times one step in 8, 32 or 100
 POINTS = 2048  # kept; of longer runs every k-th step
 _SQL = (
     "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
@@ -114,7 +115,9 @@ def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with
     for title, unit, values, style, show, floor, about in more:
         if any(v is not None for v in values):
             filled = with_area and floor is not None
-            curve = Curve("", times, values, style, filled)
+            known = sorted(ms for ms in steps if ms) if title.startswith("exposed") else []
+            bridge_s = BRIDGED_STEPS * known[len(known) // 2] / 1e3 if known else 0.0
+            curve = Curve("", times, values, style, filled, bridge_s=bridge_s)
             found.append(Chart(title, unit, (curve,), show, floor, marks=marks, with_newest=False, help=about))
     return found
 
