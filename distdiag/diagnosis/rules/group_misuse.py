@@ -79,10 +79,7 @@ def _order(s: Snapshot) -> Finding | Abstained:
     most = len(made[0].ranks)
     odd = tuple(sorted(q for g in made[1:] for q in g.ranks)) if len(made[1].ranks) < most else ()
     every = tuple(sorted({q for g in made for q in g.ranks}))
-    each = "; ".join(
-        f"{rank_list(g.ranks)}: a group of {'itself' if len(g.ranks) == 1 else 'themselves'}{at(g.site)}"
-        for g in made[:4]
-    )
+    each = "; ".join(f"{rank_list(g.ranks)}: a group of themselves{at(g.site)}" for g in made[:4])
     sites = {q: g.site for g in made for q in g.ranks}
     return Finding(
         kind=kind.name,
