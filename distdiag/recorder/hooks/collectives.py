@@ -364,6 +364,7 @@ class Collectives(CallEntries):
                 g.slot.destroyed = 1
             self.groups.clear()
             self.in_flight.clear()
+            self.results.clear()
             self.header.life = LifeWord.LEFT_GROUP
         elif (g := self.groups.pop(id(pg), None)) is not None:
             g.slot.destroyed = 1

@@ -1,0 +1,190 @@
+"""Findings that say why a culprit made another call: a skipped backward, a condition on data; and the smallest edit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.culprit import rank_condition
+from distdiag.diagnosis.model.findings import Finding, Where
+from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
+from distdiag.diagnosis.rules import deadlock, mismatch
+from distdiag.diagnosis.text.finding import finding_lines
+from tests.diagnosis.made import findings
+from tests.diagnosis.test_paths import FIT, FLUSH, STEP
+from tests.diagnosis.test_rank_condition import FILE, places
+from tests.diagnosis.waits import call, key, only, rank, snapshot
+
+FORWARD, BACKWARD = Site(FILE, 2, "train_step"), Site(FILE, 5, "train_step")
+CALLER = Site(FILE, 11, "main")
+
+
+def trained(r: int, at: Site, forwards: int, backwards: int, op: str, phase: str, **more: Any) -> RankState:
+    model = Model(group="default_pg", forwards=forwards, synced_backwards=backwards)
+    sites = {key(FORWARD): forwards, key(BACKWARD): backwards}
+    return rank(
+        r, call(op, 90, at), models=(model,), sites=sites, phase=phase, user_stack=(at, CALLER), step=backwards, **more
+    )
+
+
+def test_a_forward_without_backward_decides_a_tie_and_its_condition_is_named() -> None:
+    text, _ = places(STEP)
+    s = snapshot(
+        trained(0, FORWARD, 72, 70, "broadcast", "forward"), trained(1, BACKWARD, 71, 71, "all_reduce", "backward")
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
+    assert "in broadcast #90 at train.py:2 in train_step (DDP's buffers, before the forward) where" in f.message
+    assert "all_reduce #90 at train.py:5 in train_step (DDP's gradients, in backward)" in f.message
+    assert "rank 0 ran 1 forward without backward (72 forwards, 70 backwards)" in f.message
+    assert "`if loss.item() < 0.2` (train.py:3)" in f.message
+    assert "backward of every forward on rank 0" in f.advice
+
+
+def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
+    s = snapshot(
+        trained(0, FORWARD, 72, 70, "broadcast", "forward", caught="RuntimeError: out of memory"),
+        trained(1, BACKWARD, 71, 71, "all_reduce", "backward"),
+    )
+    assert "caught RuntimeError: out of memory" in only(s).message
+
+
+def test_a_forward_before_a_caught_exception_gets_no_backward() -> None:
+    """Both are at sites of every step; rank 0 is one step ahead, and the script caught an exception from its forward."""
+    log = Site(FILE, 7, "main")
+    more = {"caught": "RuntimeError: out of memory"}
+    s = snapshot(
+        trained(0, log, 71, 70, "all_reduce", "other", **more), trained(1, BACKWARD, 70, 70, "barrier", "backward")
+    )
+    log_known = {key(log): 7, key(FORWARD): 71}
+    s.ranks[0] = msgspec.structs.replace(s.ranks[0], sites=log_known)
+    assert "rank 0 ran 1 forward without backward" in only(s).message
+    s.ranks[0] = msgspec.structs.replace(s.ranks[0], caught=None)
+    assert "without backward" not in only(s).message
+
+
+def test_forwards_under_accumulation_are_not_skipped_backwards() -> None:
+    """Three of four forwards have no synchronised backward, on both ranks."""
+    s = snapshot(
+        trained(0, FORWARD, 42, 10, "broadcast", "forward"), trained(1, BACKWARD, 40, 10, "all_reduce", "backward")
+    )
+    assert "without backward" not in only(s).message
+
+
+def test_an_abort_by_gloo_names_the_condition_of_the_extra_call() -> None:
+    text, at = places(FLUSH)
+    flush, loop, main = (Site(FILE, at[m], f) for m, f in (("A", "flush"), ("C", "main"), ("D", "main")))
+    s = snapshot(
+        rank(0, current_site=loop, user_stack=(loop,), life=Life.CRASHED, exception="RuntimeError: Connection closed by peer",
+             ended_s=40.1, sites={key(loop): 9}),
+        rank(1, current_site=flush, user_stack=(flush, main), life=Life.KILLED, signal=6, ended_waiting=True, ended_s=40.0,
+             sites={key(loop): 9, key(flush): 1}),
+    )  # fmt: skip
+    (f,) = findings(s, mismatch, source={FILE: text}.get)
+    assert (f.cause, f.culprits) == ("shape", (1,))
+    assert "they diverge at `if self.items`" in f.message
+
+
+@pytest.mark.parametrize("decorator", ["rank_zero_only", "accelerator.on_main_process"])
+def test_a_decorator_that_lets_one_rank_run_a_function_is_a_condition_on_the_rank(decorator: str) -> None:
+    text, at = places(f"""
+        @{decorator}
+        def log_epoch(losses):
+            all_reduce(losses)  # A
+
+        def fit():
+            loss.backward()  # B
+            log_epoch(losses)  # C
+    """)
+    mine = (Site(FILE, at["A"], "log_epoch"), Site(FILE, at["C"], "fit"))
+    theirs = (Site(FILE, at["B"], "fit"),)
+    found = rank_condition.around(mine, theirs, {FILE: text}.get)
+    assert found is not None and found.text == f"@{decorator}"
+    assert rank_condition.around(theirs, mine, {FILE: text}.get) is None
+
+
+def test_the_exception_handler_that_skips_a_message_is_named() -> None:
+    text, at = places("""
+        def actor():
+            for _ in range(9):
+                broadcast(policy)  # A
+                try:
+                    data = play()
+                except ConnectionError as e:
+                    continue
+                send(data, 0)  # B
+    """)
+    sync, send, recv = Site(FILE, at["A"], "actor"), Site(FILE, at["B"], "actor"), Site(FILE, 90, "learner")
+    sent = call("send", None, send, peer=0, nth=6)
+    waits = call("recv", None, recv, peer=1, nth=7)
+    bcast = call("broadcast", 3, sync)
+    s = snapshot(
+        rank(0, waits, enqueued={"default_pg": 2}, p2p_issued={"recv:1:0:default_pg": 7, "recv:2:0:default_pg": 6}),
+        rank(1, bcast, calls=(sent, bcast), user_stack=(sync,), p2p_issued={"send:0:0:default_pg": 6}),
+        rank(2, bcast, user_stack=(sync,), p2p_issued={"send:0:0:default_pg": 7}),
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (1,)), f.message
+    assert f"they diverge at `except ConnectionError as e` (train.py:{at['B'] - 2})" in f.message
+    assert "or skip them on all ranks together" in f.advice
+
+
+# -- messages and cycles ------------------------------------------------------------------------------------------------
+
+
+def test_a_tie_names_the_condition_at_which_the_paths_diverge() -> None:
+    """Each rank generates until its own sequence ends, with a model whose forward gathers its parameters."""
+    text, at = places("""
+        def generate(model, ids):
+            for _ in range(30):
+                ids = model(ids)  # A
+                if (ids == EOS).all():
+                    break
+
+        def main():
+            for epoch in range(9):
+                loss.backward()  # B
+                generate(model, ids)  # C
+    """)
+    inside, caller, loop = (Site(FILE, at[m], f) for m, f in (("A", "generate"), ("C", "main"), ("B", "main")))
+    known = {key(inside): 40, key(loop): 40}
+    s = snapshot(
+        rank(0, call("all_gather", 9, inside), user_stack=(inside, caller), sites=known),
+        rank(1, call("reduce_scatter", 9, loop), user_stack=(loop,), sites=known),
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.culprits, f.victims) == ((), (0, 1))
+    assert "they diverge at `if (ids == EOS).all()` (train.py:4)" in f.message
+
+
+def test_a_cycle_names_the_smallest_edit() -> None:
+    a, b = Site(FILE, 1, "f"), Site(FILE, 2, "f")
+    s = snapshot(
+        rank(0, call(group="x", seq=1, site=a)), rank(1, call(group="y", seq=1, site=b)),
+        groups={"x": (0, 1), "y": (0, 1)},
+    )  # fmt: skip
+    f = only(s)
+    assert (f.cause, f.culprits) == ("group_cycle", ())
+    assert (
+        "it is enough that rank 0 calls all_reduce at train.py:2 in f before all_reduce at train.py:1 in f" in f.advice
+    )
+
+
+def test_a_rank_that_ended_is_shown_at_its_last_site() -> None:
+    f = Finding(kind="deadlock", message="m", where=(Where(1, "/job/train.py", 8, "train", "finished"),))
+    assert any("last seen at /job/train.py:8 in train (rank 1)" in line for line in finding_lines(f))
+
+
+def test_the_condition_by_which_a_rank_left_is_named_after_the_others_failed() -> None:
+    text, at = places(FIT)
+    inside, caller = Site(FILE, at["A"], "fit"), Site(FILE, at["B"], "main")
+    s = snapshot(
+        rank(0, life=Life.CRASHED, exception="RuntimeError: Connection closed by peer", ended_s=40.1,
+             current_site=inside, user_stack=(inside, caller)),
+        rank(1, life=Life.FINISHED, ended_s=40.0, step=58),
+    )  # fmt: skip
+    (f,) = findings(s, deadlock, source={FILE: text}.get)
+    assert (f.cause, f.culprits) == ("rank_finished", (1,))
+    assert "they diverge at `if self.should_stop` (train.py:8)" in f.message
