@@ -292,7 +292,7 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
 
     if kind not in known_kinds():
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
-    for line in why_lines(kind, report.checks, report.findings, report.ended_ago_s is not None):
+    for line in why_lines(kind, report.checks, report.findings):
         print(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
     for f in report.findings:
         if f.kind == kind:

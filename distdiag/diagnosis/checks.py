@@ -24,8 +24,9 @@ class Checks:
 
     def _set(self, kind: str, x: Abstained) -> None:
         before = self._known.get((kind, x.cause))
-        checked = x.checked or (before is not None and before.checked)
-        self._known[kind, x.cause] = Check(kind=kind, cause=x.cause, checked=checked, reason=x.reason)
+        if before is not None and before.checked and not x.checked:
+            return  # what was judged last says more than that the job has ended, or stalls
+        self._known[kind, x.cause] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
 
     @property
     def all(self) -> tuple[Check, ...]:

@@ -253,7 +253,7 @@ def test_cleared_findings_are_one_line_each_and_an_error_comes_without_the_list_
     main(["diagnose", run, "--why", "straggler"])
     assert capsys.readouterr().out.splitlines()[:2] == [
         "straggler: found 1 time, 1 cleared",
-        "  straggler: not evaluated now: the job has ended",
+        "  straggler: not checked: fewer than two ranks are running",
     ]
 
 

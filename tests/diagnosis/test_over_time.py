@@ -92,6 +92,8 @@ def test_checks_and_reasons_of_abstention_are_kept() -> None:
     d.update(job(rank(0, steps=steps(n=60)), rank(1, steps=steps(n=60)), t_s=3.0))
     checked = next(c for c in d.checks.all if c.kind == "straggler")
     assert (checked.checked and "costs" in checked.reason) or "no rank is the slowest" in checked.reason
+    d.update(job(rank(0, life=Life.KILLED, signal=15), rank(1, life=Life.KILLED, signal=15), t_s=5.0))
+    assert next(c for c in d.checks.all if c.kind == "straggler") == checked, "the job's end says nothing of its speed"
 
 
 def test_a_rule_that_raises_is_counted_and_loses_only_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:

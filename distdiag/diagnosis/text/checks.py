@@ -30,12 +30,8 @@ def checked_lines(checks: Sequence[Check], width: int | None = None) -> list[str
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
 
 
-def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding], ended: bool = False) -> list[str]:
-    """Return what is known about one kind: how often it was found, and the newest reason of each check.
-
-    Args:
-        ended: The job has ended: if the kind was found, the newest reason only concerns that end.
-    """
+def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -> list[str]:
+    """Return what is known about one kind: how often it was found, and the newest reason of each check."""
     mine = [c for c in checks if c.kind == kind]
     found = [f for f in findings if f.kind == kind]
     if found:
@@ -49,9 +45,7 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding], e
     else:
         lines = [f"{kind}: {'not found' if any(c.checked for c in mine) else 'not checked'}"]
     for c in mine:
-        if found and ended and c.cause is None and c.reason:
-            lines.append(f"  {_name(c)}: not evaluated now: the job has ended")
-        elif c.reason:
+        if c.reason:
             lines.append(f"  {_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}")
     return lines
 
