@@ -299,23 +299,42 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
             print("\n".join(["", *finding_lines(f, ascii=ascii)]))
 
 
-def _are_traces(targets: tuple[str, ...]) -> bool:
+def _traces(targets: tuple[str, ...]) -> list[Path]:
     from distdiag.traces.files import find
 
-    return bool(targets) and not any(_is_run(t) for t in targets) and bool(find(targets))
+    return [] if any(_is_run(t) for t in targets) else find(targets)
 
 
-def _diagnose_traces(targets: tuple[str, ...], as_json: bool) -> int:
+def _failure_beside(targets: tuple[str, ...], traces: list[Path]) -> Report | None:
+    """Return the verdict on the dumps and logs that were given together with traces, if the job failed."""
+    import msgspec
+
+    from distdiag.diagnosis.dumps.files import find
+
+    others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in traces)
+    try:
+        report = _of_files(others) if others else None
+    except DistdiagError:  # neither dumps nor logs
+        return None
+    if report is None or not (report.state in BAD_STATES or report.findings):
+        return None
+    note = (
+        f"{len(traces):,} trace{'s' * (len(traces) > 1)} not analysed: the failure comes first; give the traces alone"
+    )
+    return msgspec.structs.replace(report, run=", ".join(targets), notes=(*report.notes, note))
+
+
+def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool) -> int:
     """Analyse the Kineto traces of several ranks together and print the result."""
     import msgspec
 
     from distdiag.diagnosis.text.finding import printable
     from distdiag.traces import text
-    from distdiag.traces.files import diagnose, find
+    from distdiag.traces.files import diagnose
     from distdiag.traces.read import BadTrace
 
     try:
-        found = diagnose(targets[0], find(targets))
+        found = diagnose(targets[0], traces)
     except BadTrace as e:
         raise DistdiagError(
             printable(str(e)),
@@ -355,13 +374,15 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
     judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
 
     Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication, overlap, waits for
-    other ranks, and which rank comes last; --json prints distdiag.profile/1.
+    other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or logs beside them show a failure,
+    that comes first, and the traces are not analysed.
     """
     import msgspec
 
-    if why is None and _are_traces(targets):
-        return _diagnose_traces(targets, as_json)
-    report = _report(targets)
+    traces = _traces(targets) if why is None else []
+    report = _failure_beside(targets, traces) if traces else _report(targets)
+    if report is None:
+        return _diagnose_traces(targets, traces, as_json)
     if why is not None:
         _print_why(report, why, ascii)
         return int(ExitCode.OK)

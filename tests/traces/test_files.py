@@ -101,6 +101,24 @@ def test_the_command_prints_tables_or_one_valid_object(
     assert printed["schema"] == "distdiag.profile/1"
 
 
+def test_a_failure_in_a_log_beside_traces_comes_before_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_rank(tmp_path, 0)
+    (tmp_path / "checkpoint.pt").write_bytes(b"PK")
+    (tmp_path / "train.log").write_text("epoch 1\nepoch 2\n")
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "compute" in capfd.readouterr().out
+    (tmp_path / "train.log").write_text(
+        "[rank2]: Traceback (most recent call last):\n"
+        '[rank2]:   File "/w/train.py", line 7, in <module>\n'
+        "[rank2]:     main()\n"
+        "[rank2]: ValueError: bad label\n"
+    )
+    assert main(["diagnose", str(tmp_path)]) == 1
+    shown = capfd.readouterr().out
+    assert "look at rank 2 first" in shown and "ValueError: bad label" in shown
+    assert "note: 1 trace not analysed" in shown
+
+
 @pytest.mark.parametrize(
     "text", ['{"traceEvents": []}', '{"traceEvents": {}}', '{"traceEvents": [' + '{"ph":"X"},' * 9]
 )

@@ -23,6 +23,7 @@ MAX_BYTES = 2 << 30  # limit of one unpacked dump; a ring of 20,000 entries with
 UNPACKED_BYTES, UNPACK_FACTOR = 64 << 20, 200  # limits of gzip's expansion; real dumps compress 5 to 100 times
 _OTHER = {".log", ".txt", ".md", ".py", ".html", ".db", ".csv", ".yaml", ".yml", ".toml", ".sh", ".out", ".err"}
 _OTHER |= {".db-wal", ".db-shm", ".where", ".png", ".svg", ".sqlite", ".ini", ".cfg"}
+_OTHER |= {".pt", ".pth", ".ckpt", ".safetensors", ".npz", ".npy", ".parquet", ".tar", ".zip"}  # large, and never dumps
 
 _OF_A_RUN = {"run.db", "run.db.where", ".node_0"}  # each marks a directory that distdiag recorded a run in
 
