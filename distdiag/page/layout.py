@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 10
+VERSION = 11
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 BACKEND_FRAME = "backend:"
@@ -208,6 +208,7 @@ class ModelSlot(Structure):
         ("never_trained", c_uint32),  # JSON list of [name, elements] without gradient at every check so far
         ("buckets", c_uint32),  # JSON object: bytes, buckets, bucket_bytes, …; 0: not known yet
         ("evaluating", c_uint32),  # the module that it wraps is in eval mode
+        ("frozen_later", c_uint32),  # 1 if all of `unused` were frozen after DDP was built
     ]
 
 

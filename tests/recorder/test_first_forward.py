@@ -39,6 +39,9 @@ if "aside" in sys.argv:
 if "compiled" in sys.argv:
     net.body = torch.compile(net.body, backend="eager")
 ddp = DDP(net)
+if "frozen" in sys.argv:
+    net.aside.requires_grad_(False)
+    net.spare.requires_grad_(False)
 optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], 0.1)
 try:
     for _ in range(3):
@@ -57,6 +60,7 @@ dist.destroy_process_group()
     [
         ("never", "forward never called aside, spare"),
         ("aside", "their output does not reach the loss"),
+        ("frozen", "they were frozen (requires_grad False) after DDP was built"),
         ("compiled", ""),  # its guards would notice our hooks
     ],
 )

@@ -149,6 +149,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last check that found any
     never_trained: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at every check so far
     unused_step: int = 0
+    frozen_later: bool = False  # all of `unused` were frozen after DDP was built
     # modules of `unused` that the first forward did not enter; None: not seen
     never_called: tuple[str, ...] | None = None
     unused_site: Site | None = None  # the forward that DDP refused because of them

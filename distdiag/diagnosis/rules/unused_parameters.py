@@ -119,6 +119,11 @@ class _Case:
         return any(m.find_unused is False and not m.static_graph and m.synced_backwards > 0 for m in models)
 
     @cached_property
+    def frozen_later(self) -> bool:
+        """True if every one of them was frozen after DDP was built."""
+        return all(m.frozen_later for m in self.having.values())
+
+    @cached_property
     def stuck(self) -> bool:
         """True if a rank waits in backward."""
         return any(r.blocked is not None and r.phase == "backward" for r in self.snapshot.ranks.values())
@@ -127,7 +132,8 @@ class _Case:
 # The first row that holds gives the severity.
 _SEVERITY: tuple[tuple[str, Callable[[_Case], bool], Severity], ...] = (
     ("never trained, and the flag was not set by a library",
-     lambda c: c.expected and not c.refused and c.checks >= limits.never_checks and not c.first.flag_of_library,
+     lambda c: c.expected and not c.refused and c.checks >= limits.never_checks
+     and not c.first.flag_of_library and not c.frozen_later,
      Severity.WARNING),
     ("DDP expects unused parameters", lambda c: c.expected, Severity.INFO),
     ("DDP has refused a forward", lambda c: bool(c.refused), Severity.ERROR),
@@ -216,17 +222,25 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
         names=names,
         step=max(m.unused_step for m in having.values()),
         message=f"{count(len(names), 'parameter')} ({count(sum(unused.values()), 'element')}) {text}: "
-        f"{_shown(names, len(names))}{at(site)}{_why(case.first)}{_branch(case, culprits)}",
+        f"{_shown(names, len(names))}{at(site)}{_why(case)}{_branch(case, culprits)}",
         cost=crash if severity == Severity.ERROR else "they are never trained",
-        advice="freeze or remove them if they stay unused on purpose"
-        if case.expected
-        else "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass "
-        "find_unused_parameters=True",
+        advice=_advice(case),
     )
 
 
-def _why(m: Model) -> str:
-    """Return whether the modules of the unused parameters were entered at all, if that was seen."""
+def _advice(case: _Case) -> str:
+    if case.frozen_later:
+        return "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients"
+    if case.expected:
+        return "freeze or remove them if they stay unused on purpose"
+    return "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass find_unused_parameters=True"
+
+
+def _why(case: _Case) -> str:
+    """Return that they are frozen, or whether their modules were entered at all, if that was seen."""
+    if case.frozen_later:
+        return "; they were frozen (requires_grad False) after DDP was built"
+    m = case.first
     if m.never_called is None or m.unused_step > 1:
         return ""
     if not m.never_called:

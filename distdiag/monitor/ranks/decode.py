@@ -202,6 +202,7 @@ class PageDecoder:
                     unused_hits=m.unused_hits,
                     unused=tuple((str(n), int(k)) for n, k in unused),
                     unused_step=m.unused_step,
+                    frozen_later=bool(m.frozen_later),
                     never_trained=tuple((str(n), int(k)) for n, k in self.parsed(m.never_trained) or []),
                     never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
                     unused_site=self.site(m.unused_site),

@@ -113,6 +113,7 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, caller: F
     accounting.ledger.models[id(ddp)] = m
     ignored = getattr(ddp, "parameters_to_ignore", None) or ()
     with unseen():
+        m.trained()  # now: DDP numbers the parameters that require a gradient while it is built
         m.frozen = [(n, p) for n, p in ddp.module.named_parameters() if not p.requires_grad and n not in ignored]
         if accounting.recorder.device is None:
             accounting.recorder.device = cuda_index(ddp.module.parameters())

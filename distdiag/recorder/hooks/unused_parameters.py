@@ -11,7 +11,11 @@ from distdiag.recorder.hooks.tensor_samples import Samples
 from distdiag.recorder.state import guarded
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from distdiag.recorder.hooks.ddp_models import Model
+
+    Named = list[tuple[str, Tensor]]  # parameters with their names
 
 NAMES_KEPT = 200
 UNUSED_TEXTS = 16
@@ -42,10 +46,10 @@ class UnusedParameters:
                     # names it: that is the proof. Until then it is unknown whether all have gradients.
                     slot.unused_checks = checks - 1
                     return
-                missing = [(n, p.numel()) for n, p in named if p.grad is None]
-                if len(missing) < len(named):
-                    self._write_unused(m, missing, step)
-                    self._write_never(m, missing)
+                without = [(n, p) for n, p in named if p.grad is None]
+                if len(without) < len(named):
+                    self._write_unused(m, without, step)
+                    self._write_never(m, without)
                 return
         if m.never is None or m.never:
             self._write_never(m, [])
@@ -63,10 +67,11 @@ class UnusedParameters:
             m.frozen = []
             self.samples.write(SampleKind.UNFROZEN, step, float(len(names)), name=names[0], site=m.slot.site)
 
-    def _write_unused(self, m: Model, missing: list[tuple[str, int]], step: int) -> None:
+    def _write_unused(self, m: Model, without: Named, step: int) -> None:
         m.slot.unused_hits += 1
         m.slot.unused_step = step
-        names = json.dumps(missing[:NAMES_KEPT])
+        m.slot.frozen_later = not any(p.requires_grad for _, p in without)
+        names = _names_and_sizes(without)
         if names not in m.unused_texts:
             if len(m.unused_texts) >= UNUSED_TEXTS:
                 return  # layers dropped at random: new sets of names in every step would fill the heap
@@ -74,28 +79,30 @@ class UnusedParameters:
         m.slot.unused = self.samples.page.text(names)
         ddp = m.ref()
         if step <= 1 and m.first_forward is not None and ddp is not None:  # the model may take another branch later
-            never = m.first_forward.never_called(ddp.module, [name for name, _ in missing])
+            never = m.first_forward.never_called(ddp.module, [name for name, _ in without])
             m.slot.never_called = self.samples.page.text(json.dumps(never[:NAMES_KEPT]))
 
-    def _write_never(self, m: Model, missing: list[tuple[str, int]]) -> None:
-        now = {n for n, _ in missing}
+    def _write_never(self, m: Model, without: Named) -> None:
+        now = {n for n, _ in without}
         never = now if m.never is None else m.never & now
         if never != m.never:
             m.never = never
-            m.slot.never_trained = self.samples.page.text(
-                json.dumps([x for x in missing if x[0] in never][:NAMES_KEPT])
-            )
+            m.slot.never_trained = self.samples.page.text(_names_and_sizes([x for x in without if x[0] in never]))
 
     @guarded
     def forward_failed(self, m: Model, error: BaseException, site: int) -> None:
         """Record the parameters that DDP's error lists. The message has their indices, the module their names."""
         found = _INDICES.search(str(error))
         named = m.trained()
-        missing: list[tuple[str, int]] = []
+        without: Named = []
         if found:
             indices = [int(i) for i in found.group(1).split()]
-            missing = [(named[i][0], named[i][1].numel()) for i in indices if i < len(named)]
+            without = [named[i] for i in indices if i < len(named)]
         m.slot.unused_site = site
         m.unused_texts.clear()  # already reported
-        if missing:
-            self._write_unused(m, missing, self.header.step)
+        if without:
+            self._write_unused(m, without, self.header.step)
+
+
+def _names_and_sizes(named: Named) -> str:
+    return json.dumps([(n, p.numel()) for n, p in named[:NAMES_KEPT]])
