@@ -11,7 +11,6 @@ def main(argv: list[str]) -> int:
     if "--foreground" not in argv and os.fork():
         return 0
     import argparse
-    import contextlib
     import faulthandler
     import signal
     import traceback
@@ -28,11 +27,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
-    if not options.for_reader:  # if no core is free, the ranks come first
-        with contextlib.suppress(OSError):
-            os.nice(10)
-        with contextlib.suppress(OSError):  # where the kernel shares the CPU among sessions
-            Path("/proc/self/autogroup").write_text("10")
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)
@@ -42,13 +36,17 @@ def main(argv: list[str]) -> int:
     except OSError:
         faulthandler.disable()
     from distdiag.monitor.loop import Monitor
+    from distdiag.monitor.priority import Priority
     from distdiag.store import rundir
 
     try:
         if not options.node:  # the runs of other nodes are inside the run of node 0
             base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
             rundir.mark_latest(base)
-        Monitor(options.run_dir, options.pages, options.node, options.quiet, options.keep, options.overflow).run()
+        priority = Priority(always_ordinary=options.for_reader)
+        Monitor(
+            options.run_dir, options.pages, options.node, options.quiet, options.keep, options.overflow, priority
+        ).run()
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone
         try:

@@ -22,6 +22,7 @@ from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.host import processes
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages
+from distdiag.monitor.priority import Priority
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.recording import Recording
 from distdiag.monitor.rows import loader_rows, rank_rows
@@ -52,9 +53,17 @@ class Monitor:
     """All state of the monitor; `run()` returns when the job is over."""
 
     def __init__(
-        self, run_dir: Path, pages: Path, node: int, quiet: bool, keep_bytes: int, overflow: Path | None = None
+        self,
+        run_dir: Path,
+        pages: Path,
+        node: int,
+        quiet: bool,
+        keep_bytes: int,
+        overflow: Path | None = None,
+        priority: Priority | None = None,
     ) -> None:
         self.run_dir, self.node = run_dir, node
+        self.priority = priority or Priority()
         self.pages = Pages(pages, overflow)
         self.views = self.pages.views
         earlier = _earlier_findings(run_dir)
@@ -92,7 +101,7 @@ class Monitor:
         directories.sweep(self.pages.directories[0])
         while True:
             began = time.monotonic()
-            if self._survive(lambda: not self._all_moving() and self.tick()):
+            if self.priority.run(self._poll, low=self._well()):
                 break
             next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
             tick_s = TICK_S if next_s is None else min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
@@ -101,6 +110,13 @@ class Monitor:
                 self.endings.wake.wait(left)
             self.endings.wake.clear()
         self.close()
+
+    def _poll(self) -> bool:
+        return self._survive(lambda: not self._all_moving() and self.tick())
+
+    def _well(self) -> bool:
+        """True if, by the last poll, all ranks run and nothing is suspected: the CPU is theirs then."""
+        return self.diagnosis.state == State.RUNNING and not self.diagnosis.suspects() and not self.gatherer.active
 
     def _survive(self, tick: Callable[[], bool]) -> bool:
         """Run one poll; return True when the job is over. If it raises, drop the ranks with unreadable pages.

@@ -41,6 +41,11 @@ class HostWaits:
         self._ranks: dict[int, _Rank] = {}
         self.next_s: float | None = None  # run time of the next useful poll
 
+    @property
+    def asks(self) -> bool:
+        """True if a rank is sampled."""
+        return bool(self._ranks)
+
     def of(self, rank: int) -> tuple[str, str] | None:
         """Return (what the host waits for, the native function that shows it or that it is in); None if not known."""
         r = self._ranks.get(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,15 @@ STACK_KEPT_S = 30.0
 LOADING_S = 3.0  # after this long in data loading, while other ranks wait, the rank's workers are asked
 WORKERS_KEPT_S = 10.0
 MOST_WORKERS = 4  # each takes the monitor some 50 ms
+THREADS = 4
+
+
+def _started(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    """Start all threads of a pool now: a thread inherits the priority of the one that starts it, which may be low later."""
+    together = threading.Barrier(THREADS)
+    for future in [pool.submit(together.wait) for _ in range(THREADS)]:
+        future.result()
+    return pool
 
 
 class Gatherer:
@@ -39,7 +49,8 @@ class Gatherer:
         self.run_dir = run_dir
         self.records: dict[int, tuple[tuple[Any, ...], ask.FlightRecord]] = {}
         self.stuck_stacks: dict[int, tuple[float, tuple[Site, ...]]] = {}
-        self.pool = ThreadPoolExecutor(8, thread_name_prefix="evidence")
+        self.pool = _started(ThreadPoolExecutor(THREADS, thread_name_prefix="evidence"))
+        self.active = False  # a rank waits long enough that evidence is wanted
         self._asked: dict[int, float] = {}
         self.host_waits = HostWaits()
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
@@ -68,6 +79,7 @@ class Gatherer:
             )
             and now_s - (v.still_since_s or now_s) >= SUSPECT_S
         ]
+        self.active = bool(waiting) or self.host_waits.asks
         if not waiting:
             self._asked.clear()
             return

@@ -1,0 +1,56 @@
+"""The monitor's priority: low while the job runs well, so that the ranks come first; ordinary while something may be wrong.
+
+A process cannot raise its priority again without a privilege, but every thread of Linux has its own: what has low priority runs
+in a thread of its own. Where the kernel shares the CPU among sessions (autogroup), the share of the monitor's session counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+LOW = 10
+ORDINARY = 0
+_SHARE = Path("/proc/self/autogroup")
+
+
+class Priority:
+    """Runs polls at low or at ordinary priority.
+
+    Args:
+        always_ordinary: A reader waits for the verdict.
+    """
+
+    def __init__(self, always_ordinary: bool = False) -> None:
+        self._always_ordinary = always_ordinary
+        self._thread: ThreadPoolExecutor | None = None
+        self._session = ORDINARY
+
+    def run(self, poll: Callable[[], bool], low: bool) -> bool:
+        """Run one poll and return its result."""
+        if self._always_ordinary:
+            return poll()
+        self._set_session(LOW if low else ORDINARY)
+        if not low:
+            return poll()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="low", initializer=_lower)
+        return self._thread.submit(poll).result()
+
+    def _set_session(self, nice: int) -> None:
+        if nice != self._session:
+            with contextlib.suppress(
+                OSError
+            ):  # not this kernel, or too soon after the last change: the next poll tries again
+                _SHARE.write_text(str(nice))
+                self._session = nice
+
+
+def _lower() -> None:
+    """Lower the priority of this thread."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW)
