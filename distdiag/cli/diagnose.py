@@ -169,7 +169,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 def verdict(report: Report) -> str:
     """Return one line: the state of the job, the number of findings, and the ranks to look at."""
-    from distdiag.diagnosis.model.findings import STOPPED_BY, Severity, rank_list
+    from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Severity, rank_list
 
     open_ones = [f for f in report.findings if f.cleared_s is None]
     world = "?" if report.world_size is None else f"{report.world_size:,}"
@@ -186,8 +186,8 @@ def verdict(report: Report) -> str:
         why = f"; {report.state_text}" if report.state_text else ""
         return f"{report.state}: the cause was not found, {seen}{why}"
     cleared = sum(f.cleared_s is not None for f in report.findings)
-    if not counts and report.unjudged and not report.ranks_seen:
-        return f"no verdict: {report.unjudged}"  # a text that says nothing of any rank
+    if not counts and report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
+        return f"no verdict: {report.unjudged}"
     if not counts and report.unjudged:
         return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
     infos = sum(f.severity == Severity.INFO for f in open_ones)

@@ -29,6 +29,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", "lower the batch or sequence length of that rank's largest batch, or use checkpointing; "
                         "other processes on that GPU: `nvidia-smi`"),
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
+    "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
     "ecc": Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"),
     "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
@@ -51,7 +52,14 @@ SIGNALS: Mapping[str, str] = MappingProxyType({
     "SIGILL": "the binary is built for a different CPU from this node's",
     "SIGFPE": "a division by zero in native code: run with faulthandler",
 })  # fmt: skip
+IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
+# about an exception of no, one or more ranks, if its text says nothing
+GENERAL = (
+    "read its traceback",
+    "read its traceback; if no other rank raised it, compare that rank's data with theirs",
+    SAME_EVERYWHERE,
+)
 SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3); @record of torch.distributed.elastic on main puts the traceback into torchrun's table"
 CONNECTION = "see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 IB_STATUS: Mapping[str, str] = MappingProxyType({
@@ -76,9 +84,4 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
 def advice_for(text: str, ranks: int) -> str:
     """Return what to do about an exception that this many ranks raised: by its text, else in general."""
     found = next((advice for regex, advice in _BY_TEXT if regex.search(text)), None)
-    general = (
-        "read its traceback",
-        "read its traceback: that rank's data and code path differ from the others'",
-        SAME_EVERYWHERE,
-    )
-    return found or general[min(ranks, 2)]
+    return found or GENERAL[min(ranks, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,9 @@ _EXCEPTION = re.compile(
 )
 # the end of a traceback whose frames were printed: any class
 _ANY = re.compile(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
+_OUTERMOST = ("<module>", "_run_module_as_main")
+_COLLECTIVE = "/torch/distributed/distributed_c10d.py"
+_ERRORS = re.compile(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
 _INSIDE = re.compile(r"/torch/(?:distributed|csrc|nn/parallel)/")
 _LOST = re.compile(
     r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE
@@ -63,6 +67,9 @@ class Event:
     rank: int | None = None
     site: Site | None = None
     lines_after: int = 0  # how many lines the file has after it
+    uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
+    in_collective: bool = False  # raised by a backend, inside a collective call
+    of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
 
 
 @dataclass(slots=True)
@@ -72,6 +79,8 @@ class _Trace:
     frames: list[dict[str, object]] = field(default_factory=list)
     rank: int | None = None
     margin: int = 0  # characters in front of each of its lines
+    frame_at: int | None = None  # where the line before has its frame; the next line is source code
+    uncaught: bool = False
 
 
 @dataclass
@@ -88,6 +97,7 @@ class Collected:
     events: list[Event] = field(default_factory=list)
     exits: list[tables.Exit] = field(default_factory=list)
     recorded: Recorded = field(default_factory=Recorded)
+    unknown: deque[tuple[Path, int, str]] = field(default_factory=lambda: deque(maxlen=3))  # last lines like errors
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
     restarts: int = 0
@@ -115,6 +125,9 @@ class Collector:
         self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
         self._last_error: tuple[object, ...] | None = None
         self._by_path: dict[Path, set[int]] = {}  # ranks named in the lines of a file
+        self._of_nodes: set[Path] = set()  # files that name ranks on their node
+        self._exceptions: dict[tuple[object, ...], Event] = {}  # the last one of each process
+        self._before: dict[tuple[object, ...], Event] = {}  # the one that was being handled when the next was raised
 
     def read(self) -> Collected:
         out = self.result
@@ -131,6 +144,8 @@ class Collector:
                 e.lines_after = last - e.line
             out.files.append(path)
             self._traces.clear()
+            self._exceptions.clear()
+            self._before.clear()
             self._spawned = None
             out.exits += self._table.take()
         self._name_ranks()
@@ -150,6 +165,8 @@ class Collector:
             who.rank = rank
         if who.rank is not None and len(self._by_path) < MAX_WRITERS:
             self._by_path.setdefault(path, set()).add(who.rank)
+        if who.local is not None or " local_rank: " in text:
+            self._of_nodes.add(path)
         source = _source(path, who)
         if self._table.line(text, str(path), number):
             if "Traceback (most recent call last)" in text:
@@ -172,6 +189,8 @@ class Collector:
             if self._last_error == source and self._order <= self._watch_until:
                 what = re.sub(r"^(?:\[[^\]]*\]:? ?)+", "", text)[:200]
                 self._add("nccl_warning", Role.HINT, {"what": what}, who, path, number, text)
+            elif not who.mild and _ERRORS.search(text):
+                self.result.unknown.append((path, number, text.strip()[:200]))
 
     def _repeated(self, text: str) -> bool:
         """True for a message that was already printed very often with other numbers."""
@@ -188,6 +207,9 @@ class Collector:
                 self._traces[source] = _Trace(rank=self._spawned, margin=text.index("Traceback ("))
                 self._spawned = None
             return True
+        if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
+            self._before[source] = earlier
+            return True
         if "Stack trace of the failed" in text and len(self._stacks) < MAX_WRITERS:
             self._stacks[source] = []
             return True
@@ -197,9 +219,15 @@ class Collector:
         if 'File "' in text and (m := _FRAME.search(text)) is not None:
             trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
             self._watch_until = self._order + WATCHED_LINES
+            trace.uncaught = trace.uncaught or (not trace.frames and m["name"] in _OUTERMOST)
+            trace.frame_at = text.index('File "')
             self._keep_frame(trace.frames, m)
             return True
         trace = self._traces.get(source)
+        if trace is not None and trace.frame_at is not None:
+            at, trace.frame_at = trace.frame_at, None
+            if text[at - 2 : at + 2] == "    ":
+                return True
         known = trace is not None and bool(trace.frames)
         m = _EXCEPTION.search(text) if "Err" in text or "Exc" in text else None
         if m is None and known and trace is not None:
@@ -211,8 +239,15 @@ class Collector:
             if trace.rank is not None and who.rank is None:
                 who.rank = trace.rank
             del self._traces[source]
-        in_torch = known and trace is not None and _INSIDE.search(str(trace.frames[-1]["filename"])) is not None
-        self._exception(m, known, in_torch, site, who, path, number, text)
+        innermost = str(trace.frames[-1]["filename"]) if known and trace is not None else ""
+        event = self._exception(m, known, _INSIDE.search(innermost) is not None, site, who, path, number, text)
+        if event is not None:
+            event.uncaught = trace is not None and trace.uncaught
+            event.in_collective = innermost.endswith(_COLLECTIVE)
+            earlier = self._before.pop(source, None)
+            if earlier is not None and earlier.name == "exception" and event.role is earlier.role is Role.CAUSE:
+                self.result.events.remove(earlier)  # one failure: the last exception is what the process ended with
+            self._exceptions[source] = event
         return True
 
     def _exception(
@@ -225,7 +260,7 @@ class Collector:
         path: Path,
         number: int,
         text: str,
-    ) -> None:
+    ) -> Event | None:
         """Add an exception by the table's row for its message; by its type if it has no row and ended a traceback."""
         for row in TABLE:
             if (
@@ -234,13 +269,13 @@ class Collector:
                 and (f := row.regex.search(text)) is not None
             ):
                 fields = {k: v for k, v in f.groupdict().items() if v is not None}
-                self._add(row.name, row.role, fields, who, path, number, text, site)
-                return
+                return self._add(row.name, row.role, fields, who, path, number, text, site)
         short = m["type"].rpartition(".")[2]
         if known and short not in _FOLLOWERS and not m["type"].endswith("Warning"):
             fields = {"type": short, "what": (m["what"] or "")[:300]}
             lost = short in ("DistBackendError", "DistNetworkError") or (in_torch and _LOST.search(text) is not None)
-            self._add("exception", Role.VICTIM if lost else Role.CAUSE, fields, who, path, number, text, site)
+            return self._add("exception", Role.VICTIM if lost else Role.CAUSE, fields, who, path, number, text, site)
+        return None
 
     def _keep_frame(self, frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:
         frame: dict[str, object] = {"filename": m["filename"], "line": int(m["line"]), "name": m["name"] or ""}
@@ -251,32 +286,34 @@ class Collector:
     def _add(
         self, name: str, role: Role, fields: dict[str, str], who: Writer, path: Path, number: int, text: str,
         site: Site | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Event | None:  # fmt: skip
         out = self.result
         if name in ("nccl_rank", "lightning"):
             self._fact(fields, who)
-            return
+            return None
         if name == "torchrun":
             out.torchrun = True
-            return
+            return None
         if name == "restart":
             out.restarts += 1
-            return
+            return None
         if who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START):
-            return
+            return None
         if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
-            return
+            return None
         about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
         if not all(map(is_rank, about)):
-            return
+            return None
         if name != "unique_id":  # there the numbers are those of the group
             out.ranks |= about
         key = (name, path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.events) >= MAX_EVENTS:
             out.dropped += 1
-            return
-        out.events.append(Event(name, role, fields, who, path, number, self._order, text[:500], who.rank, site))
+            return None
+        event = Event(name, role, fields, who, path, number, self._order, text[:500], who.rank, site)
+        out.events.append(event)
+        return event
 
     def _fact(self, fields: dict[str, str], who: Writer) -> None:
         out = self.result
@@ -290,9 +327,15 @@ class Collector:
     def _name_ranks(self) -> None:
         """Fill in the ranks of events: by the process that wrote the line, the file's name, srun's task, the only node."""
         out = self.result
-        of_file = {p: r for p, r in files.ranks_of(self.paths).items() if self._by_path.get(p, set()) <= {r}}
+        of_file = {
+            p: r
+            for p, r in files.ranks_of(self.paths).items()
+            if self._by_path.get(p, set()) <= {r} and p not in self._of_nodes
+        }
         world = out.world_size or 0
         of_process = {p: r for p, r in self._rank_of.items() if self._size_of[p] == world}
+        local = {e.who.local for e in out.events if e.who.local is not None}
+        one_node = 0 < world <= 1 + max(local, default=0)
         tasks = {e.who.task for e in out.events if e.who.task is not None}
         for e in out.events:
             if e.rank is None:
@@ -300,7 +343,7 @@ class Collector:
             if e.rank is None and not out.torchrun and len(tasks) > 1:
                 e.rank = e.who.task
             if e.rank is None and e.who.local is not None and len(out.files) == 1:
-                e.rank = e.who.local
+                e.rank, e.of_node = e.who.local, not one_node
             if (call := self._stacks.get(_source(e.path, e.who))) and e.site is None and e.name == "timeout":
                 e.site = user_site(call)
         out.ranks |= {r for e in out.events if (r := e.rank) is not None and is_rank(r)}

@@ -65,9 +65,10 @@ def stuck(found: Collected) -> list[Finding]:
     if not events:
         return []
     ranks, text = who(events)
-    longest_s = max(int(e.fields["stuck_s"][:9]) for e in events)
+    known_s = [int(e.fields["stuck_s"][:9]) for e in events if "stuck_s" in e.fields]
+    duration = f" for {rough_time(max(known_s))}" if known_s else ""
     alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
-    message = f"the watchdog of {text} made no progress for {rough_time(longest_s)}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one"
+    message = f"the watchdog of {text} made no progress{duration}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one"
     todo = "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"
     return [_finding(events, message, todo, ranks if alone else (), "stall", "unknown")]
 
@@ -182,8 +183,11 @@ def lost(found: Collected) -> list[Finding]:
         first = next((w.fields["what"] for w in warnings), "")
         reason = f": {shortened(first, 160)}" if first else ""
         name = shortened(errors[0].fields.get("what", ""), 160)
-        message = f"NCCL failed on {text}{at(first_site(errors))}: {name}{reason}"
+        library = "HCCL" if name.startswith("Hccl") else "NCCL"
+        message = f"{library} failed on {text}{at(first_site(errors))}: {name}{reason}"
         todo = "run again with NCCL_DEBUG=WARN, which prints the reason"
+        if library == "HCCL":
+            todo = "read the lines after it (EI…, EJ…): they have the reason; often another rank failed first"
         if first:
             todo = "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow"
         return [_finding([*errors, *warnings[:4]], message, todo, kind="rank_lost", cause="crashed")]

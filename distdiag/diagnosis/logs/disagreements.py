@@ -43,6 +43,9 @@ def late(found: Collected) -> list[Finding]:
     reached = [e for e in found.events if e.name == "barrier_reached"]
     if barrier or reached:
         return [_barrier(barrier, reached)]
+    stalled = [e for e in found.events if e.name == "horovod_late"]
+    if stalled:
+        return [_horovod(stalled)]
     ids = [e for e in found.events if e.name == "unique_id"]
     return [_unique_id(found, ids)] if ids else []
 
@@ -211,6 +214,28 @@ def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
         cost=NO_PROGRESS_MADE,
         advice=advice,
         evidence=evidence(barrier or reached),
+    )
+
+
+def _horovod(events: list[Event]) -> Finding:
+    """Return the finding on ranks that Horovod's stall check names as missing."""
+    names = [set(map(int, re.findall(r"\d{1,6}", e.fields.get(key, "")))) for e in events for key in ("ranks", "ready")]
+    missing = set.intersection(*names[::2])  # those that every stalled tensor waits for
+    culprits = tuple(sorted(filter(is_rank, missing or set.union(*names[::2]))))
+    victims = tuple(sorted(r for r in set.union(*names[1::2]) - set(culprits) if is_rank(r)))
+    return Finding(
+        kind="timeout",
+        cause="late_rank",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        where=tuple(where_at(r, None) for r in culprits),
+        waiting=tuple(where_at(r, None) for r in victims),
+        message=f"{rank_list(culprits)} did not submit what Horovod's other ranks wait for",
+        cost=NO_PROGRESS_MADE,
+        advice=f"see what {rank_list(culprits)} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call",
+        evidence=evidence(events),
     )
 
 

@@ -53,7 +53,8 @@ def of_events(found: Collected) -> list[Reason]:
         if e.role is not Role.CAUSE or meaning is None or _followed(e, before) or id(e) in caught:
             continue
         text = meaning.text.format_map(_Fields(e))
-        key = (e.name, _NUMBER.sub("#", text) if e.name not in ("xid",) else text)
+        place = f"{e.site.file}:{e.site.line}" if e.site is not None and e.name == "exception" else ""
+        key = (e.name, _NUMBER.sub("#", text) + place if e.name not in ("xid",) else text)
         r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, e.order))
         r.events.append(e)
         ranks = (
@@ -64,7 +65,7 @@ def of_events(found: Collected) -> list[Reason]:
         if e.name == "nccl_mismatch":
             ranks = {int(e.fields["near"][:6])}
         r.ranks |= {q for q in ranks if is_rank(q)}  # type: ignore[misc]
-        if not ranks and (name := _unnamed(e)) and name not in r.unnamed:
+        if not ranks and (name := _unnamed(e, len(found.files) > 1)) and name not in r.unnamed:
             r.unnamed.append(name)
         if e.site is not None:
             r.site = r.site or e.site
@@ -79,7 +80,7 @@ def handled(found: Collected) -> list[Event]:
     """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
     if found.exits or any(e.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for e in found.events):
         return []
-    return [e for e in found.events if e.name == "exception" and e.lines_after >= HANDLED_LINES]
+    return [e for e in found.events if e.name == "exception" and e.lines_after >= HANDLED_LINES and not e.uncaught]
 
 
 class _Fields(dict[str, str]):
@@ -124,7 +125,13 @@ def _followed(e: Event, before: dict[tuple[object, ...], int]) -> bool:
     return any(before.get(w, e.order) < e.order for w in _writers(e))
 
 
-def _unnamed(e: Event) -> str:
+def _unnamed(e: Event, several_files: bool) -> str:
+    """Return how the log names a writer whose rank is unknown, with the file if there are several; empty if it does not."""
+    name = _own_name(e)
+    return f"{name or 'a process'} of {e.path.name}" if several_files else name
+
+
+def _own_name(e: Event) -> str:
     if e.who.device is not None and e.who.host:
         return f"GPU {e.who.device} of {e.who.host}"
     if e.who.local is not None:
@@ -161,8 +168,11 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
     everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
     shown = ", ".join(r.unnamed[:3]) + (f" and {len(r.unnamed) - 3:,} more" if len(r.unnamed) > 3 else "")
     times = len(r.events)
-    nobody = "a rank that the log does not name" if times < 2 else "ranks that the log does not name"
+    nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
     who = rank_list(ranks) if ranks else shown or nobody
+    of_node = bool(r.events) and all(e.of_node for e in r.events)
+    if of_node:
+        who = who.replace("rank", "local rank", 1)
     site = r.site
     text = r.text
     if len(ranks) > 1 and r.meaning.kind != "mismatch":
@@ -177,10 +187,16 @@ def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
     elif others:
         message += f"; {rank_list(others)} then timed out waiting or lost their connections"
     todo = advice.SAME_EVERYWHERE if everyone and not r.advice else r.advice
+    in_collective = bool(r.events) and all(e.in_collective for e in r.events)
+    if in_collective and todo in advice.GENERAL:
+        todo = advice.IN_COLLECTIVE
+    if of_node:
+        todo += "; the log does not name the node: the rank is the same only on the first one"
+    sure = ranks and r.meaning.kind != "mismatch" and not of_node and not in_collective
     return Finding(
         kind=r.meaning.kind,
         cause=r.meaning.cause,
-        certainty=Certainty.SUSPECTED if r.meaning.kind == "mismatch" or not ranks else Certainty.PROVED,
+        certainty=Certainty.PROVED if sure else Certainty.SUSPECTED,
         severity=Severity.ERROR,
         culprits=ranks,
         victims=others,

@@ -34,8 +34,10 @@ MAX_FILES = 1 << 16
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
+_JOB_OUTPUT = re.compile(r"\.[eo]\d{2,}")  # PBS, SGE: stderr and stdout of a job
 # of a .txt that is a log, not a README
 _TEXT_NAME = re.compile(r"log|out|err|rank|slurm|nccl|train|job|node|worker|pod")
+_OF_A_NODE = re.compile(r"(?:node|host|pod|worker|machine|server)[-_.]?\d", re.IGNORECASE)  # a number, not of a rank
 _WORKER = re.compile(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchrun: the number is the local rank
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _JSON = re.compile(rb"\s*[{\[]\s*[\"{\[}\]]")
@@ -63,6 +65,8 @@ def _named_like_a_log(path: Path) -> bool:
     suffixes = Path(name).suffixes
     numbered = bool(suffixes) and suffixes[-1][1:].isdigit()  # train.log.3
     last = suffixes[-2 if numbered and len(suffixes) > 1 else -1] if suffixes else ""
+    if (numbered and len(suffixes) == 1) or _JOB_OUTPUT.fullmatch(last):  # workerlog.3, job.e12345
+        return True
     return last in _SUFFIXES and (last != ".txt" or _TEXT_NAME.search(name) is not None)
 
 
@@ -215,10 +219,19 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
         out = workers
     name_ranks(files)
     named = {f.path: f.rank for f in files if f.rank is not None and is_rank(f.rank)}
-    numbered = set(named.values())
+    alike: dict[str, set[int]] = {}
     for path, rank in named.items():
+        alike.setdefault(_shape(path), set()).add(rank)
+    for path, rank in named.items():
+        numbered = alike[_shape(path)]
+        consecutive = len(numbered) > 1 and numbered <= set(range(len(numbered) + 1))
         if re.search(r"rank[-_.=]?\d", str(path), re.IGNORECASE) or (
-            len(files) > 1 and path not in out and numbered <= set(range(len(files) + 1))
+            path not in out and consecutive and not _OF_A_NODE.search(path.name)
         ):
             out[path] = rank
     return out
+
+
+def _shape(path: Path) -> str:
+    """Return a file's name and folder without their numbers: the logs of ranks differ in nothing else."""
+    return re.sub(r"\d+", "#", f"{path.parent.name}/{path.name}")

@@ -57,6 +57,7 @@ TABLE: tuple[Pattern, ...] = (
          r"last enqueued (?:NCCL )?work: (?P<enq>-?\d+)(?:.{0,60}?)last completed (?:NCCL )?work: (?P<done>-?\d+)"),
     _row("dump_signal", W, "Received a dump signal", r"Received a dump signal due to a collective timeout from\s+(?:this local rank|rank (?P<first>\d+))"
          r".{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"),
+    _row("stuck_watchdog", W, "Heartbeat monitor timed out", r"Heartbeat monitor timed out"),
     _row("stuck_watchdog", W, "watchdog got stuck", r"watchdog got stuck for (?P<stuck_s>\d+) seconds"),
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
@@ -65,6 +66,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
          r".{0,200}?got error: (?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
+    _row("horovod_late", W, "[missing ranks:", r"\[missing ranks: (?P<ranks>\d+(?:, ?\d+)*)(?:, \.\.\.)?\](?:.{0,20}?\[ready ranks: (?P<ready>\d+(?:, ?\d+)*))?"),
     _row("barrier_reached", W, "successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier"),
     _row("clients", S, " joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"),
     _row("store_barrier", S, "in store based barrier", r"(?P<what>Timed out|Waiting).{0,99}store based barrier.{0,200}?\(world_size=(?P<expected>\d+), "
@@ -89,14 +91,19 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_mismatch", C, "Mismatched collective", r"NCCL WARN Mismatched collective detected.{0,80}rank (?P<near>\d+)"),
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
     # -- devices
+    _row("ecc", C, "cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
     _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
+    _row("xid", C, "caused by previous Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): \d+.{0,120}caused by previous Xid (?P<xid>\d+)"),
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("device_lost", C, "has fallen off the bus", r"GPU has fallen off the bus"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,200})"),
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
+    _row("cuda_oom", C, "CUDA error: out of memory", r"CUDA error: out of memory"),
+    _row("hip_error", C, " by GPU node-", r"(?P<what>(?:HW Exception|Memory access fault) by GPU node-\d+)"),
     _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable)[^\n]{1,120})"),
     _row("cuda_error", C, "Cuda failure", r"Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
     # -- memory and signals of the host
+    _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
     _row("shm_full", C, "creating shared memory segment", r"NCCL WARN Error while creating shared memory segment"),
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
@@ -110,7 +117,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
-    _row("exit", E, " terminated with ", r"ProcessExitedException: process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
+    _row("exit", E, " terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
     _row("ray_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
@@ -128,8 +135,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
+    _row("nccl_error", V, ", error code is ", r"(?P<what>Hccl\w+, error code is \d+)"),
     _row("nccl_error", V, "communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
-    _row("nccl_error", V, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?!unhandled cuda|invalid|$)[^,]{1,120})"),
+    _row("nccl_error", V, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?!unhandled cuda|invalid|\{|$)[^,]{1,120})"),
     _row("own_error", H, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?:unhandled cuda|invalid)[^,]{1,120})"),
     _row("own_error", H, "Error: ", r"\b(?P<what>nccl(?:UnhandledCuda|InvalidUsage|InvalidArgument)\w*)\b"),
     _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal)Error)\b"),
@@ -149,7 +157,7 @@ TABLE: tuple[Pattern, ...] = (
 _MORE = (
     "Traceback (most recent call last)", 'File "', 'File \\"', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
     "Stack trace of the failed", " from /", "Process name: [[", "Exit code:", "terminated with the following error",
-    "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:", "[distdiag] ",
+    "above exception", "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:", "[distdiag] ",
 )  # fmt: skip
 _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_MORE)))
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)

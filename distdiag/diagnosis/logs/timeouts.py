@@ -189,7 +189,7 @@ def _late(
         message = f"{start}; {rank_list(absent)} reported no timeout, and may be what they waited for"
         advice = f"read the log of {rank_list(absent)}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{at(site)}"
     elif whole or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
-        message = f"{start}. These are all ranks of the log, so none was missing"
+        message = f"{start}. No other rank is known from the log"
         advice = "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`"
     else:
         others = (
@@ -199,7 +199,7 @@ def _late(
         )
         message = f"{start}; {others}"
         advice = "give the logs of all ranks, or the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
-    nobody = not culprits and (whole or message.endswith("none was missing"))
+    nobody = not culprits and (whole or message.endswith("known from the log"))
     return Finding(
         kind="stall" if nobody else "timeout",
         cause="unknown" if nobody else "late_rank",
@@ -339,7 +339,7 @@ def _elsewhere(found: Collected, ranks: set[int], by_group: dict[Group, dict[int
         certainty=Certainty.SUSPECTED,
         severity=Severity.ERROR,
         victims=tuple(sorted(ranks)),
-        message=f"a collective timed out, and {seen}; in {shown} nothing is in flight, so it belongs to another group, which the log does not name",
+        message=f"a collective timed out, and {seen}; in {shown} these ranks have nothing in flight: either they are what the others wait for there, or it is another group",
         cost=NO_PROGRESS_MADE,
         advice="give the logs of all ranks from the first `Watchdog caught` on, or the flight recorder's dumps",
         evidence=evidence(e for waits in by_group.values() for w in waits.values() for e in w.events[:1]),

@@ -15,7 +15,7 @@ from distdiag.diagnosis.logs import connections, disagreements, exits, failures,
 from distdiag.diagnosis.logs.collect import Collected, Collector
 from distdiag.diagnosis.logs.files import find_logs
 from distdiag.diagnosis.logs.patterns import Role
-from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Report, Severity, State
+from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.terms.untrusted import all_encodable
 
@@ -41,8 +41,8 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
-        notes=tuple(_notes(found)),
-        unjudged=None if findings or text else f"no error that distdiag knows in {_count(found)}",
+        notes=tuple(_notes(found, bool(findings or text))),
+        unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {_count(found)}",
         state_text=text,
     )
     try:
@@ -132,7 +132,7 @@ def _count(found: Collected) -> str:
     return "1 log" if n == 1 else f"{n:,} logs"
 
 
-def _notes(found: Collected) -> list[str]:
+def _notes(found: Collected, judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
     if found.recorded.line is not None:
         run = found.recorded.run
@@ -147,6 +147,9 @@ def _notes(found: Collected) -> list[str]:
         notes.append(
             f"{who} printed {e.fields.get('type')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
         )
+    if found.unknown and not judged:
+        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
+        notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
     if found.restarts:
         notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
     if found.recorded.line is None and (found.events or found.exits):

@@ -33,6 +33,9 @@ class Certainty(StrEnum):
     SUSPECTED = "suspected"  # the evidence points to it; may be cleared
 
 
+NO_KNOWN_ERROR = "no error that distdiag knows"  # why logs give no verdict
+
+
 class State(StrEnum):
     """State of the whole job, as the readers show it."""
 
