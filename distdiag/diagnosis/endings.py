@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from distdiag.diagnosis.culprit.extra_backward import extra_backward
 from distdiag.diagnosis.culprit.rhythm import Rhythm, out_of_rhythm
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 
@@ -277,6 +278,8 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     if len(by_site) < 2:
         return _aborted_in_one_call(states, dead)
     odd = _minority(list(by_site.values()))
+    if not odd and (extra := extra_backward(snapshot, [state.rank for state in dead])) is not None:
+        odd = [extra.rank]
     if not odd:  # a tie: the rank at a site that the other never visited, if it has visited the other's
         strange = [
             q

@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.incidents import Incident
 from distdiag.diagnosis.waits.wait import Wait
+
+
+class MoreCalls(NamedTuple):
+    """Calls that one rank has made at a site beyond those of all others, which made equally many."""
+
+    rank: int
+    site: str  # key of the site: `file:line`
+    more: int
+
+
+ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
+
+
+def more_calls(snapshot: Snapshot, odd: Collection[int], rest: Collection[int]) -> MoreCalls | None:
+    """Return the site that one rank has used more often than the others, which used it equally often and are in the same step."""
+    states = [snapshot.ranks[q] for q in rest if q in snapshot.ranks]
+    if len(odd) != 1 or not states or len({st.step for st in states} | {snapshot.ranks[q].step for q in odd}) != 1:
+        return None
+    (q,) = odd
+    found = []
+    for site, count in snapshot.ranks[q].sites.items():
+        theirs = {st.sites.get(site, 0) for st in states}
+        if len(theirs) == 1 and 0 < min(theirs) < count:
+            found.append(MoreCalls(q, site, count - min(theirs)))
+    return found[0] if len(found) == 1 else None
+
+
+def text(found: MoreCalls) -> str:
+    """Return the end of a sentence."""
+    times = "once" if found.more == 1 else f"{found.more:,} times"
+    return f"; in as many steps, rank {found.rank} has called the collective at {found.site.rsplit('/', 1)[-1]} {times} more than the others"
 
 
 def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:

@@ -7,13 +7,15 @@ call, a loop that ends earlier. So it explains a culprit and never decides who i
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distdiag.diagnosis.culprit import rank_condition
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Site
 
+COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
 SHOWN = 2  # conditions, if several are possible
 _COUNTERS = {
     "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
@@ -39,8 +41,10 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
     common = 0
     while common < min(len(a), len(b)) and a[common] == b[common]:
         common += 1
-    if not b or (a and (a[0].file, a[0].function) != (b[0].file, b[0].function)):
+    if not b or (a and _function(a[0], source) != _function(b[0], source)):
         return []
+    if a and a[-1] == b[-1] and (set(a) <= set(b) or set(b) <= set(a)):
+        return []  # one place, and the callers of a rank that was killed are not all known
     for sort in (
         _holds_mine,
         _skips_theirs,
@@ -188,7 +192,7 @@ def _loops(inside: list[Site], outside: list[Site], common: int, source: Source)
     if not inside[common:]:
         return
     frame = inside[common]
-    other = _same_function(outside, common, frame)
+    other = _same_function(outside, common, frame, source)
     for block, at in _blocks_around(frame, source):
         node = block[at]
         if isinstance(node, _LOOPS) and other is not None and other > (node.end_lineno or other):
@@ -202,7 +206,7 @@ def _loops_of_callees(
     """Yield the outermost loop of a function that one rank is in, if the other has returned from that function."""
     if len(inside) <= common + 1:
         return
-    other = _same_function(outside, common, inside[common])
+    other = _same_function(outside, common, inside[common], source)
     if other is None or other <= inside[common].line:
         return
     for frame in inside[common + 1 :]:
@@ -223,7 +227,7 @@ def _holds_theirs(a: list[Site], b: list[Site], common: int, source: Source) -> 
 
 def _around(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
     for i, frame in enumerate(a[common:], common):
-        other = _same_function(b, i, frame) if i == common else None
+        other = _same_function(b, i, frame, source) if i == common else None
         for block, at in _blocks_around(frame, source):
             node = block[at]
             if isinstance(node, ast.If) and node.test.lineno < frame.line and _can_differ(node.test):
@@ -243,7 +247,7 @@ def _skips_mine(a: list[Site], b: list[Site], common: int, source: Source) -> It
 
 def _before(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
     for i, frame in enumerate(a[common:], common):
-        other = _same_function(b, i, frame) if i == common else None
+        other = _same_function(b, i, frame, source) if i == common else None
         for block, at in _blocks_around(frame, source):
             for node in block[:at]:
                 between = other is None or not other <= frame.line or node.lineno > other
@@ -270,7 +274,7 @@ def _skips_round(a: list[Site], b: list[Site], common: int, source: Source) -> I
 def _leaves_loop(a: list[Site], b: list[Site], common: int, source: Source) -> Iterator[Condition | None]:
     """Yield a `break`, `return` or exit in a loop that the other rank is in and this one is not."""
     for i, frame in enumerate(b[common:] if a else b, common if a else 0):
-        other = _same_function(a, i, frame) if i == common else None
+        other = _same_function(a, i, frame, source) if i == common else None
         for block, at in _blocks_around(frame, source):
             node = block[at]
             if isinstance(node, _LOOPS) and (other is None or not _within(node, other)):
@@ -288,10 +292,30 @@ def _left_by_theirs(a: list[Site], b: list[Site], common: int, source: Source) -
 # -- reading the source ------------------------------------------------------------------------------------------------
 
 
-def _same_function(frames: list[Site], i: int, frame: Site) -> int | None:
-    if i < len(frames) and (frames[i].file, frames[i].function) == (frame.file, frame.function):
+def _same_function(frames: list[Site], i: int, frame: Site, source: Source) -> int | None:
+    if i < len(frames) and _function(frames[i], source) == _function(frame, source):
         return frames[i].line
     return None
+
+
+def _function(site: Site, source: Source) -> tuple[str, str, int]:
+    """Return (file, name, first line) of the function around a site: two classes may each have a `run`; line 0 if not known."""
+    text = source(site.file)
+    tree = rank_condition.parsed(text) if text else None
+    blocks = rank_condition.path(tree, site.line) if tree is not None else ()
+    first = [block[at].lineno for block, at in blocks if isinstance(block[at], (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return site.file, site.function, first[-1] if first else 0
+
+
+def nearest(mine: Sequence[Site], others: Mapping[int, Sequence[Site]], source: Source) -> int:
+    """Return the rank whose stack has the most functions in common with `mine`, from the outermost on; the first of equals."""
+    wanted = [_function(x, source) for x in reversed(mine)]
+
+    def shared(stack: Sequence[Site]) -> int:
+        theirs = [_function(x, source) for x in reversed(stack)]
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(wanted, theirs, strict=False)))
+
+    return max(others, key=lambda q: shared(others[q]))
 
 
 def _blocks_around(site: Site, source: Source) -> list[_Step]:

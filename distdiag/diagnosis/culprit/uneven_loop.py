@@ -18,9 +18,10 @@ class UnevenLoop(NamedTuple):
     """A loop that has ended on some ranks, and still goes on for the others."""
 
     site: Site
-    batches: int  # so far, on the ranks that are in it
+    unit: str  # "batch" of this pass, or "step" of all passes
+    at: int  # so far, on the ranks that are in it
     inside: tuple[int, ...]
-    ended_after: int  # batches
+    ended_after: int
     outside: tuple[int, ...]
 
 
@@ -36,10 +37,17 @@ def uneven_loop(snapshot: Snapshot, ranks: Collection[int]) -> UnevenLoop | None
         outside = tuple(sorted(q for q, x in loaders.items() if x.exhausted))
         if not inside or not outside or len(inside) + len(outside) < len(ranks):
             continue
+        site, passes = loaders[inside[0]].site, {x.iterations_started for x in loaders.values()}
+        if site is None or len(passes) != 1:
+            continue
         fewest, most = min(loaders[q].batches for q in inside), max(loaders[q].batches for q in outside)
-        site = loaders[inside[0]].site
-        if site is not None and fewest > most and len({x.iterations_started for x in loaders.values()}) == 1:
-            return UnevenLoop(site, fewest, inside, most, outside)
+        if fewest > most:
+            return UnevenLoop(site, "batch", fewest, inside, most, outside)
+        # without a collective between two passes, ranks may have been in different ones: their steps in all count
+        fewest = 1 + min(snapshot.ranks[q].step for q in inside)
+        most = max(snapshot.ranks[q].step for q in outside)
+        if fewest > most and min(passes) > 1 and all(x.in_training for x in loaders.values()):
+            return UnevenLoop(site, "step", fewest, inside, most, outside)
     return None
 
 
@@ -47,7 +55,7 @@ def text(found: UnevenLoop) -> str:
     """Return the end of a sentence."""
     where = f"{found.site.file.rsplit('/', 1)[-1]}:{found.site.line}"
     return (
-        f"; the loop at {where} is at batch {found.batches:,} on {rank_list(found.inside)}, and ended after {found.ended_after:,} "
+        f"; the loop at {where} is at {found.unit} {found.at:,} on {rank_list(found.inside)}, and ended after {found.ended_after:,} "
         f"on {rank_list(found.outside)}"
     )
 

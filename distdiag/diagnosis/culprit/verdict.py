@@ -23,7 +23,7 @@ from distdiag.diagnosis.waits.wait import Wait
 
 SETTLED_S = 5.0  # seconds without a new call, after which the majority is taken without ranks that have not arrived
 _OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.SKIPPED, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
+    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.SKIPPED, Reason.EXTRA, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
 )  # fmt: skip
 
 

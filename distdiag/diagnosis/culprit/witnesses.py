@@ -17,6 +17,7 @@ from distdiag.diagnosis.culprit import (
     arguments,
     call_order,
     call_site,
+    extra_backward,
     message_counts,
     paths,
     pending_exception,
@@ -39,6 +40,7 @@ class Reason(StrEnum):
     EXCEPTION = "exception"  # it is handling an exception that the others do not have
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     SKIPPED = "skipped"  # it ran a forward without its backward
+    EXTRA = "extra"  # it made more backward passes than steps
     SITE = "site"  # it is at a site that the others never used
     GROUP_SITE = "group_site"  # it is the first to use this group at its site
     HISTORY = "history"  # it has used a site that the others never used
@@ -159,6 +161,11 @@ def _skipped(case: Case) -> Collection[int]:
     return () if found is None else next((s for s in case.sides if s == [found.rank]), ())
 
 
+def _extra(case: Case) -> Collection[int]:
+    found = extra_backward.extra_backward(case.snapshot, [r for side in case.sides for r in side])
+    return () if found is None else next((s for s in case.sides if s == [found.rank]), ())
+
+
 def _first_in_group(case: Case) -> Collection[int]:
     return next((s for s in case.sides if call_site.odd_in_group(case.states, case.wait, case.here, s)), ())
 
@@ -239,6 +246,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.EXCEPTION, _tie, lambda case: pending_exception.side_with_exception(case.states, case.sides)),
         Witness(Reason.ARGUMENT, _tie, lambda case: arguments.side_that_changed(case.states, case.wait)),
         Witness(Reason.SKIPPED, _tie, _skipped),
+        Witness(Reason.EXTRA, _tie, _extra),
         Witness(Reason.SITE, _tie, _one_side(call_site.odd_by_site)),
         Witness(Reason.HISTORY, _tie, _one_side(call_site.odd_by_history)),
         Witness(Reason.GROUP_SITE, _tie, _first_in_group),
@@ -311,4 +319,4 @@ def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, .
     site = call.site if call is not None else None
     if site is None or state.user_stack[:1] == (site,):
         return paths.call_stack(state.user_stack, state.host_stack, source)
-    return site, *state.user_stack[1:]
+    return paths.with_callers((site, *state.user_stack[1:]), source)

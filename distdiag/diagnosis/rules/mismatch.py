@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import paths, rank_condition, skipped, uneven_loop
+from distdiag.diagnosis.culprit import extra_backward, message_counts, paths, rank_condition, skipped, uneven_loop
 from distdiag.diagnosis.endings import Cascade, End, call_of_thread, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
@@ -167,6 +167,9 @@ def _why(facts: Facts) -> tuple[str, str]:
     found = skipped.skipped(s, sorted({*odd, *rest}))
     if found is not None and odd == (found.rank,):
         return skipped.text(s, found, facts.source), skipped.advice(found)
+    extra = extra_backward.extra_backward(s, sorted({*odd, *rest}))
+    if extra is not None and odd == (extra.rank,):
+        return extra_backward.text(extra), extra_backward.advice(extra)
     if (loop := uneven_loop.uneven_loop(s, [q for side in facts.cascade.sites for q in side])) is not None:
         return uneven_loop.text(loop), uneven_loop.ADVICE
     if not odd or not rest:
@@ -178,6 +181,8 @@ def _why(facts: Facts) -> tuple[str, str]:
         call = f"make the call{at(mine[0])} on all ranks or on none"
         return f"; only {who} due to `{behind.text}`{at(Site(behind.file, behind.line))}", call
     parting = paths.parting(mine, theirs, facts.source)
+    if not parting and (more := message_counts.more_calls(s, odd, rest)) is not None:
+        return message_counts.text(more), message_counts.ADVICE
     return paths.parting_text(parting), paths.decision_advice(parting[0], odd) if len(parting) == 1 else compare
 
 

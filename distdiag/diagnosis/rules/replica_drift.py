@@ -68,12 +68,14 @@ class _Drift:
         steps: Steps at which they differ.
         values: The newest checksums, by rank.
         began_equal: True if they were equal at earlier steps.
+        mild: True for buffers that were equal and differ a little now: statistics of different batches do so from the first step on.
     """
 
     cause: str
     steps: list[int]
     values: dict[int, float]
     began_equal: bool
+    mild: bool = False  # a small difference, which may be by design
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -111,17 +113,20 @@ def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
         return Abstained(f"{len(common)} of {limits.samples} checksums of {kind_of} at the same steps")
     relative = limits.relative if kind_of == "parameters" else limits.buffers_relative
     steps = [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
+    mild = kind_of == "buffers" and not steps
+    if mild:
+        steps = [k for k in common if _differ([samples[q][k].value for q in ranks], limits.relative)]
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
         return Abstained(f"the checksums of {kind_of} agree", checked=True)
     cause = _cause(s, kind_of, steps)
-    if cause is None:
-        return Abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
+    if cause is None or (mild and not began_equal):
+        return Abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
     spreads = [max(v) - min(v) for k in steps for v in [[samples[q][k].value for q in ranks]]]
     averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
     if averaged and not began_equal and _constant(steps, spreads):
         cause = "different_init"
-    return _Drift(cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, began_equal)
+    return _Drift(cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, began_equal, mild)
 
 
 def _constant(steps: list[int], spreads: list[float]) -> bool:
@@ -222,6 +227,7 @@ _WHAT = {
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "buffers": "their buffers differ, and broadcast_buffers is off",
+    "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
     "rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
@@ -258,7 +264,7 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
         cause, words = "gradients_not_synced", "accumulated" if models and all(map(_accumulates, models)) else "update"
     if cause in ("never_averaged", "partly_averaged"):
         cause = "gradients_not_synced"
-    what = _WHAT[words] + (f" ({_rates_text(rates)})" if rates else "")
+    what = _WHAT["mild" if drift.mild else words] + (f" ({_rates_text(rates)})" if rates else "")
     what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
     in_ddp = " in DDP" if words == "different_init" and models else ""
     odd = _fewer(rates or drift.values)
@@ -269,14 +275,16 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
         kind=kind.name,
         cause=cause,
         certainty=Certainty.PROVED if certain else Certainty.SUSPECTED,
-        severity=Severity.ERROR,
+        severity=Severity.INFO if drift.mild else Severity.ERROR,
         culprits=odd,
         victims=tuple(sorted(set(drift.values) - set(odd))),
         where=tuple(where(s.ranks[q], None, _site(s.ranks[q], by_hand)) for q in sorted(drift.values)),
         step=drift.steps[0],
         message=f"replicas drift apart since step {drift.steps[0]}: {what} "
         f"(checksums differ by {spread:.3g} at step {drift.steps[-1]})",
-        cost="each rank trains a different model; only one of them is saved",
+        cost="none, if these buffers may differ"
+        if drift.mild
+        else "each rank trains a different model; only one of them is saved",
         advice=_ADVICE[words + in_ddp],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from distdiag.diagnosis.culprit import arguments, pending_exception, rhythm, skipped, uneven_loop
+from distdiag.diagnosis.culprit import arguments, extra_backward, pending_exception, rhythm, skipped, uneven_loop
 from distdiag.diagnosis.culprit.paths import SHOWN, decision_advice, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
@@ -80,6 +80,8 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
         return before + (_behind_text(verdict, behind[1]) if behind is not None and behind[0] == culprits else "")
     if (found := _skipped(snapshot, verdict)) is not None:
         return skipped.text(snapshot, found, source)
+    if (extra := _extra(snapshot, verdict)) is not None:
+        return extra_backward.text(extra)
     odd = rhythm.rhythm_of(snapshot, verdict.wait) if verdict.reason is Reason.RHYTHM else None
     first = f"; {odd.text}" if odd is not None else ""
     if behind is None or behind[0] != culprits:
@@ -132,6 +134,12 @@ def _skipped(snapshot: Snapshot, verdict: Verdict) -> skipped.Skipped | None:
     return found if found is not None and verdict.culprits == (found.rank,) else None
 
 
+def _extra(snapshot: Snapshot, verdict: Verdict) -> extra_backward.Extra | None:
+    """Return the culprit's backward passes beyond its steps, if it has any."""
+    found = extra_backward.extra_backward(snapshot, sorted(verdict.wait.calls))
+    return found if found is not None and verdict.culprits == (found.rank,) else None
+
+
 def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
     """Return what to change; if neither side is known to be wrong, the smallest edit, and on which ranks."""
     wait, cause = verdict.wait, verdict.cause
@@ -145,6 +153,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
         return uneven_loop.ADVICE
     if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
         return skipped.advice(found)
+    if (extra := _extra(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
+        return extra_backward.advice(extra)
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None
     if odd is not None and cause == "missing_rank" and (decides := _deciding(snapshot, verdict, source)) is not None:
         return decision_advice(decides, verdict.culprits)

@@ -62,8 +62,14 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
         return []
     stack = paths.call_stack(state.user_stack, state.host_stack, source)
     if not main.p2p:
-        waiting = snapshot.ranks[main.ranks[0]]
-        return paths.parting(stack, paths.call_stack(waiting.user_stack, waiting.host_stack, source), source)
+        site = next((c.site for q in main.ranks if (c := main.calls.get(q)) is not None), None)
+        there = [q for q in verdict.victims if (c := snapshot.ranks[q].blocked) is not None and c.site == site]
+        waiting = {
+            q: paths.call_stack(snapshot.ranks[q].user_stack, snapshot.ranks[q].host_stack, source)
+            for q in [*main.ranks, *there][: paths.COMPARED]
+            if q in snapshot.ranks
+        }
+        return paths.parting(stack, waiting[paths.nearest(stack, waiting, source)], source) if waiting else []
     # the site of its newest message of this kind, if that is in a function on its stack
     wanted = messages.OPPOSITE[main.key[2]]
     earlier = (
