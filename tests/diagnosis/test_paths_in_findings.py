@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis.culprit import rank_condition
+from distdiag.diagnosis.culprit import paths, rank_condition
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
 from distdiag.diagnosis.rules import deadlock, mismatch
@@ -188,3 +188,77 @@ def test_the_condition_by_which_a_rank_left_is_named_after_the_others_failed() -
     (f,) = findings(s, deadlock, source={FILE: text}.get)
     assert (f.cause, f.culprits) == ("rank_finished", (1,))
     assert "they diverge at `if self.should_stop` (train.py:8)" in f.message
+
+
+def repeated(r: int, at: Site, backwards: int, steps: int, op: str, **more: Any) -> RankState:
+    model = Model(group="default_pg", forwards=backwards, synced_backwards=backwards)
+    sites = {key(BACKWARD): backwards, key(CALLER): 1}
+    return rank(r, call(op, 90, at), models=(model,), sites=sites, user_stack=(at, CALLER), step=steps, **more)
+
+
+def test_the_rank_with_a_backward_pass_more_than_steps_is_the_culprit() -> None:
+    log = Site(FILE, 12, "main")
+    s = snapshot(
+        repeated(0, log, 80, 80, "barrier"), repeated(1, BACKWARD, 81, 79, "all_reduce", caught="OutOfMemoryError: 3")
+    )
+    f = only(s)
+    assert f.culprits == (1,) and f.message.endswith(
+        "rank 1 has made 81 backward passes in 79 steps, the others one for each step; it caught OutOfMemoryError: 3"
+    )
+    assert "under `no_sync()`" in f.advice
+    under_way = snapshot(repeated(0, log, 80, 80, "barrier"), repeated(1, BACKWARD, 80, 79, "all_reduce"))
+    accumulates = snapshot(repeated(0, log, 160, 80, "barrier"), repeated(1, BACKWARD, 163, 79, "all_reduce"))
+    for other in (under_way, accumulates):
+        assert "backward passes in" not in only(other).message
+
+
+def aborted(r: int, at: Site, visits: int, steps: int = 200, **more: Any) -> RankState:
+    return rank(
+        r,
+        current_site=at,
+        user_stack=(at,),
+        step=steps,
+        sites={key(FORWARD): visits, key(at): steps, key(CALLER): 9},
+        **more,
+    )
+
+
+def test_an_abort_by_gloo_names_a_call_that_one_rank_made_more_often() -> None:
+    """A preview on rank 0 runs a module that communicates; its calls meet those of the others' next step."""
+    lost = {"life": Life.CRASHED, "exception": "RuntimeError: Connection closed by peer", "ended_s": 40.1}
+    killed = {"life": Life.KILLED, "signal": 6, "ended_waiting": True, "ended_s": 40.0}
+    odd = Site(FILE, 30, "backward")
+
+    def found(steps: int) -> Finding:
+        others = [aborted(q, BACKWARD, 600, steps, **lost) for q in (1, 2)]
+        (f,) = findings(snapshot(aborted(0, odd, 603, **killed), *others), mismatch)
+        return f
+
+    assert found(200).culprits == (0,)
+    assert found(200).message.endswith("rank 0 has called the collective at train.py:2 3 times more than the others")
+    assert "times more" not in found(199).message  # behind by a step: its calls are fewer for that reason
+    assert "preview" in found(200).advice
+
+
+def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> None:
+    """The learner and an actor wait in a broadcast for another actor; two classes have a method of the same name."""
+    text, at = places("""
+        class Learner:
+            def run(self):
+                for update in range(9):
+                    if update % self.every == 0:
+                        share()  # L
+
+        class Actor:
+            def run(self):
+                while True:
+                    send(header)  # S
+                    if not rows:
+                        continue
+                    if sent % every == 0:
+                        share()  # A
+    """)
+    send, actor, learner = (Site(FILE, at[m], "run") for m in "SAL")
+    assert paths.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
+    assert [c.text for c in paths.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows:"]
+    assert paths.parting((send,), (learner,), {FILE: text}.get) == []

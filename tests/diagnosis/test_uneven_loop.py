@@ -28,6 +28,24 @@ def test_a_validation_with_one_batch_more_on_one_rank_is_the_reason() -> None:
     assert "drop_last=True" in f.advice and "once after it" in f.advice
 
 
+def test_without_a_collective_between_passes_the_steps_of_all_passes_count() -> None:
+    """Rank 1 is in its third pass at batch 4 of 9, rank 0 has ended its third after 7: the passes before had other lengths."""
+
+    def training(r: int, steps: int, batches: int, ended: bool) -> RankState:
+        loader = Loader(site=EVAL, batches=batches, exhausted=ended, iterations_started=3, in_training=True)
+        at = TRAIN if ended else EVAL
+        return rank(
+            r, call("barrier" if ended else "all_reduce", 9, at), loaders=(loader,), user_stack=(at,), step=steps
+        )
+
+    f = only(snapshot(training(0, 20, 7, True), training(1, 20, 4, False), training(2, 20, 4, False)))
+    assert f.message.endswith(
+        f"; the loop at train.py:{EVAL.line} is at step 21 on ranks 1, 2, and ended after 20 on rank 0"
+    )
+    s = snapshot(training(0, 20, 7, True), training(1, 19, 4, False))
+    assert uneven_loop(s, s.ranks) is None
+
+
 @pytest.mark.parametrize(
     "ranks",
     [

@@ -198,6 +198,19 @@ def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> No
     assert buffers(1.0, 3.0, at=()) == [] and buffers(1.0, 3.0, at=(2,)) == []  # not sampled, or only once
 
 
+def test_buffers_that_were_equal_before_and_differ_a_little_are_info() -> None:
+    ranks = [
+        rank(
+            q,
+            models=(APART,),
+            samples=tuple(Sample("buffers", k, 1.0 + 0.01 * q * (k > 8), key=5) for k in (2, 4, 16, 32)),
+        )
+        for q in range(2)
+    ]
+    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    assert (f.cause, f.severity, f.step) == ("buffers", "info", 16) and "were equal before" in f.message
+
+
 @pytest.mark.parametrize("apart_at", [(16,), (2,), (2, 4)])
 def test_buffers_that_differ_only_temporarily_are_no_drift(apart_at: tuple[int, ...]) -> None:
     ranks = [
