@@ -8,7 +8,7 @@ import pytest
 
 from distdiag.cli import main
 from distdiag.diagnosis.logs.verdict import diagnose_logs
-from tests.diagnosis.test_logs import about, diagnose, only
+from tests.diagnosis.test_logs import about, diagnose, only, timeout
 
 HEARTBEAT = (
     "[rank{q}]:[E ProcessGroupNCCL.cpp:1282] [PG 0 Rank {q}] Heartbeat monitor timed out! Process will be terminated.\n"
@@ -59,6 +59,14 @@ def test_messages_of_other_libraries(
 ) -> None:
     f = only(diagnose(tmp_path, text))
     assert about(f) == expected and says in f.message
+
+
+def test_lines_that_a_terminal_wrapped_are_joined(tmp_path: Path) -> None:
+    text = "".join(timeout(q) for q in range(4))
+    wrapped = "\n".join(line[i : i + 132] for line in text.splitlines() for i in range(0, len(line), 132)) + "\n"
+    f = only(diagnose(tmp_path, "start\n" + wrapped))
+    assert f.victims == (0, 1, 2, 3) and f.message.startswith("all_reduce #40 timed out after 10 minutes")
+    assert [int(e.rpartition(":")[2]) for e in f.evidence] == [2, 4, 6, 8]
 
 
 def several(tmp_path: Path, files: dict[str, str]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,9 +110,10 @@ class Collected:
 class Collector:
     """Reads files one after another; `result` has their contents."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
         self.result = Collected()
         self.paths = list(paths)
+        self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
         self._of_one: dict[tuple[object, ...], int] = {}
         self._rank_of: dict[str, int] = {}  # process -> rank, from NCCL's own lines
         self._size_of: dict[str, int] = {}  # the size of the communicator in that line
@@ -134,7 +135,8 @@ class Collector:
         for path in self.paths:
             first, last = len(out.events), 0
             try:
-                for number, text in files.lines(path):
+                column = self._wrapped.get(path)
+                for number, text in files.lines(path) if column is None else files.unwrapped(path, column):
                     for message, rank in messages(plain(text)):
                         self._line(path, number, message, rank)
                     last = number

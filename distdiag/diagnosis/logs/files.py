@@ -12,6 +12,7 @@ import lzma
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was r
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
 MAX_BYTES = 32 << 30  # limit of one unpacked file
 MAX_FILES = 1 << 16
+WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
@@ -150,6 +152,38 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                             yield at + i, part[:MAX_LINE_BYTES].decode("utf-8", "replace")
             number += block.count(b"\n")
     yield number, ""  # how many there were
+
+
+def wrapped_at(path: Path) -> int | None:
+    """Return the column at which a terminal has wrapped the lines of a file; None if it has not."""
+    try:
+        with opened(path) as f:
+            lengths = Counter(map(len, f.read(BLOCK_BYTES).split(b"\n")))
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        return None
+    column = max(lengths)
+    return column if lengths[column] >= WRAPPED_LINES and TERMINALS[0] <= column <= TERMINALS[1] else None
+
+
+def unwrapped(path: Path, column: int) -> Iterator[tuple[int, str]]:
+    """Yield (number of the first, text) of lines that a terminal has wrapped at a column, joined again; last an empty one.
+
+    Raises:
+        OSError: as `lines`.
+    """
+    number, whole, first = 0, b"", 1
+    with opened(path) as f:
+        for block in _blocks(f):
+            for raw in block.removesuffix(b"\n").split(b"\n"):
+                number += 1
+                first = first if whole else number
+                whole += raw
+                if len(raw) != column or len(whole) >= MAX_LINE_BYTES:
+                    yield first, whole.decode("utf-8", "replace")
+                    whole = b""
+    if whole:
+        yield first, whole.decode("utf-8", "replace")
+    yield number, ""
 
 
 def _regions(block: bytes) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import msgspec
 
 from distdiag.diagnosis.logs import connections, disagreements, exits, failures, timeouts
 from distdiag.diagnosis.logs.collect import Collected, Collector
-from distdiag.diagnosis.logs.files import find_logs
+from distdiag.diagnosis.logs.files import find_logs, wrapped_at
 from distdiag.diagnosis.logs.patterns import Role
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import shortened
@@ -33,6 +33,9 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         return None
     found = Collector(logs).read()
     findings, text = judge(found)
+    if not findings and text is None and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
+        found = Collector(logs, wrapped).read()
+        findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
     report = Report(
