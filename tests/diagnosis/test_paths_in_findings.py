@@ -191,7 +191,8 @@ def test_the_condition_by_which_a_rank_left_is_named_after_the_others_failed() -
 
 
 def repeated(r: int, at: Site, backwards: int, steps: int, op: str, **more: Any) -> RankState:
-    model = Model(group="default_pg", forwards=backwards, synced_backwards=backwards)
+    failed = 1 if "caught" in more else 0  # a forward that raised
+    model = Model(group="default_pg", forwards=backwards + failed, synced_backwards=backwards)
     sites = {key(BACKWARD): backwards, key(CALLER): 1}
     return rank(r, call(op, 90, at), models=(model,), sites=sites, user_stack=(at, CALLER), step=steps, **more)
 

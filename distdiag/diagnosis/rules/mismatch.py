@@ -164,12 +164,12 @@ def _why(facts: Facts) -> tuple[str, str]:
     """Return (text: why the culprits made another call; advice): a skipped backward, or a condition."""
     s, odd, rest = facts.snapshot, facts.cascade.ranks, facts.cascade.others
     compare = "compare the two call sites: every rank must make the same collective calls in the same order"
-    found = skipped.skipped(s, sorted({*odd, *rest}))
-    if found is not None and odd == (found.rank,):
-        return skipped.text(s, found, facts.source), skipped.advice(found)
     extra = extra_backward.extra_backward(s, sorted({*odd, *rest}))
     if extra is not None and odd == (extra.rank,):
         return extra_backward.text(extra), extra_backward.advice(extra)
+    found = skipped.skipped(s, sorted({*odd, *rest}))
+    if found is not None and odd == (found.rank,):
+        return skipped.text(s, found, facts.source), skipped.advice(found)
     if (loop := uneven_loop.uneven_loop(s, [q for side in facts.cascade.sites for q in side])) is not None:
         return uneven_loop.text(loop), uneven_loop.ADVICE
     if not odd or not rest:

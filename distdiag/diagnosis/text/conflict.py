@@ -78,10 +78,10 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     behind = condition_of(snapshot, verdict.wait, source)
     if verdict.cause in ("dtype", "shape", "root") and (before := _before_text(snapshot, verdict)):
         return before + (_behind_text(verdict, behind[1]) if behind is not None and behind[0] == culprits else "")
-    if (found := _skipped(snapshot, verdict)) is not None:
-        return skipped.text(snapshot, found, source)
     if (extra := _extra(snapshot, verdict)) is not None:
         return extra_backward.text(extra)
+    if (found := _skipped(snapshot, verdict)) is not None:
+        return skipped.text(snapshot, found, source)
     odd = rhythm.rhythm_of(snapshot, verdict.wait) if verdict.reason is Reason.RHYTHM else None
     first = f"; {odd.text}" if odd is not None else ""
     if behind is None or behind[0] != culprits:
@@ -151,10 +151,10 @@ def advice(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -
         return exception_text.advice(raised, verdict.culprits)
     if verdict.culprits and uneven_loop.uneven_loop(snapshot, sorted(wait.calls)) is not None:
         return uneven_loop.ADVICE
-    if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
-        return skipped.advice(found)
     if (extra := _extra(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
         return extra_backward.advice(extra)
+    if (found := _skipped(snapshot, verdict)) is not None and cause in ("missing_rank", "op", "shape"):
+        return skipped.advice(found)
     odd = rhythm.rhythm_of(snapshot, wait) if verdict.reason is Reason.RHYTHM else None
     if odd is not None and cause == "missing_rank" and (decides := _deciding(snapshot, verdict, source)) is not None:
         return decision_advice(decides, verdict.culprits)
