@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from distdiag.diagnosis.culprit import arguments, extra_backward, pending_exception, rhythm, skipped, uneven_loop
+from distdiag.diagnosis.culprit import (
+    arguments,
+    extra_backward,
+    message_counts,
+    pending_exception,
+    rhythm,
+    skipped,
+    uneven_loop,
+)
 from distdiag.diagnosis.culprit.paths import SHOWN, decision_advice, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
@@ -85,7 +93,9 @@ def _reason_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) ->
     odd = rhythm.rhythm_of(snapshot, verdict.wait) if verdict.reason is Reason.RHYTHM else None
     first = f"; {odd.text}" if odd is not None else ""
     if behind is None or behind[0] != culprits:
-        return first + parting_text(parting_of(snapshot, verdict.wait, culprits, source))
+        parting = parting_of(snapshot, verdict.wait, culprits, source)
+        more = None if parting or first else message_counts.more_calls(snapshot, culprits, verdict.victims)
+        return first + (message_counts.text(more) if more is not None else parting_text(parting))
     return first + _behind_text(verdict, behind[1])
 
 
