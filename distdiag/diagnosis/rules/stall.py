@@ -22,7 +22,8 @@ from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snaps
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
-from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, outpaced
+from distdiag.diagnosis.text.stall import DEFAULT_ADVICE, DO, DOES, NOBODY
+from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -55,6 +56,12 @@ class Limits:
     """Multiple of the longest wait that this rank has caused so far without hanging."""
     error_factor: float = 3.0
     """Multiple of the patience after which a stall is an error."""
+    nobody_s: float = 60.0
+    """Seconds in which no rank moves and none waits for another, if their hosts sleep or wait for their devices."""
+    nobody_busy_s: float = 300.0
+    """The same if a host computes: a compilation shows one line, too."""
+    nobody_steps: float = 5.0
+    """Multiple of the usual step that no rank may move, at least."""
     together: float = 0.8
     """Ranks at the line of a rank that exceeds its patience are named with it, once the others have waited this share of it."""
 
@@ -105,7 +112,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s, graph = facts.snapshot, facts.graph
     if not graph.sinks:
         yield Abstained("no rank is waited for by the others", checked=True)
-    yield from _incomplete(facts)
+    open_on_devices = list(_incomplete(facts))
+    yield from open_on_devices or _nobody_moves(facts)
     late: list[_Late] = []
     for rank in graph.sinks:
         state = s.ranks.get(rank)
@@ -204,6 +212,37 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _nobody_moves(facts: Facts) -> Iterator[Finding]:
+    """Yield the stall of a job in which no rank moves, although none is known to wait for another: below the recorder's view."""
+    s = facts.snapshot
+    still_s = motionless_s(s) if not facts.graph.sinks else None
+    ranks = list(s.ranks.values())
+    idle = all(r.host_blocked or r.host_wait is not None for r in ranks)
+    limit_s = max(limits.nobody_s if idle else limits.nobody_busy_s, limits.nobody_steps * (s.usual_step_s or 0.0))
+    if still_s is None or still_s < limit_s or any("sleep(" in _line(r.current_site, facts.source) for r in ranks):
+        return
+    at_site: dict[Site | None, list[int]] = {}
+    for r in ranks:
+        at_site.setdefault(r.current_site, []).append(r.rank)
+    places = "; ".join(
+        f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}"
+        for site, q in [*at_site.items()][:4]
+    )
+    yield Finding(
+        kind=kind.name,
+        cause="unknown",
+        certainty=Certainty.SUSPECTED,
+        severity=Severity.WARNING,
+        victims=tuple(sorted(s.ranks)),
+        where=tuple(where(r) for r in ranks),
+        step=max(r.step for r in ranks),
+        first_seen_s=s.t_s - still_s,
+        message=f"no rank has moved for {rough_duration(still_s)}, and none is known to wait for another: {places}",
+        cost="the job makes no progress",
+        advice=NOBODY,
+    )
+
+
 def _end_text(rank: int, call: Call) -> str:
     return f"rank {rank} has issued {op_text(call)}{at(call.site)}"
 
@@ -257,38 +296,6 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-_DOES = {
-    "stdin": "waits for standard input",
-    "gil_held": "is stuck in C code that holds the GIL",
-    "lock": "waits for a lock",
-    "queue": "waits on a queue",
-    "socket": "waits on a socket, a pipe or a key of a store",
-    "process": "waits for a process that it started",
-    "worker": "waits for a thread or process that it started",
-    "event_loop": "waits in an event loop in which no task can run",
-    "data": "waits for its data loader",
-    "checkpoint": "writes a checkpoint",
-    "sleep": "sleeps",
-    "device": "waits for its own device, which is busy with other work",
-    "user_code": "is busy in its own code",
-}
-_DO = {
-    "stdin": "remove the prompt, or answer it before the launch; only rank 0 may ask, and the others must not wait for it",
-    "data": "check the loader's workers of that rank (dead, stuck on storage?); `distdiag dump` shows them",
-    "lock": "find who holds the lock; hold no lock across a collective",
-    "queue": "find who should fill or drain that queue",
-    "socket": "check the other end of that connection (who should send, or set the key?), and give it a timeout",
-    "process": "see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it",
-    "worker": "check that thread or process: it may have ended by an error that no log shows, been killed, or wait for this rank; "
-    "`distdiag dump` shows the threads, `ps --ppid PID` the processes",
-    "event_loop": "find the task that it awaits and what that task awaits (asyncio.all_tasks(), PYTHONASYNCIODEBUG=1): a task that "
-    "failed without being awaited, a queue that no task fills, a peer that does not answer",
-    "device": "check what was launched before that line: a long kernel, a copy, a device shared with another process",
-    "gil_held": "check the native call at that line",
-    "checkpoint": "wait, or write checkpoints asynchronously",
-}
-_DEFAULT_ADVICE = "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues"
-
 
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
     """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
@@ -307,7 +314,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     elif left_open is not None:
         advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or no rank may: find what started it, maybe a thread"
     else:
-        advice = _DO.get(doing, _DEFAULT_ADVICE)
+        advice = DO.get(doing, DEFAULT_ADVICE)
     by_rank = sorted((x.state for x in late), key=lambda state: state.rank)
     far_beyond = any(x.waited_s > limits.error_factor * x.limit_s for x in late)
     return Finding(
@@ -351,7 +358,7 @@ def _message(
 ) -> str:
     ranks, r, waited_s = [x.state.rank for x in late], late[0].state, late[0].waited_s
     size = f", {size_text(call.bytes)}" if call.bytes else ""
-    does = f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}"
+    does = f"{'it' if len(late) == 1 else 'each'} {DOES.get(doing, 'is busy')}{at(r.current_site)}"
     worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
     if worker is not None:
         does += f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"

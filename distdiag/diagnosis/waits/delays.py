@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distdiag.diagnosis.model.snapshot import DEAD, Call, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.wait import Wait, other_end_of
 
@@ -67,6 +67,19 @@ def incomplete(s: Snapshot, graph: WaitGraph) -> Iterator[tuple[dict[int, Call],
         entered = [c.entered_s for c in calls.values() if c.on_device and c.entered_s is not None]
         if len(calls) > 1 and len(entered) == len(calls):
             yield calls, max(entered)
+
+
+def motionless_s(s: Snapshot) -> float | None:
+    """Return for how many seconds no rank has moved: each is at one line and has issued nothing new.
+
+    None if there is one rank only, or a rank has ended, has not reported, or has made no step.
+    """
+    ranks = list(s.ranks.values())
+    if len(ranks) < max(2, s.world_size):
+        return None
+    since = [r.activity_since_s for r in ranks if r.life == Life.RUNNING and r.step]
+    known = [t for t in since if t is not None]
+    return s.t_s - max(known) if len(known) == len(ranks) else None
 
 
 def _members(s: Snapshot, wait: Wait) -> dict[int, Call]:

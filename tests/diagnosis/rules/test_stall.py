@@ -267,3 +267,49 @@ def test_a_collective_issued_by_ddp_is_named(phase: str, op: str, name: str) -> 
     assert name not in only(findings(job(by_hand, late), stall)).message
     finished = msgspec.structs.replace(late, life="finished", activity="finished")
     assert f"({name}); rank 0 waits for it" in only(proved(job(waiter, finished))).message
+
+
+STUCK = Site("/job/train.py", 105, "main")
+
+
+def motionless(still_s: float, **more: Any) -> list[Any]:
+    ranks = [
+        rank(q, current_site=STUCK, activity_since_s=200.0 - still_s - q, **{"host_blocked": True, **more})
+        for q in (0, 1)
+    ]
+    source = {STUCK.file: "\n" * (STUCK.line - 1) + "    loss.backward()"}.get
+    return findings(job(*ranks, t_s=200.0), stall, source=source)
+
+
+def test_a_job_in_which_nobody_moves_and_nobody_waits_is_a_stall() -> None:
+    f = only(motionless(70.0))
+    assert (f.cause, f.severity, f.certainty, f.culprits, f.victims) == ("unknown", "warning", "suspected", (), (0, 1))
+    assert f.message == (
+        "no rank has moved for 70 s, and none is known to wait for another: ranks 0, 1 are at train.py:105 in main"
+    )
+    assert only(motionless(310.0, host_blocked=False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"still_s": 50.0},
+        {"still_s": 200.0, "host_blocked": False},
+        {"still_s": 90.0, "step": 0},
+        {"still_s": 90.0, "life": "finished"},
+        {"still_s": 90.0, "activity_since_s": None},
+    ],
+    ids=["not long", "computes", "no step yet", "ended", "not known"],
+)
+def test_a_job_that_may_move_is_no_stall(change: dict[str, Any]) -> None:
+    if "activity_since_s" in change:
+        ranks = [rank(q, current_site=STUCK, host_blocked=True) for q in (0, 1)]
+        assert findings(job(*ranks, t_s=200.0), stall) == []
+    else:
+        assert motionless(**change) == []
+
+
+def test_a_job_that_sleeps_on_purpose_is_no_stall() -> None:
+    ranks = [rank(q, current_site=STUCK, activity_since_s=20.0, host_blocked=True) for q in (0, 1)]
+    source = {STUCK.file: "\n" * (STUCK.line - 1) + "    time.sleep(3600)  # keep the pod"}.get
+    assert findings(job(*ranks, t_s=200.0), stall, source=source) == []
