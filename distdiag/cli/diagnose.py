@@ -305,7 +305,7 @@ def _traces(targets: tuple[str, ...]) -> list[Path]:
     return [] if any(_is_run(t) for t in targets) else find(targets)
 
 
-def _failure_beside(targets: tuple[str, ...], traces: list[Path]) -> Report | None:
+def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report | None:
     """Return the verdict on the dumps and logs that were given together with traces, if the job failed."""
     import msgspec
 
@@ -374,13 +374,13 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
     judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
 
     Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication, overlap, waits for
-    other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or logs beside them show a failure,
+    other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or logs given with them show a failure,
     that comes first, and the traces are not analysed.
     """
     import msgspec
 
     traces = _traces(targets) if why is None else []
-    report = _failure_beside(targets, traces) if traces else _report(targets)
+    report = _failure_in_others(targets, traces) if traces else _report(targets)
     if report is None:
         return _diagnose_traces(targets, traces, as_json)
     if why is not None:

@@ -1,7 +1,7 @@
 """The monitor's priority: low while the job runs well, so that the ranks come first; ordinary while something may be wrong.
 
 A process cannot raise its priority again without a privilege, but every thread of Linux has its own: what has low priority runs
-in a thread of its own. Where the kernel shares the CPU among sessions (autogroup), the share of the monitor's session counts.
+in a thread of its own. Where the kernel shares the CPU among autogroups, the nice value of the monitor's counts, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 LOW = 10
 ORDINARY = 0
-_SHARE = Path("/proc/self/autogroup")
+_AUTOGROUP = Path("/proc/self/autogroup")
 
 
 class Priority:
@@ -28,26 +28,25 @@ class Priority:
     def __init__(self, always_ordinary: bool = False) -> None:
         self._always_ordinary = always_ordinary
         self._thread: ThreadPoolExecutor | None = None
-        self._session = ORDINARY
+        self._autogroup = ORDINARY
 
     def run(self, poll: Callable[[], bool], low: bool) -> bool:
         """Run one poll and return its result."""
         if self._always_ordinary:
             return poll()
-        self._set_session(LOW if low else ORDINARY)
+        self._set_autogroup(LOW if low else ORDINARY)
         if not low:
             return poll()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="low", initializer=_lower)
         return self._thread.submit(poll).result()
 
-    def _set_session(self, nice: int) -> None:
-        if nice != self._session:
-            with contextlib.suppress(
-                OSError
-            ):  # not this kernel, or too soon after the last change: the next poll tries again
-                _SHARE.write_text(str(nice))
-                self._session = nice
+    def _set_autogroup(self, nice: int) -> None:
+        if nice != self._autogroup:
+            # fails on other kernels, and too soon after the last change: then the next poll tries again
+            with contextlib.suppress(OSError):
+                _AUTOGROUP.write_text(str(nice))
+                self._autogroup = nice
 
 
 def _lower() -> None:

@@ -16,7 +16,7 @@ def test_a_poll_of_a_healthy_job_has_low_priority_and_the_next_can_have_the_ordi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share = tmp_path / "autogroup"
-    monkeypatch.setattr(priority, "_SHARE", share)
+    monkeypatch.setattr(priority, "_AUTOGROUP", share)
     own, seen = os.getpriority(os.PRIO_PROCESS, 0), []
 
     def poll() -> bool:
@@ -30,10 +30,10 @@ def test_a_poll_of_a_healthy_job_has_low_priority_and_the_next_can_have_the_ordi
     assert not Priority(always_ordinary=True).run(poll, low=True)
 
 
-def test_a_kernel_without_sessions_and_a_failing_poll_are_no_obstacle(
+def test_a_kernel_without_autogroups_and_a_failing_poll_are_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priority, "_SHARE", tmp_path / "absent" / "autogroup")
+    monkeypatch.setattr(priority, "_AUTOGROUP", tmp_path / "absent" / "autogroup")
 
     def broken() -> bool:
         raise ValueError("a poll")

@@ -101,7 +101,7 @@ def test_the_command_prints_tables_or_one_valid_object(
     assert printed["schema"] == "distdiag.profile/1"
 
 
-def test_a_failure_in_a_log_beside_traces_comes_before_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_a_log_given_with_traces_comes_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_rank(tmp_path, 0)
     (tmp_path / "checkpoint.pt").write_bytes(b"PK")
     (tmp_path / "train.log").write_text("epoch 1\nepoch 2\n")
