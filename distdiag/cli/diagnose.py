@@ -314,8 +314,10 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
     others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in traces)
     try:
         report = _of_files(others) if others else None
-    except DistdiagError:  # neither dumps nor logs
-        return None
+    except DistdiagError as e:
+        if e.kind == "no_dumps":  # nor logs
+            return None
+        raise
     if report is None or not (report.state in BAD_STATES or report.findings):
         return None
     note = (

@@ -253,11 +253,11 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
         out = workers
     name_ranks(files)
     named = {f.path: f.rank for f in files if f.rank is not None and is_rank(f.rank)}
-    alike: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}  # of files whose names differ in a number only
     for path, rank in named.items():
-        alike.setdefault(_shape(path), set()).add(rank)
+        numbers.setdefault(_shape(path), set()).add(rank)
     for path, rank in named.items():
-        numbered = alike[_shape(path)]
+        numbered = numbers[_shape(path)]
         consecutive = len(numbered) > 1 and numbered <= set(range(len(numbered) + 1))
         if re.search(r"rank[-_.=]?\d", str(path), re.IGNORECASE) or (
             path not in out and consecutive and not _OF_A_NODE.search(path.name)

@@ -180,6 +180,7 @@ def _late(
     after = f" after {rough_time(limit_s)}" if limit_s else ""
     start = f"{what} timed out{after}: {rank_list(ranks)} waited in it"
     whole = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
+    all_known = whole or (len(ranks) > 1 and ranks == tuple(range(len(ranks))))
     site = _site(waiting)
     if late:
         least = min(w for r in late if (w := _issued(found, group, r)) is not None)
@@ -188,7 +189,7 @@ def _late(
     elif absent:
         message = f"{start}; {rank_list(absent)} reported no timeout, and may be what they waited for"
         advice = f"read the log of {rank_list(absent)}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{at(site)}"
-    elif whole or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
+    elif all_known:
         message = f"{start}. No other rank is known from the log"
         advice = "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`"
     else:
@@ -199,7 +200,7 @@ def _late(
         )
         message = f"{start}; {others}"
         advice = "give the logs of all ranks, or the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
-    nobody = not culprits and (whole or message.endswith("known from the log"))
+    nobody = not culprits and all_known
     return Finding(
         kind="stall" if nobody else "timeout",
         cause="unknown" if nobody else "late_rank",
