@@ -8,6 +8,7 @@ from collections import Counter
 from distdiag.diagnosis.logs.collect import Collected, Event, evidence, first_site
 from distdiag.diagnosis.logs.timeouts import op_name
 from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened, where_at
 from distdiag.terms.ranks import fold_ranks
@@ -185,6 +186,35 @@ def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Findi
     )
 
 
+def _late_rank(
+    culprits: tuple[int, ...],
+    victims: tuple[int, ...],
+    events: list[Event],
+    message: str,
+    advice: str,
+    *,
+    site: Site | None = None,
+    collective: CollectiveRef | None = None,
+    certainty: Certainty = Certainty.SUSPECTED,
+) -> Finding:
+    """Return the finding on ranks that torch or Horovod names as missing; the others wait at `site`."""
+    return Finding(
+        kind="timeout",
+        cause="late_rank",
+        certainty=certainty,
+        severity=Severity.ERROR,
+        culprits=culprits,
+        victims=victims,
+        collective=collective,
+        where=tuple(where_at(r, None) for r in culprits),
+        waiting=tuple(where_at(r, site) for r in victims),
+        message=message,
+        cost=NO_PROGRESS_MADE,
+        advice=advice,
+        evidence=evidence(events),
+    )
+
+
 def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
     late = {int(r) for e in barrier for r in e.fields["ranks"].split(", ") if len(r) < 7}
     culprits = tuple(sorted(filter(is_rank, late)))
@@ -200,20 +230,16 @@ def _barrier(barrier: list[Event], reached: list[Event]) -> Finding:
         advice = (
             "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended"
         )
-    return Finding(
-        kind="timeout",
-        cause="late_rank",
-        certainty=Certainty.PROVED if culprits else Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=victims,
+    certainty = Certainty.PROVED if culprits else Certainty.SUSPECTED
+    return _late_rank(
+        culprits,
+        victims,
+        barrier or reached,
+        message,
+        advice,
+        site=site,
         collective=CollectiveRef("monitored_barrier", ""),
-        where=tuple(where_at(r, None) for r in culprits),
-        waiting=tuple(where_at(r, site) for r in victims),
-        message=message,
-        cost=NO_PROGRESS_MADE,
-        advice=advice,
-        evidence=evidence(barrier or reached),
+        certainty=certainty,
     )
 
 
@@ -223,20 +249,12 @@ def _horovod(events: list[Event]) -> Finding:
     missing = set.intersection(*names[::2])  # those that every stalled tensor waits for
     culprits = tuple(sorted(filter(is_rank, missing or set.union(*names[::2]))))
     victims = tuple(sorted(r for r in set.union(*names[1::2]) - set(culprits) if is_rank(r)))
-    return Finding(
-        kind="timeout",
-        cause="late_rank",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=victims,
-        where=tuple(where_at(r, None) for r in culprits),
-        waiting=tuple(where_at(r, None) for r in victims),
-        message=f"{rank_list(culprits)} did not submit what Horovod's other ranks wait for",
-        cost=NO_PROGRESS_MADE,
-        advice=f"see what {rank_list(culprits)} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call",
-        evidence=evidence(events),
+    message = f"{rank_list(culprits)} did not submit what Horovod's other ranks wait for"
+    advice = (
+        f"see what {rank_list(culprits)} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, "
+        "or a collective that only the others call"
     )
+    return _late_rank(culprits, victims, events, message, advice)
 
 
 def _unique_id(found: Collected, events: list[Event]) -> Finding:
@@ -256,17 +274,4 @@ def _unique_id(found: Collected, events: list[Event]) -> Finding:
             f"see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
             "or a collective that only the others call; give long work a longer timeout in init_process_group"
         )
-    return Finding(
-        kind="timeout",
-        cause="late_rank",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=waiters,
-        where=tuple(where_at(r, None) for r in culprits),
-        waiting=tuple(where_at(r, site) for r in waiters),
-        message=message,
-        cost=NO_PROGRESS_MADE,
-        advice=advice,
-        evidence=evidence(events),
-    )
+    return _late_rank(culprits, waiters, events, message, advice, site=site)
