@@ -25,6 +25,21 @@ SCRIPT = '  File "/w/train.py", line {line}, in {name}\n    run()\n'
             "rank 3 did not submit",
         ),
         (
+            "RuntimeError: The server socket has failed to listen on any local network address. port: 29571, useIpv6: false, code: -98, name: EADDRINUSE\n",
+            ("rank_lost", "crashed", (), ()),
+            "could not listen: port 29571 is in use",
+        ),
+        (
+            "RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29571 (errno: 98)\n",
+            ("rank_lost", "crashed", (), ()),
+            "could not listen: port 29571 is in use",
+        ),
+        (
+            "OSError: EADDRINUSE\n",
+            ("rank_lost", "crashed", (), ()),
+            "could not listen: the port is in use",
+        ),
+        (
             "[1,7]<stderr>:[n03:00411] Signal: Segmentation fault (11)\n",
             ("rank_lost", "crashed", (7,), ()),
             "died in native code: Segmentation fault",
@@ -52,7 +67,19 @@ SCRIPT = '  File "/w/train.py", line {line}, in {name}\n    run()\n'
         ),
         ("RuntimeError: CUDA error: out of memory\n", ("rank_lost", "crashed", (), ()), "a rank ran out of GPU memory"),
     ],
-    ids=["horovod", "openmpi", "amd", "xid_45", "hccl", "heartbeat", "mp_spawn", "cuda_oom"],
+    ids=[
+        "horovod",
+        "port",
+        "port_of_older_torch",
+        "port_unknown",
+        "openmpi",
+        "amd",
+        "xid_45",
+        "hccl",
+        "heartbeat",
+        "mp_spawn",
+        "cuda_oom",
+    ],
 )
 def test_messages_of_other_libraries(
     tmp_path: Path, text: str, expected: tuple[str, str | None, tuple[int, ...], tuple[int, ...]], says: str

@@ -35,7 +35,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
     "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"),
     "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker, killed by {signal}", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
-    "port_in_use": Meaning("rank_lost", "crashed", "could not listen: the port is in use", "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"),
+    "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"),
     "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
     "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),

@@ -92,6 +92,8 @@ class _Fields(dict[str, str]):
             self["what"] = f": {shortened(e.fields['what'], 160)}" if e.fields.get("what") else ""
         elif e.name == "xid":
             self["text"] = f": {shortened(e.fields['text'], 80).rstrip('.')}" if e.fields.get("text") else ""
+        elif e.name == "port_in_use":
+            self["port"] = f"port {self['port']}" if "port" in self else "the port"
         elif "what" in self:
             self["what"] = shortened(self["what"], 120)
 
