@@ -71,6 +71,7 @@ def _of_run(target: str | None) -> Report:
     import msgspec
 
     from distdiag.store import rundir
+    from distdiag.store.liveness import failure_of
     from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
@@ -81,6 +82,9 @@ def _of_run(target: str | None) -> Report:
     with open_run(path) as run:
         report = run.report()
     if not report.ranks_seen:
+        if (failure := failure_of(path)) is not None:
+            hint = f"the traceback is in {path}/monitor.log; the job itself is not affected"
+            raise DistdiagError(f"the monitor of {path} failed: {failure}", hint, ExitCode.NO_DATA, "no_rank")
         raise DistdiagError(
             f"no rank has written to {path} yet",
             "wait for the job to start; `distdiag tui` shows its ranks as they start",

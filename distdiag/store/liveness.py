@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 
-from distdiag.terms.untrusted import MAX_INT
+from distdiag.terms.untrusted import MAX_INT, visible
 
 # A monitor without a heartbeat for this long counts as gone; GONE_S applies if its process is not visible. It beats once a second,
 # or every eight seconds if all cores are busy and no reader is open.
 SILENT_S, GONE_S = 13.0, 10.0
+LOG_BYTES = 4096
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,99}(Error|Exception)\b")
 
 
 class Monitor(StrEnum):
@@ -37,6 +41,21 @@ def heartbeat_age_s(meta: Mapping[str, str | None]) -> float | None:
     """Return the seconds since the monitor last wrote; None if it never did."""
     beat = number(meta.get("heartbeat_unix_s"))
     return None if beat is None else max(0.0, time.time() - beat)
+
+
+def failure_of(run_dir: Path) -> str | None:
+    """Return the last line of the monitor's log, if that is an exception; None if the monitor has not failed."""
+    path = run_dir / "monitor.log"
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as f:
+            f.seek(max(0, path.stat().st_size - LOG_BYTES))
+            lines = f.read(LOG_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return visible(last[:200]) if _EXCEPTION.match(last) else None
 
 
 def number(text: str | None) -> float | None:

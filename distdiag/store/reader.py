@@ -21,7 +21,7 @@ from distdiag.store import rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import Frame, RankRow, unpack_table
 from distdiag.store.gradients import read_gradients
-from distdiag.store.liveness import Monitor, heartbeat_age_s, monitor_of, number
+from distdiag.store.liveness import Monitor, failure_of, heartbeat_age_s, monitor_of, number
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, check_version, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
@@ -109,7 +109,9 @@ class Run(Database):
         if self.monitor(meta) is Monitor.GONE:
             age = self.heartbeat_age_s(meta)
             unjudged = "the monitor is gone" + (f", last seen {age:,.0f} s ago" if age is not None else "")
-            notes.append("the monitor is gone: nothing after its last row is known")
+            failure = failure_of(self.path)
+            reason = f" (it failed: {failure})" if failure else ""
+            notes.append(f"the monitor is gone{reason}: nothing after its last row is known")
         elif meta.get("ended_s") is not None and state_of(meta) in (State.WAITING, State.RUNNING):
             unjudged = "the recording ended before the job"
             notes.append("the monitor was ended from outside while ranks ran: nothing after its last row is known")

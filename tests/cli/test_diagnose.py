@@ -173,9 +173,11 @@ def test_exit_0_requires_that_all_ranks_were_judged_and_the_job_did_not_fail(
                 "INSERT OR REPLACE INTO meta VALUES (?, ?)", [("monitor_ended", "0"), ("heartbeat_unix_s", "1e9")]
             )
         con.close()
+        (tmp_path / "run" / "monitor.log").write_text("KeyError: 3\n")
     assert main(["diagnose", run]) == code
     out = capsys.readouterr().out
     assert words in out.splitlines()[0] and "nothing found" not in out
+    assert ("it failed: KeyError: 3" in out) == ("monitor_ended" in meta)
     assert main(["diagnose", run, "--fail-on", "never"]) == ExitCode.OK
 
 
@@ -307,6 +309,9 @@ def test_dumps_and_logs_together_give_one_verdict(tmp_path: Path, capsys: pytest
 def test_a_run_without_data_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", a_run(tmp_path / "run", ranks=0)]) == ExitCode.NO_DATA
     assert "no rank has written" in capsys.readouterr().err
+    (tmp_path / "run" / "monitor.log").write_text("Traceback (most recent call last):\nOSError: no space\n")
+    assert main(["diagnose", str(tmp_path / "run")]) == ExitCode.NO_DATA
+    assert "failed: OSError: no space" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
