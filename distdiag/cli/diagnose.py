@@ -71,7 +71,7 @@ def _of_run(target: str | None) -> Report:
     import msgspec
 
     from distdiag.store import rundir
-    from distdiag.store.liveness import failure_of
+    from distdiag.store.liveness import MONITOR_LOG, failure_of
     from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
@@ -83,7 +83,7 @@ def _of_run(target: str | None) -> Report:
         report = run.report()
     if not report.ranks_seen:
         if (failure := failure_of(path)) is not None:
-            hint = f"the traceback is in {path}/monitor.log; the job itself is not affected"
+            hint = f"the traceback is in {path / MONITOR_LOG}; the job itself is not affected"
             raise DistdiagError(f"the monitor of {path} failed: {failure}", hint, ExitCode.NO_DATA, "no_rank")
         raise DistdiagError(
             f"no rank has written to {path} yet",

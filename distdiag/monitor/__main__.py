@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int:
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)
-    log = options.run_dir / "monitor.log"
+    from distdiag.store.liveness import MONITOR_LOG
+
+    log = options.run_dir / MONITOR_LOG
     try:
         faulthandler.enable(log.open("a"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Decide from table `meta` whether the monitor of a run still writes."""
+"""Decide from table `meta` whether the monitor of a run still writes; and from its log, whether it failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from distdiag.terms.untrusted import MAX_INT, visible
 # A monitor without a heartbeat for this long counts as gone; GONE_S applies if its process is not visible. It beats once a second,
 # or every eight seconds if all cores are busy and no reader is open.
 SILENT_S, GONE_S = 13.0, 10.0
-LOG_BYTES = 4096
+MONITOR_LOG = "monitor.log"  # in the run's directory: the traceback of a monitor that failed
+LOG_BYTES = 4096  # of its end are read
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,99}(Error|Exception)\b")
 
 
@@ -45,7 +46,7 @@ def heartbeat_age_s(meta: Mapping[str, str | None]) -> float | None:
 
 def failure_of(run_dir: Path) -> str | None:
     """Return the last line of the monitor's log, if that is an exception; None if the monitor has not failed."""
-    path = run_dir / "monitor.log"
+    path = run_dir / MONITOR_LOG
     try:
         if not path.is_file():
             return None

@@ -78,7 +78,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
     _row("name", S, "name resolution", r"Temporary failure in name resolution"),
     _row("rank_twice", C, "has already checked in", r"rank (?P<a>\d+) of (?P<world>\d+) ranks has already checked in"),
-    _row("port_in_use", C, "server socket has failed to listen", r"server socket has failed to listen on any local network address(?:\. port: |.{0,120}?to bind to \S{1,60}:)?(?P<port>\d{1,5})?"),
+    _row("port_in_use", C, "server socket has failed to listen", r"server socket has failed to listen on any local network address(?:(?:\. port: |.{0,120}?to bind to \S{1,60}:)(?P<port>\d{1,5}))?"),
     _row("port_in_use", C, "EADDRINUSE", r"EADDRINUSE"),
     _row("full_mesh", S, "connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?P<reason>.*)"),
     # -- calls that differ: ProcessGroupWrapper.cpp, DDP's reducer, NCCL
