@@ -42,6 +42,11 @@ def test_the_standins_results_equal_gloos() -> None:
     assert list(_numbers(STREAM)) == plain
 
 
+def test_all_pairs_of_ranks_can_make_their_communicators_at_once() -> None:
+    with launch([HERE / "pairs_job.py"], env=STREAM, nproc=6, timeout=90) as job:
+        assert job.wait() == 0, job.tail()
+
+
 def _aborts(job: Job) -> None:
     assert job.wait() != 0
     error = job.stderr()

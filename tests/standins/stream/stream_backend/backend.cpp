@@ -417,8 +417,9 @@ class StreamBackend : public c10d::Backend {
     auto it = comms_.find(key);
     if (it != comms_.end())
       return *it->second;
-    // never destroyed: the threads of gloo and of the stream use it until the process ends
-    auto* c = new Comm{key, rank, size, store_};
+    // never destroyed: the threads of gloo and of the stream use it until the process ends. Its own connection to the
+    // store: the communicators of pairs are made at the same time, and a store's client serves one wait after the other
+    auto* c = new Comm{key, rank, size, store_->clone()};
     if (!deferred)
       host_connects(*c);
     comms_[key] = c;
