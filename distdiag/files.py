@@ -3,7 +3,7 @@
 A run directory may come from an archive, or another user may have prepared it. So only the directory itself may be reached through links.
 Below it every component is opened with O_NOFOLLOW. A writer needs a directory of this user; new files are created exclusively, and
 an existing one must be a regular file of this user with one name. Files can be read by whoever may read the run directory, which
-distdiag creates for its owner only; SHARE opens it to others.
+distdiag creates for its owner only, unless --share opens it to others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-SHARE = "DISTDIAG_SHARE"  # in the environment: "1" creates run directories that others may read, as the umask allows
 MOST_BYTES = 64 << 20  # that a reader takes from one file
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class NotAFile(OSError, ValueError):
+    """It is a FIFO, a device or a directory."""
 
 
 @contextlib.contextmanager
@@ -114,8 +117,8 @@ def owner_of_other(path: Path) -> str | None:
     return None if uid == os.geteuid() else user_name(uid)
 
 
-def make_run_directory(path: Path, exist_ok: bool = True) -> None:
-    """Create a run directory for its owner, or with SHARE for all whom the umask admits; parents as mkdir makes them.
+def make_run_directory(path: Path, share: bool = False, exist_ok: bool = True) -> None:
+    """Create a run directory, for its owner or (`share`) for all whom the umask admits; parents as mkdir makes them.
 
     Raises:
         FileExistsError: it exists, and `exist_ok` is not set.
@@ -123,7 +126,7 @@ def make_run_directory(path: Path, exist_ok: bool = True) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.mkdir(0o755 if os.environ.get(SHARE) == "1" else 0o700)
+        path.mkdir(0o755 if share else 0o700)
     except FileExistsError:
         if not exist_ok:
             raise
@@ -151,7 +154,7 @@ def open_to_read(folder: Path, name: str) -> int:
 def _regular(fd: int, name: str) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, f"{name} is not a regular file")
+        raise NotAFile(errno.EINVAL, f"{name} is not a regular file")
     return fd
 
 

@@ -25,6 +25,7 @@ ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
 # job of the launcher that spawned this process; not in the environment, see `belong_to`
 _launcher_job: str | None = None
+share = os.environ.get("DISTDIAG_SHARE") == "1"  # others may read the runs of this process; also set by --share
 READ_S = 5.0  # timeout for the text of a decision on a file system without hard links
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (
@@ -129,18 +130,23 @@ def launch_time() -> float:
 # -- decisions ------------------------------------------------------------------------------------------------
 
 
-def decide(folder: Path, name: str, text: str) -> str:
-    """Create `folder/name` with `text` unless another process of this user was first; return its content.
+def decide(path: Path, text: str, root: Path | None = None) -> str:
+    """Create `path` with `text` unless another process of this user was first; return its content.
+
+    Args:
+        root: Below it no link is followed; default: the directory of `path`.
 
     Raises:
         OSError: the directory cannot be written, another user decided, or another process began to write and never finished.
     """
+    folder = root or path.parent
+    name = str(path.relative_to(folder))
     if not files.is_file(folder, name):
         files.create(folder, name, f"{text}\n".encode())
     end = time.monotonic() + READ_S
     while not (found := files.text(folder, name, own=True)).endswith("\n"):
         if time.monotonic() > end:
-            raise OSError(f"{folder / name} was never finished by the process that created it")
+            raise OSError(f"{path} was never finished by the process that created it")
         time.sleep(0.01)
     return found[:-1]
 
@@ -211,13 +217,13 @@ def _records(root: Path) -> str | None:
 
 
 def _attempts(base: Path, token: str) -> Iterator[Path]:
-    files.make_run_directory(base)
+    files.make_run_directory(base, share)
     for k in range(10_000):
         path = base if k == 0 else base / f"attempt_{k}"
         # claimed before it is used: one that is used and not claimed is from a version without these records
-        if decide(base, f".jobs/{k}", "-" if _used(path) else token) == token:
+        if decide(base / ".jobs" / str(k), "-" if _used(path) else token, base) == token:
             if k:
-                files.make_run_directory(path)
+                files.make_run_directory(path, share)
             yield path
 
 
@@ -226,10 +232,10 @@ def _fresh_ones(root: Path, records: str, name: str, token: str) -> Iterator[Pat
         record = f"{records}/{token}.{k}"
         if not files.is_file(root, record):
             mine = _fresh(root, name)
-            if decide(root, record, mine.name) != mine.name:
+            if decide(root / record, mine.name, root) != mine.name:
                 mine.rmdir()
-        path = root / Path(decide(root, record, "")).name  # a path in runs of older versions; never one outside
-        files.make_run_directory(path)
+        path = root / Path(decide(root / record, "", root)).name  # a path in runs of older versions; never one outside
+        files.make_run_directory(path, share)
         yield path
 
 
@@ -241,7 +247,7 @@ def _fresh(root: Path, name: str) -> Path:
         path = root / (stem if n == 1 else f"{stem}-{n}")
         if not path.exists() and not path.is_symlink():
             try:
-                files.make_run_directory(path, exist_ok=False)
+                files.make_run_directory(path, share, exist_ok=False)
                 return path
             except FileExistsError:
                 continue
@@ -262,7 +268,7 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     overflow = directories.overflow(run_dir, node)
     if not files.is_file(run_dir, record):
         pages = _choose_page_directory(run_dir, node, overflow, local_ranks(world_size))
-        decide(run_dir, record, f"{launcher} {pages}")
+        decide(run_dir / record, f"{launcher} {pages}")
     owner, _, chosen = files.text(run_dir, record, own=True).rstrip("\n").partition(" ")
     if owner != launcher:
         return None

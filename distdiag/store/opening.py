@@ -21,9 +21,10 @@ import msgspec
 
 from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.page import directories
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.checked import Connection, fetch, harden
-from distdiag.store.liveness import SILENT_S
+from distdiag.store.liveness import SILENT_S, failure_of
 from distdiag.terms.untrusted import visible
 
 BUSY_TIMEOUT_S = 0.3
@@ -70,6 +71,8 @@ def locate(path: Path) -> Path:
             raise RunUnreadable(
                 ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
             ) from None
+        if _has_ended(path):
+            raise _empty(database) from None
         raise RunUnreadable(
             ReadStatus.MISSING,
             f"{path} has no {rundir.DATABASE} yet",
@@ -229,7 +232,33 @@ def check_version(con: Connection, database: Path) -> None:
 
 
 def _empty(database: Path) -> RunUnreadable:
-    return RunUnreadable(ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again")
+    run_dir = database.parent
+    if not _has_ended(run_dir):
+        return RunUnreadable(
+            ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
+        )
+    reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else "its reason is not known")
+    return RunUnreadable(
+        ReadStatus.MISSING,
+        f"{database} is empty: the job has ended, and its monitor could not write ({reason})",
+        "the findings are at the end of the job's stderr; free the disk before the next run",
+    )
+
+
+def _has_ended(run_dir: Path) -> bool:
+    """True if ranks on this host have claimed a run, and neither they nor their monitor use its pages any more."""
+    try:
+        host = files.text(run_dir, ".node_0", 4096).partition(":")[0]
+    except OSError:
+        return False
+    return host == socket.gethostname() and not directories.of_run(run_dir)
+
+
+def _is_full(run_dir: Path) -> bool:
+    try:
+        return not os.statvfs(run_dir).f_bavail
+    except OSError:
+        return False
 
 
 def _rolled_back(database: Path) -> Path | None:
