@@ -22,6 +22,7 @@ NATIVE = Extension(  # the main thread's native frames, for the monitor
 )
 
 setup(
+    py_modules=["_distdiag_autoload"],  # outside the package: see its docstring
     packages=[*find_packages(include=["distdiag", "distdiag.*"]), "distdiag.probes"],
     ext_modules=[] if os.environ.get("DISTDIAG_PURE") == "1" else [HOOKS, NATIVE],
 )

@@ -68,6 +68,9 @@ def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--quiet", is_flag=True, help="Record findings but do not print them on stderr."),
         click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G)."),
+        click.option(
+            "--share", is_flag=True, help="Let other users read the run, as the umask allows (default: only you)."
+        ),
         click.option("--name", help="Name of the run (default: the script's)."),
         click.option("--run-dir", metavar="DIR", help="Run directory (default: ./reports/<time>-<name>)."),
     ):

@@ -127,7 +127,7 @@ def load(manifest: Path) -> Manifest:
             f"no fault collection at {manifest} ({e.strerror})",
             "run it in a clone of the repository, or name one: `distdiag bench faults --manifest FILE`",
         ) from e
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise DistdiagError(
             f"{manifest} is not a manifest of fault jobs: {e}", "tests/faults/README.md describes the format"
         ) from e

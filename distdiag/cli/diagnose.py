@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
 
 BAD_STATES = ("failed", "degraded", "deadlocked")  # never exit 0, even without a finding
-TAKE_OVER_S = 40.0  # for a new monitor to close the run of a job that ended
+TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
@@ -115,18 +115,21 @@ def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError
 
 
 def _finish(path: Path) -> None:
-    """Wait until the run is judged: start a monitor if the old one was killed, or wait for its first rank."""
+    """Wait until the run is judged: start a monitor if the old one was killed, or wait for its first rank.
+
+    Returns at once if no monitor of the run runs here, and none can be started.
+    """
     from distdiag.page import directories
 
     if not directories.of_run(path):
         return  # closed, or on another host
-    from distdiag.recorder.start_monitor import take_over
+    from distdiag.recorder.start_monitor import monitor_runs, take_over
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
-    taken = take_over(path)
+    pages, taken = take_over(path)
     started = time.time()
-    while time.time() - started < TAKE_OVER_S and directories.of_run(path):
+    while time.time() - started < TAKE_OVER_S and any(map(monitor_runs, pages)):
         try:
             with open_run(path) as run:
                 meta, ranks = run.meta, run.ranks()
@@ -143,6 +146,7 @@ def _is_run(target: str) -> bool:
     from distdiag.store import rundir
 
     path = Path(target)
+    rundir.check_readable(path)
     if path.name == rundir.DATABASE:
         return True
     if not path.is_dir():

@@ -92,7 +92,7 @@ def command(run: str | None, output: str | None, format: str, last_steps: int | 
         sys.stdout.buffer.flush()
         return 0
     path = Path(output) if output is not None else run_dir / str(default)
-    with new_file(path, force) as out:
+    with new_file(path, force, own=output is None) as out:
         _write(run_dir, format, out, last_steps)
     print(path)
     print(f"open it:  {_how_to_open(path, format)}", file=sys.stderr)

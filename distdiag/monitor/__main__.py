@@ -15,6 +15,7 @@ def main(argv: list[str]) -> int:
     import signal
     import traceback
     from pathlib import Path
+    from typing import TextIO
 
     parser = argparse.ArgumentParser(prog="distdiag.monitor")
     parser.add_argument("run_dir", type=Path)
@@ -30,11 +31,14 @@ def main(argv: list[str]) -> int:
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)
+    from distdiag import files
     from distdiag.store.liveness import MONITOR_LOG
 
-    log = options.run_dir / MONITOR_LOG
+    def log() -> TextIO:
+        return open(files.open_own(options.run_dir, MONITOR_LOG, os.O_WRONLY | os.O_APPEND), "a")
+
     try:
-        faulthandler.enable(log.open("a"))
+        faulthandler.enable(log())
     except OSError:
         faulthandler.disable()
     from distdiag.monitor.loop import Monitor
@@ -52,7 +56,7 @@ def main(argv: list[str]) -> int:
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone
         try:
-            with log.open("a") as f:
+            with log() as f:
                 traceback.print_exc(file=f)
         except OSError:
             traceback.print_exc()

@@ -161,8 +161,8 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
         with pytest.raises(DistdiagError, match="is alive"):
             dump.take(tmp_path, 0.2)
         assert victim.poll() is None
-        assert dump.maps_page(os.getpid(), page_path(pages, 0))
-        assert not dump.maps_page(victim.pid, page_path(pages, 0))
+        assert procfs.maps(os.getpid(), page_path(pages, 0))
+        assert not procfs.maps(victim.pid, page_path(pages, 0))
     finally:
         victim.kill()
         victim.wait()

@@ -12,14 +12,16 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from distdiag import files
 from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits.compatible import op_name
+from distdiag.monitor.evidence import signals
 from distdiag.monitor.host import processes
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.terms.units import SCALAR_TYPES
@@ -219,23 +221,33 @@ def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[Thread]:
     return parse_stacks(ask(socket_path, "dump_traceback", timeout_s).decode("utf-8", "replace"))
 
 
-def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) -> list[Thread]:
+def stacks_by_signal(
+    page: Path, pid: int, number: int, timeout_s: float = 1.0, worker: int | None = None
+) -> list[Thread]:
     """Return all Python stacks of a rank that holds the GIL: its C signal handler writes them into a file next to its page.
 
+    Args:
+        page: The rank's page.
+        pid, number, worker: As for `signals.send`.
+
     Raises:
-        OSError: process, file or handler no longer exists (interpreter shutdown, exec).
+        OSError: process, file or handler no longer exists (interpreter shutdown, exec), or it is not this page's.
     """
-    if not processes.catches(pid, number):  # without its handler the signal would end the process
-        raise OSError(errno.ESRCH, "has no signal handler any more")
-    size = path.stat().st_size
-    os.kill(pid, number)
+    rank = int(page.stem.rpartition("_")[2])
+    with open(files.open_to_read(page.parent, f"r{rank}.trace"), "rb") as file:
+        return _stacks_in(file, lambda: signals.send(pid, number, page, worker), timeout_s)
+
+
+def _stacks_in(file: BinaryIO, request: Callable[[], None], timeout_s: float) -> list[Thread]:
+    """Return the stacks that are added to a file after `request`."""
+    size = file.seek(0, os.SEEK_END)
+    request()
     deadline = time.monotonic() + timeout_s
     text = ""
     while time.monotonic() < deadline:
         time.sleep(0.02)
-        with path.open("rb") as f:
-            f.seek(size)
-            more = f.read().decode("utf-8", "replace")
+        file.seek(size)
+        more = file.read(MOST_BYTES).decode("utf-8", "replace")
         if more and more == text:  # it has stopped growing
             break
         text = more
@@ -285,13 +297,12 @@ def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
 
 def save(run_dir: Path, rank: int, record: FlightRecord) -> str | None:
     """Save a dump in the run directory; return its path relative to it, None if it cannot be written."""
-    folder = run_dir / "flight_recorder"
+    name = f"flight_recorder/rank_{rank}.json"
     try:
-        folder.mkdir(exist_ok=True)
-        (folder / f"rank_{rank}.json").write_bytes(record.raw)
+        files.write(run_dir, name, record.raw)
     except OSError:
         return None
-    return f"flight_recorder/rank_{rank}.json"
+    return name
 
 
 def wall_offset_ns() -> int:
