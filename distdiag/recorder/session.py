@@ -68,11 +68,12 @@ class Session:
             from torch._C import _distributed_c10d as c10d
 
             from distdiag.recorder.fast import accounts
-            from distdiag.recorder.hooks import functional, process_groups, wrap_collectives, wrapping
+            from distdiag.recorder.hooks import flight_recorders, functional, process_groups, wrap_collectives, wrapping
             from distdiag.recorder.hooks import install as hooks
 
             wrapping.skip_all_of_ours()
             collectives = wrap_collectives.install(recorder)
+            flight_recorders.install()
             process_groups.install(collectives)
             after_import(functional.MODULE, lambda: functional.install(collectives, sys.modules[functional.MODULE]))
             self.accounting = hooks.install(recorder, collectives)

@@ -75,7 +75,7 @@ class Entry:
     dtype: str | None
     bytes: int | None
     created_ns: int  # wall clock
-    retired: bool
+    retired: bool | None  # None: not known
     p2p: bool
     site: Site | None = None  # the user's line that issued it, from the recorder's stack; only if C++ issued it
 
@@ -93,17 +93,47 @@ class FlightRecord:
     raw: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Recorders:
+    """Flight recorders of a rank, apart from gloo's."""
+
+    own: tuple[str, ...] = ("nccl",)  # recorders that have handlers of their own
+    hooked: tuple[tuple[str, bool], ...] = ()  # backends that torch's hook records; True: they report completion
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Recorders:
+        """Return what a rank has noted in its page, which may be damaged."""
+        own, hooked = facts.get("own_recorders"), facts.get("hooked_recorders")
+        return cls(
+            tuple(n for n in own if isinstance(n, str) and _NAME.fullmatch(n)) if isinstance(own, list) else cls.own,
+            tuple((n, c is True) for n, c in hooked.items() if _NAME.fullmatch(n)) if isinstance(hooked, dict) else (),
+        )
+
+
+_NAME = re.compile(r"[\w.-]{1,40}", re.ASCII)
+
+
 def flight_record(
-    socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S, known: Collection[tuple[str, int]] = ()
+    socket_path: str,
+    taken_s: float,
+    timeout_s: float = TIMEOUT_S,
+    known: Collection[tuple[str, int]] = (),
+    recorders: Recorders = Recorders(),  # noqa: B008 - frozen
 ) -> FlightRecord | None:
-    """Return the rank's flight recorders, merged (NCCL builds have two); None if the witness does not answer.
+    """Return the rank's flight recorders, merged; None if the witness does not answer.
 
     Args:
         known: (group name, seq) of collectives whose line is known. For each other collective that is the oldest open one
-            of its group, the recorder is asked for the stack.
+            of its group, the recorder is asked for the stack, if it gives stacks without the GIL.
+        recorders: Those to ask in addition to gloo's.
     """
+    handlers = [
+        ("fr_trace_json", True),
+        *((f"dump_{name}_trace_json", True) for name in recorders.own),
+        *((f"fr_trace_json?backend={name}", completes) for name, completes in recorders.hooked),
+    ]
     record: FlightRecord | None = None
-    for handler in ("fr_trace_json", "dump_nccl_trace_json"):
+    for handler, completes in handlers:
         try:
             raw = ask(socket_path, handler, timeout_s)
             data = json.loads(raw)
@@ -112,29 +142,29 @@ def flight_record(
         record = record or FlightRecord(taken_s)
         if data.get("entries"):
             record.raw = raw
-            parse(data, record)
-            if handler != "fr_trace_json":
-                _add_sites(socket_path, timeout_s, data["entries"], record, known)
+            parse(data, record, completes=completes)
+            if handler.startswith("dump_"):
+                pickle = handler.removesuffix("_json") + "_pickle?includestacktraces=true&onlyactive=true"
+                _add_sites(socket_path, pickle, timeout_s, data["entries"], record, known)
     return record
 
 
 def _add_sites(
     socket_path: str,
+    handler: str,
     timeout_s: float,
     entries: list[dict[str, Any]],
     record: FlightRecord,
     known: Collection[tuple[str, int]],
 ) -> None:
     """Add the lines at which C++ issued the oldest open collectives. The recorder's pickle has stacks, its JSON has not."""
-    oldest = {
-        (group, record.completed[group] + 1) for group, n in record.enqueued.items() if record.completed[group] < n
-    }
+    oldest = {(group, done + 1) for group, done in record.completed.items() if done < record.enqueued[group]}
     wanted = {key for key in oldest.difference(known) if key in record.entries}
     active = sum(not _retired(e) for e in entries)
     if not wanted or active > MOST_STACKS:
         return
     try:
-        raw = ask(socket_path, "dump_nccl_trace_pickle?includestacktraces=true&onlyactive=true", timeout_s)
+        raw = ask(socket_path, handler, timeout_s)
         for e in load_pickle(raw)["entries"]:
             key = str(e["process_group"][0]), int(e["collective_seq_id"])
             if key in wanted and not e.get("is_p2p"):
@@ -145,9 +175,17 @@ def _add_sites(
         return  # no such handler, or an unknown answer: the line stays unknown
 
 
-def parse(data: dict[str, Any], record: FlightRecord) -> None:
-    """Add the entries of one dump to `record`."""
+def parse(data: dict[str, Any], record: FlightRecord, completes: bool = True) -> None:
+    """Add the entries of one dump to `record`.
+
+    Args:
+        data: The dump.
+        record: Gets the entries.
+        completes: False if the backend does not report when an operation is complete. Then its entries are retired as soon as
+            they are issued, or never, and neither shows whether they are complete.
+    """
     open_seqs: dict[str, int] = {}
+    seen: set[str] = set()
     entries = data.get("entries", ())
     # NCCL writes one entry for each operation of a coalesced group, whose state never changes, and one for the whole
     # group, which has the real state.
@@ -160,7 +198,7 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
         retired = batches.get(_number(e), _retired(e))
         if e.get("is_p2p"):
             ends = _MESSAGE.match(op)
-            if ends and not retired:
+            if ends and not retired and completes:
                 kind = (group, ends["op"], int(ends["peer"]))
                 record.open_messages[kind] = record.open_messages.get(kind, 0) + 1
             continue
@@ -178,14 +216,15 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
             dtype,
             sum(map(math.prod, sizes)) * item_bytes if item_bytes and sizes else None,
             int(e.get("time_created_ns", 0)),
-            retired,
+            retired if completes else None,
             False,
         )
         record.enqueued[group] = max(record.enqueued.get(group, 0), seq)
+        seen.add(group)
         if not retired:
             open_seqs[group] = min(open_seqs.get(group, seq), seq)
-    for group, newest in record.enqueued.items():
-        record.completed[group] = open_seqs[group] - 1 if group in open_seqs else newest
+    for group in seen if completes else ():
+        record.completed[group] = open_seqs[group] - 1 if group in open_seqs else record.enqueued[group]
 
 
 _MESSAGE = re.compile(r"(?P<op>send|recv) \d+(?:->|<-)(?P<peer>\d+)")

@@ -42,7 +42,7 @@ class RankWaits(PageView):
                 completed[key] = slot.completed
             if record is not None and not slot.offset:  # an offset: the flight recorder numbers them differently
                 name = self.text(slot.name)
-                if name in record.enqueued and not slot.destroyed:
+                if name in record.completed and not slot.destroyed:
                     completed[key] = record.completed[name]
                     enqueued[key] = max(slot.enqueued, record.enqueued[name])
                     if record.enqueued[name] == record.completed[name] and self._captured(key, record.completed[name]):
