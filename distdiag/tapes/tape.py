@@ -46,8 +46,8 @@ class Answer(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         ranks = ",".join(map(str, self.culprits)) or "–"
-        sites = " ".join(place.rsplit("/", 1)[-1] if "/" in place else place for place in self.where)
-        return f"{self.kind}/{self.cause or '–'} {ranks}{' cleared' if self.cleared else ''}  {sites}".rstrip()
+        cleared = " (cleared)" if self.cleared else ""
+        return f"{self.severity} {self.kind}/{self.cause or '–'} {self.certainty}{cleared}, ranks {ranks}  {', '.join(self.where)}"
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
@@ -55,7 +55,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
 
     stamp: str = ""  # hash of the snapshot's types when it was written
     version: str = ""  # of distdiag
-    command: str = ""  # without secrets
     earlier: tuple[Finding, ...] = ()  # open findings of a monitor that was killed
     job: str = ""  # of the collection
     backend: str = ""
@@ -116,6 +115,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """The findings that the snapshots of a tape lead to."""
 
     findings: tuple[Finding, ...]
+    failures: tuple[str, ...] = ()  # exceptions in our own rules
     polls: tuple[Poll, ...] = ()
 
     @property
@@ -151,7 +151,7 @@ def judge(tape: Tape, without: Sequence[str] = (), every_poll: bool = False) -> 
         changed = diagnosis.update(snapshot, final=tape.final and i == len(tape.snapshots))
         if every_poll:
             polls.append(Poll(snapshot.t_s, str(diagnosis.state), tuple(changed), diagnosis.checks.all))
-    return Verdict(tuple(diagnosis.findings), tuple(polls))
+    return Verdict(tuple(diagnosis.findings), tuple(diagnosis.failures), tuple(polls))
 
 
 @cache

@@ -35,7 +35,7 @@ class TapeWriter:
         earlier: Open findings of this run's killed monitor.
     """
 
-    def __init__(self, run_dir: Path, max_bytes: int, command: str = "", earlier: tuple[Finding, ...] = ()) -> None:
+    def __init__(self, run_dir: Path, max_bytes: int, earlier: tuple[Finding, ...] = ()) -> None:
         self.failed: str | None = None
         self._max = max_bytes
         self._compress = zlib.compressobj(6)
@@ -46,9 +46,12 @@ class TapeWriter:
         self._records: tuple = ()
         self._sources: set[str] = set()
         self._file: IO[bytes] | None = None
-        head = Head(stamp=stamp(), version=distdiag.__version__, command=command, earlier=earlier)
+        head = Head(stamp=stamp(), version=distdiag.__version__, earlier=earlier)
+        path = run_dir / NAME
         try:
-            self._file = open(run_dir / NAME, "wb", buffering=0)  # noqa: SIM115
+            if path.exists():  # of a monitor that was killed
+                path.replace(path.with_name("before." + NAME))
+            self._file = path.open("wb", buffering=0)
             self._file.write(ZLIB)
         except OSError as e:
             self._fail(e)

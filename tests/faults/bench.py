@@ -67,10 +67,8 @@ def _without_witnesses(names: tuple[str, ...]) -> dict[str, str]:
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Run each job N times.")
 @click.option(
     "--parallel",
-    default=1,
-    show_default=True,
     type=click.IntRange(1),
-    help="Jobs at a time; distorts the measured times.",
+    help="Jobs at a time, which distorts the measured times; tapes at a time.  [default: 1 job, 2 tapes]",
 )
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep run directories and outputs in this new folder.")
 @click.option("--plain", is_flag=True, help="Check the collection: run without distdiag, compare with the manifest.")
@@ -87,14 +85,22 @@ def _without_witnesses(names: tuple[str, ...]) -> dict[str, str]:
     help="Keep a tape of each job as DIR/BACKEND/JOB.tape; jobs that have one are left out.",
 )
 @click.option(
-    "--replay", type=click.Path(path_type=Path), help="Judge the tapes of a folder, or one tape; no process is started."
+    "--replay",
+    is_flag=False,
+    flag_value=Path(),
+    type=click.Path(path_type=Path),
+    metavar="[DIR|FILE]",
+    help="Judge tapes, by default those of the collection; no process is started.",
 )
 @click.option("--why", is_flag=True, help="With --replay FILE: what each poll changed, and what could not be judged.")
+@click.option(
+    "--ablate", is_flag=True, help="With --replay: leave out each witness, halve and double each limit; what changes?"
+)
 @click.option("--list", "list_only", is_flag=True, help="List the jobs and exit.")
 @click.option("--json", "as_json", is_flag=True, help="One object of schema distdiag.bench/1.")
 def command(
-    only: tuple[str, ...], subset: str | None, jobs: Path | None, manifest: Path | None, repeat: int, parallel: int, keep: Path | None,
-    plain: bool, backend: str | None, without: tuple[str, ...], record: Path | None, replay: Path | None, why: bool, list_only: bool,
+    only: tuple[str, ...], subset: str | None, jobs: Path | None, manifest: Path | None, repeat: int, parallel: int | None, keep: Path | None,
+    plain: bool, backend: str | None, without: tuple[str, ...], record: Path | None, replay: Path | None, why: bool, ablate: bool, list_only: bool,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Run faulty and healthy jobs under distdiag and print the scorecard.
@@ -108,9 +114,11 @@ def command(
 
     where = _manifest(manifest, jobs).absolute()  # jobs run elsewhere
     every = collection.load(where).jobs
-    if replay is not None:
-        return _replay(every, only, subset, backend, replay, why, as_json)
     chosen = [job.on_backend(backend) for job in _chosen(every, only, subset)]
+    if replay is not None:
+        return _replay(chosen, where, backend, replay, parallel or 2, why, ablate, as_json)
+    if why or ablate:
+        raise DistdiagError("--why and --ablate judge tapes", "add --replay, or --replay FILE")
     if list_only:
         for j in chosen:
             print(f"{j.name:<20} {'faulty ' if j.faulty else 'healthy'} {j.nproc}  {j.diagnosis}")
@@ -123,8 +131,8 @@ def command(
         todo = [job for job in todo if not _recorded(record, job, backend, where.parent)]
     environment = collection.backend_environment(where, backend) | _without_witnesses(without)
     if plain:
-        return _plain(todo, where.parent, parallel, environment, as_json)
-    return _scorecard(todo, where, parallel, keep, environment, as_json, record, backend or "gloo")
+        return _plain(todo, where.parent, parallel or 1, environment, as_json)
+    return _scorecard(todo, where, parallel or 1, keep, environment, as_json, record, backend or "gloo")
 
 
 def _in_turn(todo: list[Job], parallel: int, one: Callable[[int, Job], _T], show: Callable[[_T], None]) -> list[_T]:
@@ -296,7 +304,7 @@ def _recorded(folder: Path, job: Job, backend: str | None, jobs: Path) -> bool:
 
 
 def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, str], to: Path, backend: str) -> Score:
-    """Run one job and keep its tape, and the `whole/` one before it was thinned: under `wrong/` if the live verdict was wrong, or a replay differs from it."""
+    """Run one job and keep its tape, and the `whole/` one before it was made small: under `wrong/` if the live verdict was wrong, or a replay differs from it."""
     from distdiag.tapes import writer
     from tests.faults import record, scorecard
 
@@ -311,66 +319,46 @@ def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, st
     right = result.right and result.lines_right == result.lines_expected
     to = to if right else to / "wrong"
     record.write(record.tape_path(to / "whole", job, backend), tape)
-    tape = record.thinned(tape)
+    tape = record.small(tape)
     size = record.write(record.tape_path(to, job, backend), tape)
     print(f"      {size / 1024:.0f} KiB, {len(tape.snapshots)} snapshots", file=sys.stderr)
     return result
 
 
 def _replay(
-    jobs: tuple[Job, ...],
-    only: tuple[str, ...],
-    subset: str | None,
+    chosen: list[Job],
+    manifest: Path,
     backend: str | None,
     where: Path,
+    parallel: int,
     why: bool,
+    ablate: bool,
     as_json: bool,
 ) -> int:
-    from tests.faults import record
+    """Judge one tape, or those of a folder."""
+    import msgspec
+
+    from tests.faults import ablation, replay
 
     if where.is_file():
-        return _replay_one(where, why)
-    by_name = {job.name: job for job in _chosen(jobs, only, subset)}
-    paths = [p for p in sorted(where.glob("*/*.tape")) if p.stem in by_name and backend in (None, p.parent.name)]
-    if not paths:
-        raise DistdiagError(
-            f"no tapes in {where}", "`distdiag bench faults --record DIR` makes them: DIR/BACKEND/JOB.tape"
-        )
-    wrong = 0
-    for path in paths:
-        job = by_name[path.stem].on_backend(path.parent.name)
-        tape = record.read_tape(path)
-        score = record.score_of(job, tape)
-        found = record.answers(score.findings)
-        wrong += not score.right or found != tape.expected
-        if not score.right or found != tape.expected:
-            print(f"BAD {path.parent.name}/{job.name}")
-            for text in _rows(score):
-                print("   ", text)
-            for a in tape.expected or ():
-                if a not in found:
-                    print("    recorded:", a)
-            for a in found:
-                if a not in (tape.expected or ()):
-                    print("    now:     ", a)
-    print(f"{len(paths) - wrong} of {len(paths)} tapes have their verdict")
-    return int(ExitCode.FAILED if wrong else ExitCode.OK)
-
-
-def _replay_one(path: Path, why: bool) -> int:
-    from tests.faults import record
-
-    tape = record.read_tape(path)
-    verdict = record.judge(tape, every_poll=why)
-    for poll in verdict.polls:
-        for f in poll.changed:
-            print(
-                f"{poll.t_s:8.2f} s  {poll.state:<10} {f.severity} {f.kind}/{f.cause}{' cleared' if f.cleared_s is not None else ''}: {f.message}"
-            )
-    if verdict.polls:
-        for check in verdict.polls[-1].checks:
-            if not check.checked:
-                print(f"not judged: {check.kind}{'/' + check.cause if check.cause else ''}: {check.reason}")
-    for answer in verdict.answers:
-        print(answer)
-    return int(ExitCode.OK)
+        tape = replay.read_tape(where)
+        for text in (*(replay.why(tape) if why else ()), *map(str, replay.judge(tape).answers)):
+            print(text)
+        return int(ExitCode.OK)
+    folder = manifest.parent / "tapes" if where == Path() else where
+    paths = replay.tapes(folder, {job.name for job in chosen}, backend)
+    if ablate:
+        for text in ablation.report(paths, parallel):
+            print(text)
+        return int(ExitCode.OK)
+    results = replay.replay_all(paths, manifest, parallel)
+    out = sys.stderr if as_json else sys.stdout
+    for result in results:
+        for text in [result] if isinstance(result, str) else result.lines():
+            print(text, file=out)
+    judged = [r for r in results if not isinstance(r, str)]
+    right = sum(r.right for r in judged)
+    if as_json:
+        print(msgspec.json.encode({"schema": "distdiag.bench/1", "tapes": judged}).decode())
+    print(f"{right} of {len(results)} tapes have their verdict", file=out)
+    return int(ExitCode.OK if right == len(results) else ExitCode.FAILED)

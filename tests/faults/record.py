@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 import sysconfig
@@ -15,14 +16,15 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.tapes.tape import Tape, answers, judge, read_tape, to_bytes
 from distdiag.tapes.writer import NAME
 from tests.faults.collection import Job
-from tests.faults.scorecard import Observed, Score, score
 
 FOLDER = Path(__file__).resolve().parent
 TAPES = FOLDER / "tapes"
 SUFFIX = ".tape"
 ANYWHERE = Path("/collection")  # the folder of the manifest, as tapes have it
-# seconds between kept snapshots of a tape in which nothing changes, tried in this order until the verdict stays the same
-INTERVALS_S = (4.0, 2.0, 1.0, 0.5, 0.0)
+LARGEST = 28 << 10  # bytes of a tape in the repository; only if its verdict needs more, it is larger
+# seconds between kept snapshots while no finding changes, tried in this order until the tape is small enough
+INTERVALS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
+BITS = ((16, 24), (24, 30))  # that are kept of a number and of a time in seconds: 0.001 %, and some microseconds
 AROUND_S = 1.0  # around a moment every snapshot is kept
 
 
@@ -98,18 +100,47 @@ def scrub(tape: Tape, names: list[tuple[str, str]]) -> Tape:
     return msgspec.structs.replace(tape, snapshots=tuple(map(whole, tape.snapshots)), sources=sources)
 
 
-def thinned(tape: Tape) -> Tape:
-    """Return the tape with as few snapshots as lead to the same findings."""
-    for interval_s in INTERVALS_S[:-1]:
+def small(tape: Tape) -> Tape:
+    """Return a tape of at most `LARGEST` bytes, if its verdict allows it: with rounded numbers and fewer snapshots."""
+    tape = _rounded(tape)
+    for interval_s in INTERVALS_S:
         keep = _kept(tape, interval_s)
         shorter = msgspec.structs.replace(
             tape,
             snapshots=tuple(tape.snapshots[i] for i in keep),
             moments=tuple(n for n, i in enumerate(keep) if i in tape.moments),
         )
-        if judge(shorter).answers == tape.expected:
-            return shorter
+        if judge(shorter).answers != tape.expected:
+            break
+        best = shorter
+        if len(to_bytes(best)) <= LARGEST:
+            break
+    return best
+
+
+def _rounded(tape: Tape) -> Tape:
+    """Return the tape with as many bits of each number as its verdict allows: the last ones are noise, and half of its size."""
+    for bits, bits_of_times in BITS:
+
+        def walk(value: Any, name: str = "", bits: int = bits, bits_of_times: int = bits_of_times) -> Any:
+            if isinstance(value, float):
+                return _round(value, bits_of_times if name.endswith("_s") or not name else bits)
+            if isinstance(value, dict):
+                return {k: walk(v, k if isinstance(k, str) else "") for k, v in value.items()}
+            return [walk(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+        snapshots = tuple(msgspec.convert(walk(msgspec.to_builtins(s)), Snapshot) for s in tape.snapshots)
+        rounded = msgspec.structs.replace(tape, snapshots=snapshots)
+        if judge(rounded).answers == tape.expected:
+            return rounded
     return tape
+
+
+def _round(value: float, bits: int) -> float:
+    if not math.isfinite(value):
+        return value
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(mantissa * (1 << bits)), exponent - bits)
 
 
 def _kept(tape: Tape, interval_s: float) -> list[int]:
@@ -123,11 +154,6 @@ def _kept(tape: Tape, interval_s: float) -> list[int]:
     return kept
 
 
-def score_of(job: Job, tape: Tape) -> Score:
-    """Judge a tape and compare the findings with the manifest."""
-    return score(job, ANYWHERE, Observed(findings=judge(tape).findings, readable=True))
-
-
 def write(path: Path, tape: Tape) -> int:
     """Write a tape and return its size in bytes."""
     data = to_bytes(tape)
@@ -136,3 +162,19 @@ def write(path: Path, tape: Tape) -> int:
     part.write_bytes(data)
     part.replace(path)
     return len(data)
+
+
+def main(given: list[str]) -> None:
+    """Write the tapes of the repository again from the whole tapes below a folder that `--record` has filled."""
+    from tests.faults.replay import tapes
+
+    total = 0
+    for path in tapes(Path(given[0]) / "whole"):
+        to = TAPES / path.parent.name / path.name
+        if not to.exists() or "--all" in given:
+            total += write(to, small(read_tape(path)))
+    print(f"{total / 1024:.0f} KiB in {TAPES}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
