@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Server:
                 start_new_session=True, check=True,
             )  # fmt: skip
         self._answers = self._socket.makefile("r")
+        self._turn = threading.Lock()  # jobs of a collection are started and polled in threads
 
     def ask(self, **request: Any) -> int | None:
         """Return the answer to one request.
@@ -51,8 +53,9 @@ class Server:
             EOFError: the server has ended.
         """
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-            answer = self._answers.readline()
+            with self._turn:
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                answer = self._answers.readline()
         except BaseException:  # an interrupted test has left an answer that does not belong to the next request
             self.close()
             raise

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.cli._fault_jobs import Job, load
 from distdiag.errors import DistdiagError
+from tests.faults.collection import Job, load
 from tests.faults.renumber import nearest
 from tests.jobs import shared
 

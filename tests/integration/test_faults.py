@@ -14,10 +14,10 @@ from typing import IO
 
 import pytest
 
-from distdiag.cli import _fault_jobs
-from distdiag.cli._fault_jobs import Job, load
-from distdiag.cli._scorecard import run_job
 from distdiag.errors import ExitCode
+from tests.faults import collection
+from tests.faults.collection import Job, load
+from tests.faults.scorecard import run_job
 from tests.jobs import TEST_MARK, kill_marked, marked, wait_for
 from tests.launchers import Launcher
 
@@ -39,7 +39,7 @@ def forked(
 @pytest.mark.job
 @pytest.mark.parametrize("job", JOBS, ids=lambda j: j.name)
 def test_a_job_of_the_collection_gets_its_expected_finding(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fault_jobs, "start", forked)
+    monkeypatch.setattr(collection, "start", forked)
     s = run_job(job, FOLDER)
     assert s.problem is None
     assert s.false_findings == []
