@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distdiag.terms.operations import synchronizes
 from distdiag.traces.intervals import Coverage, Spans, both, length, union, without
 from distdiag.traces.model import CollectiveTimes, Difference, LineTime, ModuleTimes, Operator, RankTimes
 from distdiag.traces.read import Comm, Op, Trace, is_comm_call, is_message
@@ -26,7 +27,6 @@ CALL_US, ISSUED_US = 20.0, 50_000.0  # between the clocks of a call and its even
 MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
 CLOCK_US, LEAST_ENDS = 5_000.0, 3
 LEAST_SAMPLES = 3  # of a line; fewer show nothing
-_TOGETHER = ("allreduce", "allgather", "barrier", "reducescatter", "alltoall")
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def align(collectives: Mapping[Key, Mapping[int, Comm]], offsets_us: dict[int, f
         ends = [
             of_rank[first].end + offsets_us[first] - of_rank[rank].end - offsets_us[rank]
             for (_, _, op), of_rank in collectives.items()
-            if rank in of_rank and first in of_rank and op.replace("_", "").startswith(_TOGETHER)
+            if rank in of_rank and first in of_rank and synchronizes(op.rstrip("_"))
         ]
         if len(ends) >= LEAST_ENDS and abs(shift := statistics.median(ends)) > CLOCK_US:
             offsets_us[rank] += shift

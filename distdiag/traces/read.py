@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from distdiag.guard import Announce
+from distdiag.terms.operations import family
 from distdiag.terms.units import SCALAR_TYPES
 from distdiag.terms.untrusted import is_rank, short_text
 from distdiag.traces.model import Operator
@@ -307,7 +308,8 @@ def _issued(
 
 def _plain(op: str) -> str:
     """Return `allgather` for `_allgather_base_`, `all_gather` and `_all_gather_base`."""
-    return op.replace("_", "").removesuffix("coalesced").removesuffix("base").removesuffix("tensor")
+    known = family(op.rstrip("_"))
+    return known.probe if known else op.replace("_", "")
 
 
 def _comm(e: _Event, end: float) -> Comm:

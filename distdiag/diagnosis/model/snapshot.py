@@ -8,8 +8,13 @@ run began.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+
+Seconds = Annotated[
+    float, "since the run began"
+]  # a moment, not a duration; `monitor.nodes` moves them to another origin
 
 
 class Life(StrEnum):
@@ -58,15 +63,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     other_thread: bool = False  # not the main thread issued it
     nth: int | None = None  # point-to-point: number of this send or recv for its peer, tag and group (from 1)
     site: Site | None = None  # where the user's code called it (forward/backward of DDP: that line)
-    entered_s: float | None = None
-    completed_s: float | None = None  # None: in flight
+    entered_s: Seconds | None = None
+    completed_s: Seconds | None = None  # None: in flight
     asynchronous: bool = False  # async_op=True: the host did not wait at the call
     failed: bool = False  # it raised in the host
     started: bool | None = None  # the device has begun it; None where the recorder did not time it
     timed_out: bool = False  # given up by the backend's watchdog
     # On a device backend the host's call, or its wait(), returns before the operation is complete: when it returned.
     on_device: bool = False
-    left_s: float | None = None
+    left_s: Seconds | None = None
     even: bool = False  # recorded on a code path that requires equal sizes on all ranks
 
     @property
@@ -167,7 +172,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     key: int = 0
     name: str = ""
     site: Site | None = None
-    t_s: float | None = None
+    t_s: Seconds | None = None
     alone: bool = False  # the rank trained alone until then: no DDP, no exchange with other ranks
 
 
@@ -180,7 +185,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """
 
     step: int
-    end_s: float
+    end_s: Seconds
     step_ms: float
     data_ms: float
     forward_ms: float
@@ -188,13 +193,13 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     optimizer_ms: float
     wait_ms: float
     other_ms: float
-    ready_s: float | None
+    ready_s: Seconds | None
     batch: int
     samples: int
     loss: float | None
     h2d_ms: float | None = None  # on CUDA
     forward_wait_ms: float = 0.0
-    arrived_s: float | None = None
+    arrived_s: Seconds | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -209,17 +214,17 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exit_code: int | None = None
     signal: int | None = None
     exception: str | None = None  # "IndexError: list index out of range"
-    ended_s: float | None = None
+    ended_s: Seconds | None = None
     heartbeat_age_s: float | None = None  # of the pulse; None in dumps, which have no pulse
 
     phase: str = "init"
-    phase_since_s: float | None = None
+    phase_since_s: Seconds | None = None
     step: int = 0
     epoch: int | None = None
 
     current_site: Site | None = None  # the user's innermost frame of the main thread; at death, of the exception
     activity: str = "user_code"  # what it does there: Where.state's words
-    activity_since_s: float | None = None  # since when it is at this site with nothing new issued
+    activity_since_s: Seconds | None = None  # since when it is at this site with nothing new issued
     stack: tuple[str, ...] = ()  # innermost first, where evidence was taken
 
     # Collectives. A missing group was not used by this rank.
@@ -254,17 +259,17 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
-    caught_s: float | None = None
+    caught_s: Seconds | None = None
     handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"
     handling_site: Site | None = None  # the user's line that raised it
     memory: tuple[
-        tuple[float, int], ...
+        tuple[Seconds, int], ...
     ] = ()  # (t_s, resident bytes, without file pages and shared memory), oldest first
     device_memory: tuple[
-        tuple[float, int], ...
+        tuple[Seconds, int], ...
     ] = ()  # (t_s, bytes that torch has reserved on its device), oldest first
     rss_bytes: int | None = None
-    warm_since_s: float | None = None  # when its 20th step ended: growth before is start-up
+    warm_since_s: Seconds | None = None  # when its 20th step ended: growth before is start-up
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
@@ -295,7 +300,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     group: str
     seq: int
     op: str
-    t_s: float  # first arrival
+    t_s: Seconds  # first arrival
     skew_ms: float
     late_rank: int
     waited_ms: float = 0.0  # longest wait of another rank's host in it: the cost of the late rank
@@ -338,7 +343,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything known about a job at one moment."""
 
-    t_s: float
+    t_s: Seconds
     world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
@@ -352,4 +357,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_available_bytes: int | None = None  # still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
     # time since which no rank has issued, completed or left an operation; None = not known
-    stable_since_s: float | None = None
+    stable_since_s: Seconds | None = None

@@ -16,6 +16,7 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import Table
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
+from distdiag.terms.operations import family
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
 
@@ -196,7 +197,6 @@ def as_junit(results: list[Result]) -> str:
 
 
 _NCCL_TYPES = {"float32": "float", "bfloat16": "bfloat16", "float16": "half", "float64": "double", "int32": "int32", "int64": "int64", "uint8": "uint8"}  # fmt: skip
-_REDUCING = ("allreduce", "reduce", "reducescatter")
 
 
 def as_nccl_tests(result: Result) -> str:
@@ -205,6 +205,9 @@ def as_nccl_tests(result: Result) -> str:
     Only one of its two halves is measured: in place if the operation works in place, else out of place. `time` is our p50,
     while nccl-tests prints a mean. #wrong counts the wrong elements of the correctness check.
     """
+    operation = family(result.probe)
+    redop = "sum" if operation is not None and operation.reduces else "none"
+    root = 0 if operation is not None and operation.rooted else -1
     in_place = result.probe in ("allreduce", "broadcast", "reduce")
     out = [
         f"# {result.probe} by distdiag, {result.world_size} ranks, {result.backend}, {result.device}; verdict: {result.verdict}",
@@ -215,8 +218,6 @@ def as_nccl_tests(result: Result) -> str:
     ]
     rows: list[Row] = result.rows
     for r in rows:
-        redop = "sum" if result.probe in _REDUCING else "none"
-        root = 0 if result.probe in ("broadcast", "reduce", "gather", "scatter") else -1
         wrong = sum(w.elements for w in r.wrong)
         figures = f"{r.time_us.p50:8.1f} {r.algbw_gbps or 0:7.2f} {r.busbw_gbps or 0:7.2f} {wrong:7d}"
         nothing = f"{'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>7}"
