@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 STREAM = {"PYTHONPATH": str(HERE / "stream"), "STANDIN_NCCL": "legacy"}
 NCCL2 = STREAM | {"STANDIN_NCCL": "nccl2"}
 needs_nccl2 = pytest.mark.skipif(
-    not hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"), reason="torch before 2.15 has no hooks for nccl2"
+    not hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"),
+    reason="torch before 2.15 has no hooks for nccl2",
 )
 
 

@@ -118,7 +118,7 @@ def flight_record(
     taken_s: float,
     timeout_s: float = TIMEOUT_S,
     known: Collection[tuple[str, int]] = (),
-    recorders: Recorders = Recorders(),  # noqa: B008 - frozen
+    recorders: Recorders = Recorders(),
 ) -> FlightRecord | None:
     """Return the rank's flight recorders, merged; None if the witness does not answer.
 

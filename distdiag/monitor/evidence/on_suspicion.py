@@ -102,9 +102,7 @@ class Gatherer:
             path = v.text(v.page.header.witness)
             futures[v.rank] = (
                 v._still_mark,
-                self.pool.submit(
-                    ask.flight_record, path, now_s, 1.0, v.known_on_device(), ask.Recorders.of(v.facts)
-                ),
+                self.pool.submit(ask.flight_record, path, now_s, 1.0, v.known_on_device(), ask.Recorders.of(v.facts)),
             )
         self._gather_stacks(now_s, views, stopped)
         for v in views.values():

@@ -38,7 +38,9 @@ class Hook:
 
     def counters(self) -> tuple[int, int] | None:
         """Return how many operations of the group are recorded, and how many of them are complete (-1: not known)."""
-        counters = _pg_status(lambda: c10d._dump_fr_trace_json(False, False, backend=self.backend)).get(str(self.number))
+        counters = _pg_status(lambda: c10d._dump_fr_trace_json(False, False, backend=self.backend)).get(
+            str(self.number)
+        )
         if counters is None:
             return None
         completed = int(counters["last_completed_collective"]) + 1
