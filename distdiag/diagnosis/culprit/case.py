@@ -25,6 +25,7 @@ class Reason(StrEnum):
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     EXTRA = "extra"  # it made more backward passes than steps
     SKIPPED = "skipped"  # it ran a forward without its backward
+    DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due
     SITE = "site"  # it is at a site that the others never used
     HISTORY = "history"  # it has used a site that the others never used
     GROUP_SITE = "group_site"  # it is the first to use this group at its site

@@ -16,6 +16,7 @@ from distdiag.diagnosis.culprit import (
     call_order,
     call_site,
     conditions,
+    divergence,
     extra_backward,
     message_counts,
     pending_exception,
@@ -168,6 +169,11 @@ def _raising_side(case: Case) -> Collection[int]:
     return pending_exception.side_with_exception(case.states, case.sides)
 
 
+def _diverged(case: Case) -> Collection[int]:
+    found = divergence.of_sides(case)
+    return () if found is None else found[0]
+
+
 def _changed_argument(case: Case) -> Collection[int]:
     if _one_call(case):
         return arguments.ranks_with_new_size(case.states, case.wait)
@@ -257,6 +263,7 @@ _CONFLICT = (
     Witness(Reason.ARGUMENT, _changed_argument, _argument_applies, arguments.explain),
     Witness(Reason.EXTRA, _extra, _different_calls, extra_backward.explain),
     Witness(Reason.SKIPPED, _skipped, _different_calls, skipped.explain),
+    Witness(Reason.DIVERGENCE, _diverged, _tie, divergence.explain),
     Witness(Reason.SITE, _one_side(call_site.odd_by_site), _tie, claim="; only {ranks} {has} ever been at that line"),
     Witness(
         Reason.HISTORY, _one_side(call_site.odd_by_history), _tie,
@@ -297,7 +304,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DUE)  # a call with the wrong group is also made alone, and not due
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.SITE, Reason.HISTORY, Reason.GROUP_SITE,
+    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY, Reason.GROUP_SITE,
     Reason.RHYTHM, Reason.CONDITION,
 )  # fmt: skip
 
