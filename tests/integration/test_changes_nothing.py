@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import subprocess
 import sys
 import time
@@ -19,56 +18,24 @@ from distdiag.monitor.loop import Monitor
 from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.recorder.start_monitor import take_over
+from tests import watch
 from tests.jobs import REPOSITORY, TEST_MARK, closed, marked
 from tests.monitor.test_damaged_pages import a_page
 from tests.monitor.test_killed_monitor import two_ranks
 from tests.report.runs import make_run
+from tests.watch import differing, tree
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
-# Records every signal that it gets, and ends when its input does.
-BYSTANDER = """
-import signal, sys
-for number in set(signal.Signals) | set(range(signal.SIGRTMIN, signal.SIGRTMAX + 1)):
-    if number not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(number, lambda n, _: print(n, flush=True))
-print("ready", flush=True)
-sys.stdin.read()
-"""
 WRITTEN = (
     ".run.db.reserve", ".verdict.stream", "verdict.txt", "monitor.log", "run.db.where", ".node_0.ended", "run.db-wal", "run.db-shm",
 )  # fmt: skip
-Tree = dict[str, tuple[object, ...]]
-
-
-def tree(root: Path) -> Tree:
-    """Return everything below a directory: kind, size, time and content."""
-    out: Tree = {}
-    for folder, below, names in os.walk(root):
-        for path in (Path(folder), *(Path(folder) / n for n in below + names)):
-            found = path.lstat()
-            content: object = None
-            if stat.S_ISLNK(found.st_mode):
-                content = os.readlink(path)
-            elif stat.S_ISREG(found.st_mode):
-                content = path.read_bytes()
-            out[str(path)] = found.st_mode, found.st_size, found.st_mtime_ns, found.st_ino, content
-    return out
-
-
-def differing(before: Tree, after: Tree) -> set[str]:
-    return {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
 
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", BYSTANDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    yield process
-    process.kill()
-    process.communicate()
+    with watch.bystander() as process:
+        yield process
 
 
 def prepared(root: Path, pid: int) -> Path:

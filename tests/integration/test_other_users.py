@@ -110,7 +110,10 @@ def test_another_users_run_is_read_as_far_as_it_may_be(
         if mode == 0o700 or command in ("dump", "profile"):
             assert "root (uid 0)" in shown and "hint" in shown, (command, shown)
         else:
-            assert "train.py" in shown or "step 5" in shown or "2 of 2 ranks" in shown or '"ended"' in shown, (command, shown)
+            assert "train.py" in shown or "step 5" in shown or "2 of 2 ranks" in shown or '"ended"' in shown, (
+                command,
+                shown,
+            )
     shown = as_other(lambda: page_path(pages, 0).read_bytes())
     assert "PermissionError" in shown
     directories.remove(pages)

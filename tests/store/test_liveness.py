@@ -46,11 +46,11 @@ def test_a_job_that_ended_on_a_full_disk_is_not_just_starting(tmp_path: Path, cr
     directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {pages}\n")
     if created:
         (run / "run.db").touch()
-    with pytest.raises(RunUnreadable, match="so far|yet") as starting:
+    with pytest.raises(RunUnreadable, match=r"so far|yet") as starting:
         open_run(run)
     assert "starting" in starting.value.hint
     assert directories.remove(pages)
     (run / "monitor.log").write_text(TRACEBACK + "OSError: [Errno 28] No space left on device\n")
-    with pytest.raises(RunUnreadable, match="the job has ended.*No space left") as ended:
+    with pytest.raises(RunUnreadable, match=r"the job has ended.*No space left") as ended:
         open_run(run)
     assert "starting" not in ended.value.hint
