@@ -70,7 +70,7 @@ def _sentence(d: Difference | None) -> str:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="RUN RUN…", type=click.Path())
+@click.argument("runs", nargs=-1, metavar="RUN RUN…", type=click.Path(readable=False))
 @click.option(
     "--skip",
     type=click.IntRange(0),

@@ -360,7 +360,7 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
 
 
 @click.command()
-@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | LOG-DIR | FILES…]", type=click.Path())
+@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | LOG-DIR | FILES…]", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(
     "--fail-on",

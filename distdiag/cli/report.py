@@ -47,7 +47,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 
 
 @click.command()
-@click.argument("run", required=False, type=click.Path())
+@click.argument("run", required=False, type=click.Path(readable=False))
 @click.option(
     "-o",
     "--output",

@@ -74,7 +74,7 @@ def _ui(
 
 
 @click.command()
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.argument("run", required=False, type=click.Path(path_type=Path, readable=False))
 @click.option(
     "--once", is_flag=True, help="Print one screen and exit: as large as the terminal, or every row into a pipe."
 )

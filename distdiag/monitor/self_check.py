@@ -116,7 +116,7 @@ class OwnFaults:
                 (f"failed/{q}", "failed", f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}")
             )
         if h.dropped:
-            text = f"the page of rank {q} had no room for {h.dropped} records or more; its numbers are incomplete"
+            text = f"rank {q} dropped {h.dropped} records or more; its numbers are incomplete"
             out.append((f"dropped/{q}", "dropped", text))
         if h.n_steps > MISSED_AFTER and v.missed > MISSED * h.n_steps:
             text = f"{v.missed:,} of {h.n_steps:,} steps of rank {q} were overwritten before they were read: the monitor was too slow"

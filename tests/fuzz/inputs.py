@@ -31,6 +31,11 @@ from tests.diagnosis.test_logs import signal as dump_signal
 from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
 
+# what the monitor and the commands write into a run
+LINKS = (
+    ".run.db.reserve", ".verdict.stream", "verdict.txt", "monitor.log", "run.db.where", ".node_0.ended", "run.db-wal", "run.db-shm",
+    "run.db-journal", "stacks", "flight_recorder", "profile", "nodes", "attempt_1", "report.html", "trace.json", ".jobs", "pages",
+)  # fmt: skip
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 31, 1 << 62, 1 << 63, 10**5000, -(10**30), 0.5, float("inf"), float("nan"), "", "\x1b[2J",
     "\ud800", "9" * 5000, "x" * 100_000, "0-99999999999", b"\xff", [], [[]], {}, {"a": []}, [None] * 3, (1, 2),
@@ -98,7 +103,11 @@ def somewhere(rng: random.Random, value: Any, shared: bool = False) -> Any:
 class Inputs:
     """Small inputs, made once; each `make_…` writes a mutated copy into a folder and returns the command to run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bystander: int) -> None:
+        self.bystander = bystander
+        self.outside = folder / "outside"
+        (self.outside / "folder").mkdir(parents=True)
+        (self.outside / "notes.txt").write_text("mine\n")
         job = Job(3, {"1": ("tp", (0, 1))})
         for _ in range(3):
             job.collective()
@@ -237,6 +246,36 @@ class Inputs:
         (folder / "run" / "nodes" / "1.state").write_bytes(data)
         return lambda: _poll_twice(_monitor(folder, pages))
 
+    def archive(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Make a run as an archive brings it: links that leave it, pages and records that name foreign processes and directories."""
+        run, outside = self._copy(folder), self.outside
+        for name in rng.sample(LINKS, rng.randrange(1, len(LINKS))):
+            if not (run / name).exists():
+                (run / name).symlink_to(outside / rng.choice(("notes.txt", "folder", "absent")))
+        pages = run / f"pages.{rng.choice((0, 0, 1))}"
+        directories.make(pages, rng.choice((run, outside)))
+        chosen = rng.choice((pages, outside, "/none", "x" * 300, "", "/dev/shm", run / "flight_recorder"))
+        owner = rng.choice(("h:1:1", f"{os.uname().nodename}:1:1", ""))
+        directories.node_record(run, 0).write_text(f"{owner} {chosen}\n")
+        path = page_path(pages, 0)
+        path.write_bytes(self.page if rng.random() < 0.5 else changed(self.page, rng))
+        pid = rng.choice((self.bystander, self.bystander, 1, os.getppid()))
+        for field, value in (
+            (Header.pid, pid), (Header.process_start_ticks, procfs.start_ticks(pid)), (Header.heartbeat_ns, 1),
+            (Header.trace_signal, rng.choice((15, 9, 1, 0, 47, 64, 1 << 20))),
+        ):  # fmt: skip
+            patch(path, field, int(value or 0))
+        path.chmod(rng.choice((0o600, 0o600, 0o666)))
+        (pages / "r0.trace").touch()
+        if rng.random() < 0.2:
+            return lambda: _poll_prepared(run, pages)
+        if rng.random() < 0.5:
+            return self._reader(rng, run)
+        arguments = rng.choice(
+            (["dump", "--timeout", "0.2"], ["profile", "--timeout", "0.2"], ["report", "--format", "perfetto"])
+        )
+        return lambda: distdiag([*arguments, str(run)])
+
     def records(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Mutate the small files of a run directory: its pages' directory, who has ended, which launch it belongs to."""
         run = self._copy(folder)
@@ -287,6 +326,22 @@ class Inputs:
             ["compare", str(run), str(self.run)], ["tui", "--once", str(run)], ["tui", "--once", "--json", str(run)],
         ))  # fmt: skip
         return lambda: distdiag(arguments)
+
+
+def patch(path: Path, field: Any, value: int) -> None:
+    """Write a number into the header of a page file."""
+    at = Page.header.offset + field.offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write((value & (1 << 8 * field.size) - 1).to_bytes(field.size, "little"))
+
+
+def _poll_prepared(run: Path, pages: Path) -> None:
+    """Let a monitor write into a directory that somebody else has prepared."""
+    monitor = Monitor(run, pages, node=0, quiet=True, keep_bytes=1 << 30)
+    for _ in range(2):
+        monitor._survive(monitor.tick)
+    monitor.close()
 
 
 def _dump_own(path: Path, run: Path) -> None:
