@@ -29,7 +29,7 @@ def bounded(pattern: str, flags: int = 0) -> re.Pattern[str]:
 
     def limited(m: re.Match[str]) -> str:
         token, more = m[1], m[2]
-        if more is None or _LAST.fullmatch(pattern, m.end()) and token != r"\d" or token == "." and pattern[0] == "^":
+        if more is None or (_LAST.fullmatch(pattern, m.end()) and token != r"\d") or (token == "." and pattern[0] == "^"):
             return m[0]
         return f"{token}{{{int(more == '+')},{REPEATS.get(token, MOST_REPEATS)}}}"
 

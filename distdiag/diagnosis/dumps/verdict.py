@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag.diagnosis.culprit.verdict import judge
 from distdiag import guard
+from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.dumps import culprits as dump_stalls
 from distdiag.diagnosis.dumps.culprits import Blame
 from distdiag.diagnosis.dumps.files import find, likely
