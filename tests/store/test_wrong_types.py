@@ -7,7 +7,6 @@ import itertools
 import math
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,8 @@ def spoil(con: sqlite3.Connection, table: str, column: str, values: tuple[Any, .
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield filled(tmp_path_factory.mktemp("whole") / "run")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return filled(tmp_path_factory.mktemp("whole") / "run")
 
 
 def read_all(run: Path, other: Path) -> None:
@@ -120,7 +119,7 @@ def test_the_views_keep_the_indices(whole: Path) -> None:
     with open_run(whole) as run:
         for sql, kind in (
             ("SELECT max(step) FROM step", "SEARCH step"),
-            ("SELECT min(t_end_s) FROM step WHERE step = 3", "SEARCH step USING PRIMARY KEY (step=?)"),
+            ("SELECT min(t_end_s) FROM step WHERE step = 3", "SEARCH step USING PRIMARY KEY (step=?"),
             (
                 "SELECT rank, step_ms FROM step WHERE step BETWEEN 3 AND 5 ORDER BY step, rank",
                 "SEARCH step USING PRIMARY KEY",
