@@ -12,6 +12,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, need
+from distdiag.streams import json_ascii_controls, say
 
 # format: default file in the run; None: stdout
 FORMATS = {"html": "report.html", "text": None, "perfetto": "trace.json", "json": None}
@@ -32,7 +33,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 
         facts = read_facts(run)
     if format == "json":
-        out.write(msgspec.json.encode(facts) + b"\n")
+        out.write(json_ascii_controls(msgspec.json.encode(facts)).encode() + b"\n")
     elif format == "html":
         import logging
 
@@ -94,8 +95,8 @@ def command(run: str | None, output: str | None, format: str, last_steps: int | 
     path = Path(output) if output is not None else run_dir / str(default)
     with new_file(path, force, own=output is None) as out:
         _write(run_dir, format, out, last_steps)
-    print(path)
-    print(f"open it:  {_how_to_open(path, format)}", file=sys.stderr)
+    say(str(path))
+    say(f"open it:  {_how_to_open(path, format)}", err=True)
     return 0
 
 

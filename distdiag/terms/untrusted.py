@@ -11,7 +11,8 @@ MAX_RANKS = 1 << 17  # the largest jobs published so far have about 100,000 rank
 MAX_INT = 1 << 62  # larger numbers do not fit JSON readers, and Python may refuse to print them
 MAX_TEXT = 4096  # characters of a name, a path or an operation; the longest path of Linux
 
-_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
+# categories of Unicode that no reader prints as they are
+INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
 _MARKS = 2  # combining marks on one character; more of them cover the lines above and below
 _NUMBER = re.compile(r"[0-9]+")
 _TOKEN = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[])([+*])?", re.DOTALL)
@@ -54,7 +55,7 @@ def visible(text: str) -> str:
     for ch in text:
         category = unicodedata.category(ch)
         marks = marks + 1 if category == "Mn" else 0
-        if category in _INVISIBLE or marks > _MARKS:
+        if category in INVISIBLE or marks > _MARKS:
             out.append(ch.encode("unicode_escape", "surrogatepass").decode("ascii"))
         else:
             out.append(ch)

@@ -1,7 +1,9 @@
 """`make fuzz`: damaged and crafted input for every command that reads files, from a seed, for FUZZ_SECONDS.
 
 A case is one input, mutated, and one command on it. Each runs in a forked child, and fails with a traceback, after
-5 s of CPU time (60 s of wall time), with more than 1 GiB, with a change outside the case's folder, or with a signal to a bystander. Failing inputs are kept in FUZZ_DIR. The number of a case and the seed
+5 s of CPU time (60 s of wall time), with more than 1 GiB, with a change outside the case's folder, or with a signal to a bystander.
+Logs also fail if they take longer than their size allows, traces if four times as many events take over nine times as long. Failures in
+the child that reads dumps, logs and traces count. Failing inputs are kept in FUZZ_DIR. The number of a case and the seed
 (and FUZZ_KIND, if given) reproduce it: `FUZZ_SEED=7 FUZZ_CASE=123 make fuzz`. FUZZ_CASES limits the number of cases.
 """
 
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+os.environ["DISTDIAG_RAISE"] = "1"
 
 from distdiag.cli import main as distdiag
 from tests import watch
@@ -111,6 +115,10 @@ def main() -> int:
             inputs.archive,
             inputs.logs,
             inputs.job_log,
+            inputs.pumped_log,
+            inputs.trace,
+            inputs.wrong_types,
+            inputs.wrong_types,
         )
         kinds = tuple(k for k in kinds if k.__name__ == named) if named else kinds
         end = time.monotonic() + seconds

@@ -21,21 +21,27 @@ import msgspec
 
 from distdiag import procfs
 from distdiag.cli import main as distdiag
+from distdiag.diagnosis.logs.patterns import TABLE
 from distdiag.monitor.evidence import ask, native
 from distdiag.monitor.loop import Monitor
 from distdiag.page import directories
 from distdiag.page.layout import Header, Page, page_path
+from distdiag.store.checked import schema
 from tests.diagnosis.recordings import Job, as_json, as_pickle
 from tests.diagnosis.test_logs import counters, fingerprint, raised, table, timeout
 from tests.diagnosis.test_logs import signal as dump_signal
 from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
+from tests.store.test_wrong_types import WRONG, filled, spoil
 
 # what the monitor and the commands write into a run
 LINKS = (
     ".run.db.reserve", ".verdict.stream", "verdict.txt", "monitor.log", "run.db.where", ".node_0.ended", "run.db-wal", "run.db-shm",
     "run.db-journal", "stacks", "flight_recorder", "profile", "nodes", "attempt_1", "report.html", "trace.json", ".jobs", "pages",
 )  # fmt: skip
+LOG_S, LOG_S_PER_MB = 3.0, 2.0  # CPU time of a log: of the command, and for its size
+TRACE_FACTOR, TRACE_S = 9.0, 0.2  # n² would be 16; less is not measured well
+SCREENS = ("ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "profile", "rank")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 31, 1 << 62, 1 << 63, 10**5000, -(10**30), 0.5, float("inf"), float("nan"), "", "\x1b[2J",
     "\ud800", "9" * 5000, "x" * 100_000, "0-99999999999", b"\xff", [], [[]], {}, {"a": []}, [None] * 3, (1, 2),
@@ -121,6 +127,7 @@ class Inputs:
         con.execute("PRAGMA journal_mode = DELETE")
         con.execute("VACUUM")
         con.close()
+        self.filled = filled(folder / "filled")
         a_page(folder / "made", 1)
         self.page = page_path(folder / "made", 1).read_bytes()
         self.node = self._node_state(folder / "other")
@@ -204,6 +211,95 @@ class Inputs:
         data = flip(rng, text.encode("utf-8", "replace"))
         (folder / "job.log").write_bytes(gzip.compress(data) if rng.random() < 0.1 else data)
         return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder / "job.log")])
+
+    def pumped_log(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Write a log of lines that fit a known message at many positions: parts of messages, repeated."""
+        parts = [w for text in JOB_LOGS for w in re.findall(r"\S+ \S+ |\W+|\w+", text)]
+        parts += [p.needle for p in TABLE] + [
+            "1:1 in ",
+            "[distdiag]   where  ",
+            "9" * 40,
+            "a.",
+            "\x1b[",
+            "rank ",
+            "Error: ",
+        ]
+        line = ""
+        for _ in range(rng.choice((1, 2, 4))):
+            line += rng.choice(parts) + "".join(rng.sample(parts, rng.choice((1, 1, 2, 3)))) * rng.choice((1, 30, 3000))
+        text = (line[:100_000].replace("\n", " ") + "\n") * rng.choice((1, 4, 20))
+        (folder / "job.log").write_text(text, errors="replace")
+        limit_s = LOG_S + LOG_S_PER_MB * len(text) / 1e6
+
+        def read() -> None:
+            began = os.times()
+            distdiag(["diagnose", str(folder / "job.log")])
+            took_s = sum(os.times()[:4]) - sum(began[:4])
+            assert took_s < limit_s, f"{len(text) / 1e6:.2f} MB take {took_s:.1f} s"
+
+        return read
+
+    def trace(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Write traces of two ranks with events that overlap, damaged or in two sizes whose times are compared."""
+        names = ("module: m{}", "module: m", "FSDP::all_gather (m{})", "aten::mm", "c10d::allreduce_", "gloo:all_reduce", "gloo:send", "ncclKernel", "autograd::engine::evaluate_function: Mm", "ProfilerStep#{}")  # fmt: skip
+        kinds = [(name, rng.choice(("cpu_op", "user_annotation", "kernel")), rng.choice((1.0, 30.0, 1e6))) for name in rng.sample(names, rng.randrange(2, 7))]  # fmt: skip
+
+        def events(count: int, rank: int) -> list[dict[str, Any]]:
+            return [
+                {"ph": "X", "name": name.format(i), "cat": cat, "tid": i % 2, "ts": 10.0 * i + rank, "dur": span,
+                 "args": {"Seq": i, "Sequence number": i, "Process Group Name": "0", "Collective name": "allreduce"}}
+                for i in range(count) for name, cat, span in kinds
+            ]  # fmt: skip
+
+        def write(to: Path, count: int) -> Path:
+            to.mkdir()
+            for rank in range(2):
+                content: Any = {
+                    "schemaVersion": 1,
+                    "deviceProperties": [],
+                    "traceEvents": events(count, rank),
+                    "distributedInfo": {"rank": rank},
+                }
+                if damaged and rank:
+                    content = somewhere(rng, content)
+                try:
+                    data = json.dumps(content, default=str).encode("utf-8", "replace")
+                except (TypeError, ValueError, RecursionError):  # a value that cannot be encoded
+                    data = b'{"traceEvents": ' + b"[" * 50_000
+                (to / f"rank{rank}.json").write_bytes(flip(rng, data) if damaged and rng.random() < 0.5 else data)
+            return to
+
+        damaged = rng.random() < 0.7
+        if damaged:
+            write(folder / "traces", 50)
+            return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder / "traces")])
+        few, many = write(folder / "few", 200), write(folder / "many", 800)
+
+        def compare() -> None:
+            took = []
+            for traces in (few, many):
+                began = os.times()
+                distdiag(["diagnose", str(traces)])
+                took.append(sum(os.times()[:4]) - sum(began[:4]))
+            assert took[1] < TRACE_FACTOR * max(took[0], TRACE_S), (
+                f"four times as many events: {took[0]:.2f} and {took[1]:.2f} s"
+            )
+
+        return compare
+
+    def wrong_types(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Put wrong types into one or more columns of run.db, of all rows or of some."""
+        run = Path(shutil.copytree(self.filled, folder / "run"))
+        con = sqlite3.connect(run / "run.db")
+        for _ in range(rng.choice((1, 1, 1, 5))):
+            table = rng.choice(list(schema()))
+            values = tuple(rng.sample(WRONG, rng.choice((1, 1, 4, len(WRONG)))))
+            spoil(con, table, rng.choice(list(schema()[table])), values, every=rng.choice((1, 1, 2, 3)))
+        con.close()
+        if rng.random() < 0.3:
+            screen = rng.choice(SCREENS)
+            return lambda: distdiag(["tui", "--once", "--screen", screen, str(run)])
+        return self._reader(rng, run)
 
     def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Damage the page of a living process; `distdiag dump` reads it and asks the process."""

@@ -84,9 +84,9 @@ def test_values_of_another_type_are_not_measured(tmp_path: Path) -> None:
            ('b', '{"kind": "stall", "culprits": [1000000000000]}'), ('c', CAST(x'ff' AS TEXT))""",
     )
     with open_run(path) as run:
-        assert [(r.rank, r.step, r.host) for r in run.ranks() if r.rank] == [(3, None, None)]
+        assert [(r.rank, r.step, r.host) for r in run.ranks() if r.rank] == [(3, None, "")]
         assert [f.t_s for f in run.frames()] == [1.0]
-        assert run.events()[-1].text is None
+        assert run.events() == []  # a row is whole, or it is not there
         report = run.report()
         assert (report.state, report.world_size, report.findings) == ("waiting", None, ())
         assert {g.name: g.ranks for g in run.groups()} == {"g": (), "h": (0, 1)}
