@@ -75,6 +75,8 @@ class OwnFaults:
             out.append(self._new(key, t_s, "device_waits", text, q))
         for key, text, q in self._device.unknown_hosts(snapshot) if snapshot is not None else ():
             out.append(self._new(key, t_s, "device_waits", text, q))
+        for key, text, q in self._device.unknown_operations(snapshot) if snapshot is not None else ():
+            out.append(self._new(key, t_s, "device_waits", text, q))
         for n, f in enumerate(contradicted, 1):
             text = f"proofs that the job has contradicted: {n}; the newest, cleared at {f.cleared_s or t_s:.1f} s: {f.kind}: {f.message}"
             out.append(self._new(f"contradicted/{f.key}", t_s, "contradicted", text))
@@ -127,7 +129,7 @@ class OwnFaults:
                 (
                     f"unsupported/{q}",
                     "unsupported_torch",
-                    f"this torch lacks: {missing}; what depends on it is not recorded",
+                    f"torch {v.facts.get('torch', '?')} lacks what distdiag uses: {missing}; what depends on it is not recorded",
                 )
             )
         return out

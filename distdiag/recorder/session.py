@@ -74,7 +74,7 @@ class Session:
             wrapping.skip_all_of_ours()
             collectives = wrap_collectives.install(recorder)
             flight_recorders.install()
-            process_groups.install(collectives)
+            missing += process_groups.install(collectives)
             after_import(functional.MODULE, lambda: functional.install(collectives, sys.modules[functional.MODULE]))
             self.accounting = hooks.install(recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
@@ -87,9 +87,8 @@ class Session:
                 missing.append("worker server")
             if torch.distributed.is_initialized():
                 process_groups.initialised(collectives)
-        if missing:
-            facts["unsupported"] = ", ".join(missing)
         self.recorder.note(**facts)
+        self.recorder.lacks(missing)
         self._witness()
 
     @guarded

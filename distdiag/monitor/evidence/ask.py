@@ -90,6 +90,7 @@ class FlightRecord:
     completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
     # (group name, send or recv, peer's rank in the group) -> number of incomplete messages
     open_messages: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    hooked: set[str] = field(default_factory=set)  # groups of which all incomplete operations are here, and nothing else
     raw: bytes = b""
 
 
@@ -140,6 +141,8 @@ def flight_record(
         except (OSError, http.client.HTTPException, ValueError):
             continue
         record = record or FlightRecord(taken_s)
+        if "backend=" in handler and completes:  # torch leaves out the entries that are complete
+            record.hooked |= set(data.get("pg_config") or {})
         if data.get("entries"):
             record.raw = raw
             parse(data, record, completes=completes)
