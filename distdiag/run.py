@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder import start_monitor
     from distdiag.recorder.deferred import record_process
 
-    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"])
+    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"], options["tape"])
     record_process(options["run_dir"], options["name"] or module or Path(rest[0]).stem)
     if module is None:
         _run_script(rest)

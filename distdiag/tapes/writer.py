@@ -29,7 +29,7 @@ THINNED = ((0.25, 0.0), (0.5, 2.0), (0.75, 15.0), (0.9, 120.0))
 
 
 class TapeWriter:
-    """One tape. An error of the disk ends it; `failed` has the reason.
+    """One tape. A failure ends the tape and nothing else; `failed` has the reason.
 
     Args:
         earlier: Open findings of this run's killed monitor.
@@ -54,7 +54,7 @@ class TapeWriter:
             self._file = path.open("wb", buffering=0)
             self._file.write(ZLIB)
         except OSError as e:
-            self._fail(e)
+            self._fail(e.strerror or str(e))
         self._write(encoded(head))
 
     def source(self, read: Callable[[str], str | None]) -> Callable[[str], str | None]:
@@ -74,8 +74,14 @@ class TapeWriter:
 
     def take(self, snapshot: Snapshot, diagnosis: Diagnosis, changed: list[Finding], final: bool) -> None:
         """Add a snapshot that the diagnosis has judged."""
-        if self._file is None:
-            return
+        try:
+            self._take(snapshot, diagnosis, changed, final)
+        except Exception as e:
+            if os.environ.get("DISTDIAG_RAISE") == "1":
+                raise
+            self._fail(f"{type(e).__name__}: {e}")
+
+    def _take(self, snapshot: Snapshot, diagnosis: Diagnosis, changed: list[Finding], final: bool) -> None:
         now = tuple((key, r.reported, r.finding.cleared_s is None) for key, r in diagnosis.records.items())
         moment = bool(changed) or now != self._records or diagnosis.suspects()
         self._records = now
@@ -102,17 +108,16 @@ class TapeWriter:
             return
         data = self._compress.compress(data) + self._compress.flush(zlib.Z_SYNC_FLUSH)
         if self._written + len(data) > self._max:
-            self._close()
-            self.failed = f"the tape is full ({self._max >> 20} MiB)"
+            self._fail(f"it is full ({self._max / 2**20:.0f} MiB)")
             return
         try:
             self._file.write(data)
             self._written += len(data)
         except OSError as e:
-            self._fail(e)
+            self._fail(e.strerror or str(e))
 
-    def _fail(self, error: OSError) -> None:
-        self.failed = f"no tape is written: {error.strerror or error}"
+    def _fail(self, reason: str) -> None:
+        self.failed = f"no tape is written: {reason}"
         self._close()
 
     def _close(self) -> None:

@@ -338,12 +338,14 @@ def _replay(
     """Judge one tape, or those of a folder."""
     import msgspec
 
+    from distdiag.tapes import tape
+    from distdiag.terms.untrusted import visible
     from tests.faults import ablation, replay
 
     if where.is_file():
-        tape = replay.read_tape(where)
-        for text in (*(replay.why(tape) if why else ()), *map(str, replay.judge(tape).answers)):
-            print(text)
+        verdict = tape.judge_file(where, every_poll=why)
+        for text in (*replay.why(verdict), *map(str, verdict.answers)):
+            print(visible(text))
         return int(ExitCode.OK)
     folder = manifest.parent / "tapes" if where == Path() else where
     paths = replay.tapes(folder, {job.name for job in chosen}, backend)
