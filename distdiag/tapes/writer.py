@@ -6,6 +6,7 @@ The newest snapshots are held back for a moment. All of those around a change of
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,11 @@ NAME = "run.tape"
 ON = "DISTDIAG_TAPE"  # 1: write a tape; a number of bytes: its largest size
 MAX_TAPE = 8 << 20  # bytes
 BEFORE_S, AFTER_S = 5.0, 5.0  # around a change of a finding every snapshot is kept
+MOST_HELD = 1280  # states of ranks in the snapshots that are held back: each takes some tens of KiB
+MOST_CPU = (
+    0.02,
+    0.1,
+)  # share of one core that the tape may take, calm and around a change: 1,024 ranks take a second a snapshot
 # (share of the largest size that is used, seconds between two snapshots that are kept when nothing changes)
 THINNED = ((0.25, 0.0), (0.5, 2.0), (0.75, 15.0), (0.9, 120.0))
 
@@ -44,6 +50,7 @@ class TapeWriter:
         self._held: deque[Frame] = deque()  # newest last; `change` is the snapshot itself
         self._dense_until_s = float("-inf")
         self._records: tuple = ()
+        self._cost_s = 0.0  # of the newest snapshot on the tape
         self._sources: set[str] = set()
         self._file: IO[bytes] | None = None
         head = Head(stamp=stamp(), version=distdiag.__version__, earlier=earlier)
@@ -89,19 +96,24 @@ class TapeWriter:
             self._dense_until_s = snapshot.t_s + AFTER_S
         self._held.append(Frame(change=snapshot, final=final, answers=len(changed)))
         dense = snapshot.t_s <= self._dense_until_s or final
-        while self._held and (dense or snapshot.t_s - self._held[0].change.t_s > BEFORE_S):
+        many = len(self._held) * len(snapshot.ranks) > MOST_HELD
+        while self._held and (dense or many or snapshot.t_s - self._held[0].change.t_s > BEFORE_S):
             frame = self._held.popleft()
-            if dense or frame.change.t_s - self._last.t_s >= self._interval_s():
+            since_s = frame.change.t_s - self._last.t_s
+            if frame.answers or frame.final or since_s >= (self._cost_s / MOST_CPU[1] if dense else self._calm_s()):
                 self._write_frame(frame)
 
-    def _interval_s(self) -> float:
-        return next((s for share, s in THINNED if self._written < share * self._max), float("inf"))
+    def _calm_s(self) -> float:
+        """Return the seconds between two snapshots that are kept while no finding changes."""
+        thinned_s = next((s for share, s in THINNED if self._written < share * self._max), float("inf"))
+        return max(thinned_s, self._cost_s / MOST_CPU[0])
 
     def _write_frame(self, frame: Frame) -> None:
-        snapshot = frame.change
+        snapshot, began_s = frame.change, time.thread_time()
         data = encoded(Frame(change=difference(self._last, snapshot), final=frame.final, answers=frame.answers))
         self._last = snapshot
         self._write(data)
+        self._cost_s = time.thread_time() - began_s
 
     def _write(self, data: bytes) -> None:
         if self._file is None:

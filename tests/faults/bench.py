@@ -307,11 +307,12 @@ def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, st
     """Run one job and keep its tape, and the `whole/` one before it was made small: under `wrong/` if the live verdict was wrong, or a replay differs from it."""
     from distdiag.tapes import writer
     from tests.faults import record, scorecard
+    from tests.faults.collection import interrupted
 
     made: list[tuple[object, bool]] = []
     ended = lambda run, work: made.append(record.finish(job, folder, backend, run, work))  # noqa: E731
     result = scorecard.run_job(job, folder, keep, environment | {writer.ON: str(64 << 20)}, ended)
-    if not made:
+    if not made or interrupted.is_set():
         return result
     ((tape, same),) = made
     if not same and result.problem is None:
