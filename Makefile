@@ -19,7 +19,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format wheel-check fuzz survival gpu-check realcode pictures bench clean
+.PHONY: help venv demo test replay check format wheel-check fuzz survival gpu-check realcode pictures bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,9 @@ demo: venv ## train two ranks on this machine, recorded; ends with the verdict a
 
 test: venv ## the whole test suite (ARGS='…' goes to pytest)
 	@$(PY) -m pytest -q -n $(WORKERS) $(ARGS)
+
+replay: venv ## the verdict on every tape of the fault collection (also part of `make test`)
+	@$(PY) -m pytest -q -n $(WORKERS) tests/faults/test_replay.py
 
 check: venv ## lint, format, types, layering
 	@$(RUFF) check --quiet . && echo "lint: ok"

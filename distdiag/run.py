@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder import run_claim, start_monitor
     from distdiag.recorder.deferred import record_process
 
-    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"])
+    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"], options["tape"])
     if options["share"]:
         run_claim.share = True
     record_process(options["run_dir"], options["name"] or module or Path(rest[0]).stem)

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+NOTICED_S, GRACE_S = 0.1, 30.0  # torchrun's: between two looks at the ranks, and between SIGTERM and SIGKILL
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -186,12 +187,17 @@ def _fork_ranks(number: int) -> int | None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             return None
         ranks.add(pid)
-    code = 0
+    code, kill_at = 0, float("inf")
     while ranks:
-        pid, status = os.wait()
-        ranks.remove(pid)
-        if status and not code:  # as torchrun does: the first failure ends the others
-            code = 1
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(NOTICED_S)
+        ranks.discard(pid)
+        if pid and status and not code:  # as torchrun does: the first failure ends the others
+            code, kill_at = 1, time.monotonic() + GRACE_S
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+        if time.monotonic() > kill_at:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
     return code

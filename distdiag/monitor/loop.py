@@ -36,7 +36,7 @@ from distdiag.store import rundir
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
-from distdiag.tapes import writer as tape_writer
+from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 TICK_S = 0.25
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
@@ -62,6 +62,7 @@ class Monitor:
         keep_bytes: int,
         overflow: Path | None = None,
         priority: Priority | None = None,
+        tape: bool = False,
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -73,8 +74,8 @@ class Monitor:
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
-        size = tape_writer.wanted_bytes()
-        self.tape = tape_writer.TapeWriter(run_dir, size, earlier=earlier) if size else None
+        size = MAX_TAPE if tape else wanted_bytes()
+        self.tape = TapeWriter(run_dir, size, earlier) if size else None
         source = self.tape.source(_source) if self.tape else _source
         self.diagnosis = Diagnosis(source=source, without=frozenset(without.split(",")) - {""})
         for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold
@@ -238,6 +239,9 @@ class Monitor:
         changed = self.diagnosis.update(snapshot, final=over)
         if self.tape is not None:
             self.tape.take(snapshot, self.diagnosis, changed, final=over)
+            if self.tape.failed is not None:
+                self.writer.event(snapshot.t_s, "monitor", "warning", self.tape.failed)
+                self.tape = None
         return changed
 
     def snapshot(self, now_s: float) -> Snapshot:

@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 
+from distdiag.diagnosis.dumps import guard
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.errors import DistdiagError
 from distdiag.tapes.delta import apply, difference, schema
+from distdiag.terms.untrusted import MAX_RANKS
 
 ZLIB, LZMA = b"distdiag-tape 1 zlib\n", b"distdiag-tape 1 lzma\n"
 LENGTH = struct.Struct("<I")
@@ -154,6 +156,24 @@ def judge(tape: Tape, without: Sequence[str] = (), every_poll: bool = False) -> 
     return Verdict(tuple(diagnosis.findings), tuple(diagnosis.failures), tuple(polls))
 
 
+def judge_file(path: Path, every_poll: bool = False) -> Verdict:
+    """Read and judge a tape that may come from anybody, in a process with limits.
+
+    Raises:
+        DistdiagError: it cannot be read, or judging it failed.
+    """
+    read_tape(path)
+
+    def work(announce: guard.Announce) -> bytes:
+        announce("judge it", path.stat().st_size * 64)
+        return _ENCODER.encode(judge(read_tape(path), every_poll=every_poll))
+
+    try:
+        return msgspec.msgpack.decode(guard.run(work), type=Verdict)
+    except guard.Died as e:
+        raise DistdiagError(f"{path} cannot be judged: {e.reason}", _HINT) from e
+
+
 @cache
 def stamp() -> str:
     """Return the hash of the snapshot's types."""
@@ -215,8 +235,18 @@ def from_bytes(data: bytes) -> Tape:
                 raise ValueError("too many snapshots")
             moments += [len(snapshots)] * bool(item.answers)
             final = item.final
-            snapshots.append(apply(Snapshot, snapshots[-1] if snapshots else EMPTY, item.change))
+            snapshots.append(_checked(apply(Snapshot, snapshots[-1] if snapshots else EMPTY, item.change)))
     return Tape(head=head, snapshots=tuple(snapshots), sources=sources, final=final, moments=tuple(moments))
+
+
+def _checked(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot if its ranks are numbers of ranks: rules count up to `world_size`."""
+    ranks = [*snapshot.ranks, *(r for group in snapshot.groups.values() for r in group.ranks)]
+    if not 0 <= snapshot.world_size <= MAX_RANKS or not all(0 <= r < MAX_RANKS for r in ranks):
+        raise ValueError("ranks out of range")
+    if any(rank != state.rank for rank, state in snapshot.ranks.items()):
+        raise ValueError("a rank under another number")
+    return snapshot
 
 
 def _decompressed(data: bytes) -> bytes:

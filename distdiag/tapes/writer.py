@@ -6,6 +6,7 @@ The newest snapshots are held back for a moment. All of those around a change of
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -24,12 +25,17 @@ NAME = "run.tape"
 ON = "DISTDIAG_TAPE"  # 1: write a tape; a number of bytes: its largest size
 MAX_TAPE = 8 << 20  # bytes
 BEFORE_S, AFTER_S = 5.0, 5.0  # around a change of a finding every snapshot is kept
+MOST_HELD = 1280  # states of ranks in the snapshots that are held back: each takes some tens of KiB
+MOST_CPU = (
+    0.02,
+    0.1,
+)  # share of one core that the tape may take, calm and around a change: 1,024 ranks take a second a snapshot
 # (share of the largest size that is used, seconds between two snapshots that are kept when nothing changes)
 THINNED = ((0.25, 0.0), (0.5, 2.0), (0.75, 15.0), (0.9, 120.0))
 
 
 class TapeWriter:
-    """One tape. An error of the disk ends it; `failed` has the reason.
+    """One tape. A failure ends the tape and nothing else; `failed` has the reason.
 
     Args:
         earlier: Open findings of this run's killed monitor.
@@ -44,6 +50,7 @@ class TapeWriter:
         self._held: deque[Frame] = deque()  # newest last; `change` is the snapshot itself
         self._dense_until_s = float("-inf")
         self._records: tuple = ()
+        self._cost_s = 0.0  # of the newest snapshot on the tape
         self._sources: set[str] = set()
         self._file: IO[bytes] | None = None
         head = Head(stamp=stamp(), version=distdiag.__version__, earlier=earlier)
@@ -54,7 +61,7 @@ class TapeWriter:
             self._file = path.open("wb", buffering=0)
             self._file.write(ZLIB)
         except OSError as e:
-            self._fail(e)
+            self._fail(e.strerror or str(e))
         self._write(encoded(head))
 
     def source(self, read: Callable[[str], str | None]) -> Callable[[str], str | None]:
@@ -74,8 +81,14 @@ class TapeWriter:
 
     def take(self, snapshot: Snapshot, diagnosis: Diagnosis, changed: list[Finding], final: bool) -> None:
         """Add a snapshot that the diagnosis has judged."""
-        if self._file is None:
-            return
+        try:
+            self._take(snapshot, diagnosis, changed, final)
+        except Exception as e:
+            if os.environ.get("DISTDIAG_RAISE") == "1":
+                raise
+            self._fail(f"{type(e).__name__}: {e}")
+
+    def _take(self, snapshot: Snapshot, diagnosis: Diagnosis, changed: list[Finding], final: bool) -> None:
         now = tuple((key, r.reported, r.finding.cleared_s is None) for key, r in diagnosis.records.items())
         moment = bool(changed) or now != self._records or diagnosis.suspects()
         self._records = now
@@ -83,36 +96,40 @@ class TapeWriter:
             self._dense_until_s = snapshot.t_s + AFTER_S
         self._held.append(Frame(change=snapshot, final=final, answers=len(changed)))
         dense = snapshot.t_s <= self._dense_until_s or final
-        while self._held and (dense or snapshot.t_s - self._held[0].change.t_s > BEFORE_S):
+        many = len(self._held) * len(snapshot.ranks) > MOST_HELD
+        while self._held and (dense or many or snapshot.t_s - self._held[0].change.t_s > BEFORE_S):
             frame = self._held.popleft()
-            if dense or frame.change.t_s - self._last.t_s >= self._interval_s():
+            since_s = frame.change.t_s - self._last.t_s
+            if frame.answers or frame.final or since_s >= (self._cost_s / MOST_CPU[1] if dense else self._calm_s()):
                 self._write_frame(frame)
 
-    def _interval_s(self) -> float:
-        return next((s for share, s in THINNED if self._written < share * self._max), float("inf"))
+    def _calm_s(self) -> float:
+        """Return the seconds between two snapshots that are kept while no finding changes."""
+        thinned_s = next((s for share, s in THINNED if self._written < share * self._max), float("inf"))
+        return max(thinned_s, self._cost_s / MOST_CPU[0])
 
     def _write_frame(self, frame: Frame) -> None:
-        snapshot = frame.change
+        snapshot, began_s = frame.change, time.thread_time()
         data = encoded(Frame(change=difference(self._last, snapshot), final=frame.final, answers=frame.answers))
         self._last = snapshot
         self._write(data)
+        self._cost_s = time.thread_time() - began_s
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return
         data = self._compress.compress(data) + self._compress.flush(zlib.Z_SYNC_FLUSH)
         if self._written + len(data) > self._max:
-            self._close()
-            self.failed = f"the tape is full ({self._max >> 20} MiB)"
+            self._fail(f"it is full ({self._max / 2**20:.0f} MiB)")
             return
         try:
             self._file.write(data)
             self._written += len(data)
         except OSError as e:
-            self._fail(e)
+            self._fail(e.strerror or str(e))
 
-    def _fail(self, error: OSError) -> None:
-        self.failed = f"no tape is written: {error.strerror or error}"
+    def _fail(self, reason: str) -> None:
+        self.failed = f"no tape is written: {reason}"
         self._close()
 
     def _close(self) -> None:

@@ -304,20 +304,20 @@ def _recorded(folder: Path, job: Job, backend: str | None, jobs: Path) -> bool:
 
 
 def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, str], to: Path, backend: str) -> Score:
-    """Run one job and keep its tape, and the `whole/` one before it was made small: under `wrong/` if the live verdict was wrong, or a replay differs from it."""
+    """Run one job and keep its tape, small and `whole/`; in `wrong/` if its verdict was wrong, or that of a replay differs from it."""
     from distdiag.tapes import writer
     from tests.faults import record, scorecard
+    from tests.faults.collection import interrupted
 
     made: list[tuple[object, bool]] = []
     ended = lambda run, work: made.append(record.finish(job, folder, backend, run, work))  # noqa: E731
     result = scorecard.run_job(job, folder, keep, environment | {writer.ON: str(64 << 20)}, ended)
-    if not made:
+    if not made or interrupted.is_set():
         return result
     ((tape, same),) = made
     if not same and result.problem is None:
         result.problem = "a replay of the tape has other findings than the live run"
-    right = result.right and result.lines_right == result.lines_expected
-    to = to if right else to / "wrong"
+    to = to if result.right else to / "wrong"
     record.write(record.tape_path(to / "whole", job, backend), tape)
     tape = record.small(tape)
     size = record.write(record.tape_path(to, job, backend), tape)
@@ -338,12 +338,14 @@ def _replay(
     """Judge one tape, or those of a folder."""
     import msgspec
 
+    from distdiag.tapes import tape
+    from distdiag.terms.untrusted import visible
     from tests.faults import ablation, replay
 
     if where.is_file():
-        tape = replay.read_tape(where)
-        for text in (*(replay.why(tape) if why else ()), *map(str, replay.judge(tape).answers)):
-            print(text)
+        verdict = tape.judge_file(where, every_poll=why)
+        for text in (*replay.why(verdict), *map(str, verdict.answers)):
+            print(visible(text))
         return int(ExitCode.OK)
     folder = manifest.parent / "tapes" if where == Path() else where
     paths = replay.tapes(folder, {job.name for job in chosen}, backend)

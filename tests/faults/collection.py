@@ -188,8 +188,7 @@ def start(
 ) -> subprocess.Popen[bytes] | Launcher:
     """Start the launcher of a job in a new session.
 
-    A recorded job is forked from a process that has imported torch (tests/launchers.py): with its ranks if torchrun's only part is to
-    start them, so not if a rank fails.
+    The ranks of a recorded job are forked from a process that has imported torch, see tests/launchers.py.
     """
     if run_dir is None or job.launch == "python":
         return subprocess.Popen(
@@ -197,11 +196,9 @@ def start(
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     program = ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]
-    ranks = 0 if job.plain_outcome.type == "crash" else job.nproc
-    arguments = program if ranks else ["--standalone", "--nproc-per-node", str(job.nproc), *program]
     log = Path(out.name)
     with _forking:
-        return Launcher(arguments, workdir, env, log, log, forked_ranks=ranks)
+        return Launcher(program, workdir, env, log, log, forked_ranks=job.nproc)
 
 
 class Running:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from distdiag.errors import DistdiagError
-from distdiag.tapes.tape import Answer, Tape, Verdict, judge, read_tape
+from distdiag.tapes.tape import Answer, Verdict, judge, read_tape
 from tests.faults.collection import Job, load
 from tests.faults.record import ANYWHERE, FOLDER, SUFFIX, TAPES, job_hash
 from tests.faults.scorecard import Observed, Score, score
@@ -132,9 +132,8 @@ def spread(work: Callable[[Any], _T], given: Sequence[Any], parallel: int) -> It
         yield from pool.map(work, given, chunksize=4)
 
 
-def why(tape: Tape) -> Iterator[str]:
+def why(verdict: Verdict) -> Iterator[str]:
     """Yield what each snapshot changed, and what could not be judged at the end."""
-    verdict: Verdict = judge(tape, every_poll=True)
     state = ""
     for poll in verdict.polls:
         if poll.state != state:
