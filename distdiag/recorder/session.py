@@ -19,7 +19,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from distdiag import files, procfs
 from distdiag.page import directories, profile_files
@@ -29,12 +29,9 @@ from distdiag.recorder import relayed_exceptions, run_claim, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
-from distdiag.recorder.handle import Handle
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns
 from distdiag.terms import secrets
-
-T = TypeVar("T")
 
 
 class Session:
@@ -333,15 +330,7 @@ def _in_child(session: Session) -> None:
     atexit.unregister(session.close)
 
 
-def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
-    """See `distdiag.attach`."""
-    if current is not None:
-        return Handle(current)
-    rank, world, local = _from_environment()
-    return Handle(start(run_dir, name, rank, world, local))
-
-
-def _from_environment() -> tuple[int, int, int]:
+def from_environment() -> tuple[int, int, int]:
     """Return (rank, world_size, local_rank) as set by torchrun, srun, mpirun or the initialised process group; else 0, 1, 0."""
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)

@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import distdiag
 from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.recorder.descriptors import KeptFile
@@ -137,7 +136,7 @@ def monitor_runs(pages: Path) -> bool:
 
 
 def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, quiet: bool) -> None:
-    package_root = str(Path(distdiag.__file__).resolve().parents[1])
+    package_root = str(Path(__file__).resolve().parents[2])
     env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
     command = [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks import environment
 from distdiag.probekit.verdict.result import Result, Verdict, worst
 from distdiag.streams import say, say_json, tolerate
@@ -62,7 +63,7 @@ def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
     """Print the error on rank 0; a timeout on every rank, because rank 0 may be missing."""
     first = place is None or place.rank == 0
     if as_json and first:
-        from distdiag.probekit.command.rendering import error_json
+        from distdiag.probekit.verdict.result import error_json
 
         say_json(error_json(e), flush=True)
     if first or e.kind == "timeout":
@@ -148,13 +149,14 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     if place is None:
         # torch is imported only now, after the options were checked
         gpus = _gpu_count()
-        probe = None if whole else catalog.load(options.name)
+        probe = None if whole else load_probe(options.name)
         # on one rank `all` has no collectives: only on request
         fewest = probe.min_ranks if probe else min(2, options.nproc or 2)
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
             probe.check(options)
-            return probe.launch(options, nproc, gpus, deadline_s)
+            if (results := probe.launch(options, gpus, deadline_s)) is not None:
+                return results
         from distdiag.probekit.ranks.launch import launch
 
         return launch(options, nproc, deadline_s)
@@ -169,7 +171,7 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     if not options.device:
         options.device = "cuda" if gpus >= place.local_world_size and gpus > 0 else "cpu"
     check_backend(options, gpus)
-    probe = None if whole else catalog.load(options.name)
+    probe = None if whole else load_probe(options.name)
     check_ranks(options, place.world_size, probe.min_ranks if probe else 1)
     if probe is not None:
         probe.check(options)
@@ -189,7 +191,7 @@ def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
         raise DistdiagError(
             f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
         )
-    probe = catalog.load(options.name)
+    probe = load_probe(options.name)
     probe.check(options)
     return probe.on_paper(options)
 

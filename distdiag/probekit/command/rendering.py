@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options
-from distdiag.probekit.measure.probe import Table
+from distdiag.probekit.measure.probe import Table, load_probe
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
 from distdiag.streams import say, say_json
@@ -91,13 +91,6 @@ def as_json(results: list[Result], options: Options) -> dict[str, object]:
     }
 
 
-def error_json(error: DistdiagError) -> str:
-    """Return the contract's object for an error."""
-    return json.dumps(
-        {"schema": SCHEMA, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}, indent=2
-    )
-
-
 def _colour(text: str, code: str) -> str:
     wanted = bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     return f"\033[{code}m{text}\033[0m" if wanted else text
@@ -105,7 +98,7 @@ def _colour(text: str, code: str) -> str:
 
 def as_table(result: Result, options: Options) -> str:
     """Return the verdict, then the reasons, then the figures."""
-    probe = catalog.load(result.probe)
+    probe = load_probe(result.probe)
     lines = [f"{_colour(result.verdict.value, _COLOURS[result.verdict])}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
     ranks = f"{result.world_size} rank{'s' if result.world_size > 1 else ''}"
@@ -142,7 +135,7 @@ def as_summary(results: list[Result], options: Options) -> str:
     for r in results:
         possible = not r.reasons or not r.reasons[0].startswith("not possible here")
         word = r.verdict.value if possible else "–"
-        summary = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
+        summary = load_probe(r.probe).headline(r) if r.rows and possible else r.reasons[0]
         lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {summary}")
         if r.verdict is not Verdict.PASS:
             # the noise is already reported above
@@ -168,7 +161,7 @@ def as_csv(results: list[Result]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for result in results:
-        table = catalog.load(result.probe).table(result, ascii_only=True)
+        table = load_probe(result.probe).table(result, ascii_only=True)
         writer.writerow(["probe", "verdict", *table.headers])
         for row in table.rows:
             writer.writerow([result.probe, result.verdict.value, *(cell.replace(",", "") for cell in row)])

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command import catalog
 from distdiag.probekit.in_job import running_job
 from distdiag.probekit.measure.collective import Collective
 from distdiag.probekit.measure.patterns import Pattern, wrong_elements
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.measure.torch_names import all_gather_single
 from distdiag.probekit.ranks.clock import clock_identity, clock_ns
 from distdiag.probekit.verdict.collective_result import LATE_SHARE, LATE_US
@@ -81,7 +81,7 @@ class InTrainingProbe:
         self._run_dir = Path(run_dir) if run_dir else Path(p) if (p := os.environ.get("DISTDIAG_RUN_DIR")) else None
         self._database: Path | None = None
         self._started_unix_s = 0.0
-        self._probes = [p for n in names if isinstance(p := catalog.load(n), Collective)]
+        self._probes = [p for n in names if isinstance(p := load_probe(n), Collective)]
         self._same_clock = self._all_on_one_clock()
         self._wrong: dict[str, list[WrongValues]] = {}
         began = time.monotonic()

@@ -348,7 +348,7 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
         store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
         return
     if place.rank == 0 and options.output_format == "json":
-        from distdiag.probekit.command.rendering import error_json
+        from distdiag.probekit.verdict.result import error_json
 
         say_json(error_json(error), flush=True)
     say(f"distdiag: error: {error.message}\nhint: {error.hint}", err=True, flush=True)

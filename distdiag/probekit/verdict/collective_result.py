@@ -17,7 +17,6 @@ from distdiag.terms.statistics import Samples, bootstrap_medians, find_modes, fi
 from distdiag.terms.units import message_size, time_text
 
 if TYPE_CHECKING:
-    from distdiag.probekit.measure.collective import Collective
     from distdiag.probekit.ranks.job import Job
 
 LATE_SHARE = 0.8  # a late rank is last in this share of the iterations
@@ -29,22 +28,23 @@ DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucke
 
 
 def build(
-    probe: Collective,
+    name: str,
+    op: str,
     job: Job,
     measured: list[tuple[int, Stamped, list[WrongValues]]],
     ceilings: dict[str, float | None],
     skipped: list[int],
 ) -> Result:
     """Return the judged result on rank 0."""
-    result = new_result(job, probe.name)
+    result = new_result(job, name)
     result.ceilings = dict(ceilings)
     medians: list[Samples] = []
     for size, stamped, wrong in measured:
-        row, replicates, block_medians = make_row(probe.op, size, stamped, wrong, job)
+        row, replicates, block_medians = make_row(op, size, stamped, wrong, job)
         result.rows.append(row)
         medians.append(replicates)
         result.measures.append(Measure(str(size), "us", block_medians))
-    if moves_bytes(probe.op):
+    if moves_bytes(op):
         fit = fit_latency_bandwidth([r.bytes for r in result.rows], medians)
         result.fit = asdict(fit) if fit else None
     result.host_noise = total_noise([s for _, s, _ in measured], result.rows)
