@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.dumps import guard
+from distdiag import guard
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
