@@ -131,8 +131,8 @@ def main() -> int:
             wrong = run_case(make(rng, folder), Path(d) / "log")
             if changed := watch.differing(untouched, watch.tree(inputs.outside)):
                 wrong, untouched = f"changes {min(changed)}", watch.tree(inputs.outside)
+            assert bystander.stdout is not None
             if select.select([bystander.stdout], [], [], 0)[0]:
-                assert bystander.stdout is not None
                 wrong = f"signal {bystander.stdout.readline().strip()} to a bystander"
             counts[make.__name__] = counts.get(make.__name__, 0) + 1
             if wrong:
