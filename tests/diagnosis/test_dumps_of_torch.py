@@ -51,7 +51,7 @@ def test_a_rank_that_left_out_a_collective_is_the_culprit(tmp_path: Path, dumps:
     assert "timeout" not in found.message
 
 
-@pytest.mark.parametrize("situation, cause", [("order", "op"), ("size", "shape")])
+@pytest.mark.parametrize(("situation", "cause"), [("order", "op"), ("size", "shape")])
 def test_incompatible_calls_are_a_mismatch(
     tmp_path: Path, dumps: tuple[str, golden.Dumps], situation: str, cause: str
 ) -> None:
