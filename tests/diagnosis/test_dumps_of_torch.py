@@ -110,6 +110,22 @@ def test_without_completions_incompatible_calls_are_a_mismatch(tmp_path: Path) -
     assert (found.kind, found.cause, found.culprits) == ("mismatch", "op", (2,))
 
 
+def test_what_a_dump_cannot_show_is_a_note(tmp_path: Path) -> None:
+    job = _trained()
+    job.issue(0, "recv 0<-?", "0", done=False)
+    write(tmp_path / "anybody", job)
+    (note,) = diagnose_dumps(tmp_path / "anybody").notes
+    assert note == "rank 0 may wait for a message from any rank: the sender is not recorded"
+    batch = Job(2, backend="nccl2")
+    batch.collective()
+    batch.message(0, 1)
+    write(tmp_path / "batch", batch)
+    (note,) = diagnose_dumps(tmp_path / "batch").notes
+    assert "as completed when they are issued: whether those of ranks 0, 1 have arrived is not known" in note
+    (tmp_path / "plain").mkdir()
+    assert any("reports no completion" in note for note in _issued_only(tmp_path / "plain", _trained()).notes)
+
+
 def _shape(dump: dict[str, Any]) -> tuple[Any, ...]:
     entries = [(e["profiling_name"], e["state"], e["retired"], *sorted(e)) for e in dump["entries"]]
     return sorted(dump), sorted(map(str, dump["pg_config"].values())), entries
