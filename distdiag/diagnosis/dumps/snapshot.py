@@ -14,9 +14,19 @@ from distdiag.diagnosis.dumps import late_ranks
 from distdiag.diagnosis.dumps import messages as dump_messages
 from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.dump_times import note_times
-from distdiag.diagnosis.dumps.entries import Scan, backend_of, by_hook, call_of, ns, user_site
+from distdiag.diagnosis.dumps.entries import (
+    Scan,
+    backend_of,
+    by_hook,
+    call_of,
+    completed,
+    ns,
+    retired_when_issued,
+    user_site,
+)
 from distdiag.diagnosis.dumps.groups import Groups
 from distdiag.diagnosis.dumps.load_report import LoadReport
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
@@ -57,6 +67,7 @@ class SnapshotBuilder(Groups):
                 if g not in self.positions[rank] and g not in with_messages and issued > 0:
                     self.positions[rank][g] = (issued, max(done, 0))
         uncounted = self._uncounted()
+        self.report.notes += self._not_visible(uncounted)
         floor: dict[str, int] = {}
         for where in self.positions.values():
             for g, (issued, done) in where.items():
@@ -95,6 +106,28 @@ class SnapshotBuilder(Groups):
         t = max((*self.report.newest_s.values(), 0.0))
         found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
         return _with_open_conflicts(found, uncounted)
+
+    def _not_visible(self, uncounted: dict[str, int]) -> list[str]:
+        """Return what these dumps cannot show, one line each."""
+        notes = [
+            f"the backend of group {self.groups[g].description or g} reports no completion: judged by what each rank issued"
+            for g in sorted(uncounted)
+        ]
+        of_anybody, batches = set(), set()
+        for rank, mine in self.messages.items():
+            for _, e, scan in mine:
+                if e["profiling_name"].endswith("<-?") and not completed(e) and not retired_when_issued(e):
+                    of_anybody.add(rank)
+                if scan.backend == "nccl2" and e["state"] == "completed":
+                    batches.add(rank)
+        if of_anybody:
+            notes.append(f"{rank_list(of_anybody)} may wait for a message from any rank: the sender is not recorded")
+        if batches:
+            notes.append(
+                f"nccl2 records messages of batch_isend_irecv as completed when they are issued: whether those of "
+                f"{rank_list(batches)} have arrived is not known"
+            )
+        return notes
 
     def _uncounted(self) -> dict[str, int]:
         """Return groups whose completions are not reported, with the newest collective that all members have issued.

@@ -77,7 +77,7 @@ def install(dist: Any) -> None:
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 
     _switch_off_gloos_recorder(c10d)
-    nccl2 = _is_nccl2(dist)
+    nccl2 = False  # chosen with the first group: forked ranks have their environment after this import
     nothing = b'{"version": "2.10", "pg_config": {}, "pg_status": {}}'
     c10d._dump_nccl_trace_json = lambda *_, **__: nothing
     eager = os.environ.get("STANDIN_EAGER") == "1"
@@ -103,15 +103,17 @@ def install(dist: Any) -> None:
             out.eager_connect_single_device(torch.device("cpu"))
         return out
 
-    if not nccl2 and hasattr(dist, "_FR_SELF_RECORDING_BACKENDS"):
-        dist._FR_SELF_RECORDING_BACKENDS.add(NAME)
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     original = dist._new_process_group_helper
 
     def _new_process_group_helper(
         group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        nonlocal eager
+        nonlocal eager, nccl2
+        if not loaded:
+            nccl2 = _is_nccl2(dist)
+            if not nccl2 and hasattr(dist, "_FR_SELF_RECORDING_BACKENDS"):
+                dist._FR_SELF_RECORDING_BACKENDS.add(NAME)
         named = str(backend or "").lower()
         # the job's groups; a further group that requests gloo gets it, as it would next to NCCL
         if named in _REPLACED - {"gloo"} or "nccl" in named or (named == "gloo" and not global_ranks_in_group):
