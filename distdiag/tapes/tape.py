@@ -169,7 +169,7 @@ def judge_file(path: Path, every_poll: bool = False) -> Verdict:
         return _ENCODER.encode(judge(read_tape(path), every_poll=every_poll))
 
     try:
-        return msgspec.msgpack.decode(guard.run(work), type=Verdict)
+        return msgspec.msgpack.decode(guard.run(work, guard.Limits()), type=Verdict)
     except guard.Died as e:
         raise DistdiagError(f"{path} cannot be judged: {e.reason}", _HINT) from e
 
