@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.callers import function_key
@@ -68,10 +67,10 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Pat
     common = 0
     while common < min(len(a), len(b)) and a[common] == b[common]:
         common += 1
-    together = (
-        common < min(len(a), len(b)) and function_key(a[common], source) == function_key(b[common], source)
-    )
-    both = [[_guards(stack, i, source, together and i == common) for i in range(common, len(stack))] for stack in (a, b)]
+    together = common < min(len(a), len(b)) and function_key(a[common], source) == function_key(b[common], source)
+    both = [
+        [_guards(stack, i, source, together and i == common) for i in range(common, len(stack))] for stack in (a, b)
+    ]
     keys = [{p.guard.key: p.guard.upto for p in frames[0]} if together else {} for frames in both]
     differ = [
         [p for frame in frames for p in frame if not p.shared or other.get(p.guard.key, -1) < p.guard.upto]
@@ -79,7 +78,7 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Pat
     ]
     shared = [p for p in both[1][0] if p.guard.key in keys[0]] if together else []
     later = together and a[common].line > b[common].line
-    return _Paths(*differ, shared, frozenset(keys[0]), frozenset(keys[1]), later)
+    return _Paths(differ[0], differ[1], shared, frozenset(keys[0]), frozenset(keys[1]), later)
 
 
 def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> list[_Placed]:
@@ -90,8 +89,13 @@ def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> lis
 
 def _evaluated(own: list[_Placed], source: Source) -> list[_Placed]:
     """Return the guards up to the first branch for some ranks only: the other ranks never evaluate those inside it."""
-    on_rank = (i for i, p in enumerate(own) if p.guard.kind is Kind.HOLDS and _reads_rank(p, source))
+    on_rank = (i for i, p in enumerate(own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
     return own[: next(on_rank, len(own)) + 1]
+
+
+def _keeps_to_some(guard: Guard) -> bool:
+    """True for a branch that another rank may not need: the other branch calls nothing."""
+    return guard.kind is Kind.HOLDS and not guarding.other_branch_calls(guard)
 
 
 # -- conditions on anything --------------------------------------------------------------------------------------------
@@ -102,16 +106,31 @@ def _holds(own: list[_Placed]) -> Iterator[_Placed]:
     return (p for p in own if p.guard.kind is Kind.HOLDS)
 
 
-def _skips(own: list[_Placed]) -> Iterator[_Placed]:
+def _skips(own: list[_Placed], keys_of_other: Collection[object]) -> Iterator[_Placed]:
     """Yield what leaves, or skips the rest of a block, before this rank's call: the other may have left there."""
-    return (p for p in own if p.guard.kind is Kind.PASSED and not isinstance(p.guard.way_out, ast.Raise))
+    still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and _inside(p) in keys_of_other]
+    for p in own:
+        passed = p.guard.kind is Kind.PASSED and not isinstance(p.guard.way_out, ast.Raise)
+        if passed and not any(guarding.within(loop, p.guard.line) for loop in still_in):
+            yield p
 
 
-def _breaks(own: list[_Placed]) -> Iterator[_Placed]:
+def _inside(loop: _Placed) -> object:
+    """Return the key of the guard that a line is in this loop."""
+    return loop.guard._replace(kind=Kind.INSIDE).key
+
+
+def _breaks(own: list[_Placed], keys_of_other: Collection[object]) -> Iterator[_Placed]:
     """Yield the `break`, `return` or exit in a loop that this rank is in and the other is not."""
     for p in own:
-        if p.guard.kind is Kind.INSIDE:
-            yield from _ways_out(p, (ast.Break, ast.Return, ast.Expr))
+        if p.guard.kind is Kind.INSIDE:  # behind the loop, in its function: no `return` leads there
+            behind = p.shared and _ended(p) in keys_of_other
+            yield from _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
+
+
+def _ended(loop: _Placed) -> object:
+    """Return the key of the guard that this loop has ended."""
+    return loop.guard._replace(kind=Kind.ENDED).key
 
 
 def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed]:
@@ -124,9 +143,9 @@ def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed
 def _ends(own: list[_Placed], keys_of_other: Collection[object], returned: bool) -> Iterator[_Placed]:
     """Yield the loops that this rank is in and the other has left; `returned`: or has left with its function."""
     for p in own:
-        if p.guard.kind is Kind.INSIDE:
-            if p.guard._replace(kind=Kind.ENDED).key in keys_of_other if p.shared else returned:
-                yield p
+        ended = _ended(p) in keys_of_other if p.shared else returned
+        if p.guard.kind is Kind.INSIDE and ended:
+            yield p
 
 
 def _rounds(both: list[_Placed]) -> Iterator[_Placed]:
@@ -142,12 +161,12 @@ def _first(found: list[_Placed]) -> list[_Placed]:
 # how a guard can lead two ranks apart, most likely first
 _ORDER: tuple[Callable[[_Paths], Iterator[_Placed]], ...] = (
     lambda paths: _holds(paths.mine),
-    lambda paths: _skips(paths.theirs),
-    lambda paths: _breaks(paths.theirs),
+    lambda paths: _skips(paths.theirs, paths.my_keys),
+    lambda paths: _breaks(paths.theirs, paths.my_keys),
     lambda paths: _ends(paths.theirs, paths.my_keys, paths.later),
     lambda paths: _holds(paths.theirs),
-    lambda paths: _skips(paths.mine),
-    lambda paths: _breaks(paths.mine),
+    lambda paths: _skips(paths.mine, paths.their_keys),
+    lambda paths: _breaks(paths.mine, paths.their_keys),
     lambda paths: _ends(paths.mine, paths.their_keys, False),
     lambda paths: _rounds(paths.both),
 )
@@ -238,9 +257,9 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
 def _on_rank(placed: _Placed, paths: _Paths) -> Iterator[_Placed]:
     """Yield the guards that can be conditions on the rank: a loop that ended, by its `break`."""
     guard = placed.guard
-    if guard.kind is Kind.ENDED and guard._replace(kind=Kind.INSIDE).key in paths.their_keys:
+    if guard.kind is Kind.ENDED and _inside(placed) in paths.their_keys:
         yield from (p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,)))
-    elif guard.kind is Kind.PASSED or (guard.kind is Kind.HOLDS and not guarding.other_branch_calls(guard)):
+    elif guard.kind is Kind.PASSED or _keeps_to_some(guard):
         yield placed
 
 
@@ -266,9 +285,7 @@ def only_under(name: str, file: str, source: Source) -> Condition | None:
         return None
     site = Site(file, calls[0].lineno)
     choices = [
-        g
-        for g in guarding.guards(tree, site.line, name)
-        if isinstance(g.node, ast.IfExp) and g.branch == "body"
+        g for g in guarding.guards(tree, site.line, name) if isinstance(g.node, ast.IfExp) and g.branch == "body"
     ]
     return _bare(choices[-1], site, source) if choices else enclosing(site, source)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from distdiag.diagnosis.culprit.paths import parting, parting_text
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.culprit.parting import Condition, parting, parting_text
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 
 STEPS = 3  # backwards after which each forward is expected to have one

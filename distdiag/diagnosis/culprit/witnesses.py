@@ -17,15 +17,16 @@ from distdiag.diagnosis.culprit import (
     arguments,
     call_order,
     call_site,
+    callers,
     extra_backward,
     message_counts,
-    paths,
+    parting,
     pending_exception,
-    rank_condition,
     rhythm,
     skipped,
 )
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.culprit.parting import Condition
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
@@ -298,7 +299,7 @@ def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple
     if source is None or len(wait.sides) != 2:
         return None
     stacks = [_stack(snapshot.ranks[r], wait.calls.get(r), source) for r in map(min, wait.sides)]
-    found = [rank_condition.around(stacks[i], stacks[1 - i], source) for i in (0, 1)]
+    found = [parting.rank_condition(stacks[i], stacks[1 - i], source) for i in (0, 1)]
     for i, side in enumerate(wait.sides):
         mine, theirs = found[i], found[1 - i]
         if mine is not None and theirs is None:
@@ -312,11 +313,11 @@ def parting_of(snapshot: Snapshot, wait: Wait, culprits: Collection[int], source
     if source is None or not mine or not others:
         return []
     stacks = [_stack(snapshot.ranks[r], wait.calls.get(r), source) for r in (mine[0], others[0])]
-    return paths.parting(stacks[0], stacks[1], source)
+    return parting.parting(stacks[0], stacks[1], source)
 
 
 def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
     site = call.site if call is not None else None
     if site is None or state.user_stack[:1] == (site,):
-        return paths.call_stack(state.user_stack, state.host_stack, source)
-    return paths.with_callers((site, *state.user_stack[1:]), source)
+        return callers.call_stack(state.user_stack, state.host_stack, source)
+    return callers.with_callers((site, *state.user_stack[1:]), source)

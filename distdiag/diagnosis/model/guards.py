@@ -110,10 +110,13 @@ def _way(tree: ast.Module, line: int) -> Iterator[_Step]:
     """Yield the blocks around a line from the module inwards, each with the index of the statement that has the line."""
     owner: ast.AST | None = tree
     while owner is not None:
+        blocks = (
+            (field, getattr(owner, field, None)) for field in ("body", "orelse", "finalbody", "handlers", "cases")
+        )
         steps = (
             _Step(owner, field, block, i)
-            for field in ("body", "orelse", "finalbody", "handlers", "cases")
-            if isinstance(block := getattr(owner, field, None), list)
+            for field, block in blocks
+            if isinstance(block, list)
             for i, child in enumerate(block)
             if within(child, line)
         )
@@ -346,7 +349,9 @@ def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) ->
     if test is None:
         return True
     same = _COUNTERS | _SAME | constant
-    intervals = (n.right for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and _counts(n.left))
+    intervals = (
+        n.right for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and _counts(n.left)
+    )
     interval = {id(n) for right in intervals for n in ast.walk(right)}  # `step % self.every`
     return not {name_of(n) for n in ast.walk(test) if id(n) not in interval} - {""} <= same
 
@@ -370,7 +375,9 @@ def constants(text: str) -> frozenset[str]:
     literal = {
         node.targets[0].id
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.targets[0], ast.Name)
     }
     given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
@@ -426,7 +433,11 @@ def rank_variables(text: str) -> frozenset[str]:
             pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
         elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
             pairs.append((node.name, last.value))
-    return frozenset(name for given, value in pairs if (name := given if isinstance(given, str) else name_of(given)) and _is_rank(value))
+    return frozenset(
+        name
+        for given, value in pairs
+        if (name := given if isinstance(given, str) else name_of(given)) and _is_rank(value)
+    )
 
 
 def _is_rank(value: ast.expr | None) -> bool:

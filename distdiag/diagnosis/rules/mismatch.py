@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import extra_backward, message_counts, paths, rank_condition, skipped, uneven_loop
+from distdiag.diagnosis.culprit import callers, extra_backward, message_counts, parting, skipped, uneven_loop
 from distdiag.diagnosis.endings import Cascade, End, call_of_thread, last_wait, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
@@ -174,16 +174,16 @@ def _why(facts: Facts) -> tuple[str, str]:
         return uneven_loop.text(loop), uneven_loop.ADVICE
     if not odd or not rest:
         return _tie(facts), compare
-    mine, theirs = (paths.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
-    behind = rank_condition.around(mine, theirs, facts.source)
+    mine, theirs = (callers.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
+    behind = parting.rank_condition(mine, theirs, facts.source)
     if behind is not None:
         who = f"{rank_list(odd)} {'runs' if len(odd) == 1 else 'run'} it"
         call = f"make the call{at(mine[0])} on all ranks or on none"
         return f"; only {who} due to `{behind.text}`{at(Site(behind.file, behind.line))}", call
-    parting = paths.parting(mine, theirs, facts.source)
-    if not parting and (more := message_counts.more_calls(s, odd, rest)) is not None:
+    found = parting.parting(mine, theirs, facts.source)
+    if not found and (more := message_counts.more_calls(s, odd, rest)) is not None:
         return message_counts.text(more), message_counts.ADVICE
-    return paths.parting_text(parting), paths.decision_advice(parting[0], odd) if len(parting) == 1 else compare
+    return parting.parting_text(found), parting.decision_advice(found[0], odd) if len(found) == 1 else compare
 
 
 def _tie(facts: Facts) -> str:
@@ -191,9 +191,9 @@ def _tie(facts: Facts) -> str:
     states, sides = facts.snapshot.ranks, facts.cascade.sites
     if len(sides) != 2:
         return ""
-    a, b = (paths.with_callers(states[side[0]].user_stack, facts.source) for side in sides)
-    found = dict.fromkeys((*paths.parting(a, b, facts.source), *paths.parting(b, a, facts.source)))
-    return paths.parting_text(list(found)[-paths.SHOWN :])
+    a, b = (callers.with_callers(states[side[0]].user_stack, facts.source) for side in sides)
+    found = dict.fromkeys((*parting.parting(a, b, facts.source), *parting.parting(b, a, facts.source)))
+    return parting.parting_text(list(found)[-parting.SHOWN :])
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:

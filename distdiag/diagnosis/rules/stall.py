@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import implicit_text, verb

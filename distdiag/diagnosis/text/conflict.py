@@ -13,11 +13,11 @@ from distdiag.diagnosis.culprit import (
     skipped,
     uneven_loop,
 )
-from distdiag.diagnosis.culprit.paths import SHOWN, decision_advice, parting_text
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.culprit.parting import SHOWN, Condition, decision_advice, parting_text
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason, condition_of, parting_of
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit import arguments, paths, pending_exception
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.culprit import arguments, callers, parting, pending_exception
+from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import calls_of, collective_text, verb
@@ -52,7 +53,7 @@ def _raised(snapshot: Snapshot, verdict: Verdict) -> RankState | None:
 def _way_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
     """Return what led the culprit past the call: an exception that it handles, or conditions."""
     raised = _raised(snapshot, verdict)
-    return exception_text.text(raised) if raised else paths.parting_text(_parting(snapshot, verdict, source))
+    return exception_text.text(raised) if raised else parting.parting_text(_parting(snapshot, verdict, source))
 
 
 def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> list[Condition]:
@@ -60,16 +61,16 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
     state, main = snapshot.ranks.get(verdict.culprits[0]), verdict.wait
     if source is None or state is None or not main.ranks:
         return []
-    stack = paths.call_stack(state.user_stack, state.host_stack, source)
+    stack = callers.call_stack(state.user_stack, state.host_stack, source)
     if not main.p2p:
         site = next((c.site for q in main.ranks if (c := main.calls.get(q)) is not None), None)
         there = [q for q in verdict.victims if (c := snapshot.ranks[q].blocked) is not None and c.site == site]
         waiting = {
-            q: paths.call_stack(snapshot.ranks[q].user_stack, snapshot.ranks[q].host_stack, source)
-            for q in [*main.ranks, *there][: paths.COMPARED]
+            q: callers.call_stack(snapshot.ranks[q].user_stack, snapshot.ranks[q].host_stack, source)
+            for q in [*main.ranks, *there][: callers.COMPARED]
             if q in snapshot.ranks
         }
-        return paths.parting(stack, waiting[paths.nearest(stack, waiting, source)], source) if waiting else []
+        return parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source) if waiting else []
     # the site of its newest message of this kind, if that is in a function on its stack
     wanted = messages.OPPOSITE[main.key[2]]
     earlier = (
@@ -79,7 +80,7 @@ def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> lis
     )
     site = next((x for x in earlier if x is not None), None)
     here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
-    return paths.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []
+    return parting.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []
 
 
 def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -115,7 +116,7 @@ def advice(
             if (raised := _raised(snapshot, verdict)) is not None:
                 return exception_text.advice(raised, verdict.culprits)
             if len(decides := _parting(snapshot, verdict, source)) == 1:
-                return paths.decision_advice(decides[0], verdict.culprits)
+                return parting.decision_advice(decides[0], verdict.culprits)
             return _missing_advice(verdict, calls)
         case "p2p_cycle":
             tags = _tags_that_never_match(calls)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.culprit.witnesses import Reason
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.conflict import EXHAUSTED_ADVICE
 from distdiag.diagnosis.text.incident import collective_text, implicit_text, verb
@@ -43,7 +43,7 @@ def _left_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> s
     if not waiting:
         return ""
     site = snapshot.ranks[verdict.ended[0]].current_site
-    return paths.parting_text(paths.leaving(site, snapshot.ranks[waiting[0]].user_stack, source))
+    return parting.parting_text(parting.leaving(site, snapshot.ranks[waiting[0]].user_stack, source))
 
 
 def _ending(states: list[RankState]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import conflict, cycle, gone
 from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, where_of_ranks
