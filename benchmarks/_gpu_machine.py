@@ -63,10 +63,10 @@ def nvml_facts() -> Outcome:
 
 def matmul() -> Outcome:
     torch = need_gpu()
-    from distdiag.probekit.command import catalog
     from distdiag.probekit.measure import gpus
+    from distdiag.probekit.measure.probe import load_probe
 
-    probe = _module(catalog.load("gpu"))
+    probe = _module(load_probe("gpu"))
     name = torch.cuda.get_device_name(0)
     peak = gpus.peak_of(name)
     rates = {
@@ -90,10 +90,10 @@ def matmul() -> Outcome:
 
 def memory_and_copies() -> Outcome:
     torch = need_gpu()
-    from distdiag.probekit.command import catalog
     from distdiag.probekit.measure import gpus
+    from distdiag.probekit.measure.probe import load_probe
 
-    probe = _module(catalog.load("gpu"))
+    probe = _module(load_probe("gpu"))
     device = torch.device("cuda", 0)
     peak = gpus.peak_of(torch.cuda.get_device_name(0))
     memory = probe.memory_gbps(device, 2.0)
@@ -111,9 +111,9 @@ def device_to_device() -> Outcome:
     torch = need_gpu()
     if torch.cuda.device_count() < 2:
         raise NotPossible("one GPU")
-    from distdiag.probekit.command import catalog
+    from distdiag.probekit.measure.probe import load_probe
 
-    probe = _module(catalog.load("gpu"))
+    probe = _module(load_probe("gpu"))
     rate = probe.peer_gbps(torch.device("cuda", 0), torch.device("cuda", 1), 2.0)
     return Outcome(PASS if rate > 1 else FAIL, f"GPU 0 to GPU 1: {rate:.1f} GB/s", {"gbps": rate})
 

@@ -133,9 +133,9 @@ def run(command: list[str], env: dict[str, str] | None = None) -> str:
 
 def as_rank(args: argparse.Namespace) -> int:
     """Run one rank of table 1, under torchrun."""
-    from distdiag.probekit.command import catalog
     from distdiag.probekit.command.options import parse
     from distdiag.probekit.measure.collective import Collective
+    from distdiag.probekit.measure.probe import load_probe
     from distdiag.probekit.measure.sampling import sample
     from distdiag.probekit.ranks import environment
     from distdiag.probekit.ranks.job import joined
@@ -145,7 +145,7 @@ def as_rank(args: argparse.Namespace) -> int:
     assert place is not None
     options = parse([], "allreduce")
     options.device, options.backend = "cpu", "gloo"
-    probe = catalog.load("allreduce")
+    probe = load_probe("allreduce")
     assert isinstance(probe, Collective)
     rows: list[dict[str, Any]] = []
     with joined(place, options, 60.0) as job:

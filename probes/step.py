@@ -45,9 +45,9 @@ class Step(Probe):
         if options.model and options.model not in MODELS:
             find_function("--model", options.model)
 
-    def launch(self, options: Options, ranks: int, gpus: int, deadline_s: float) -> list[Result]:
+    def launch(self, options: Options, gpus: int, deadline_s: float) -> list[Result] | None:
         if not options.ranks:
-            return super().launch(options, ranks, gpus, deadline_s)
+            return None
         from distdiag.train.costs.rounds import compare
         from distdiag.train.costs.svg import write
 

@@ -6,21 +6,26 @@ job's network or its TCPStore. Without a shared directory, each node judges its 
 
 from __future__ import annotations
 
+import operator
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from distdiag.diagnosis.model.snapshot import DEAD, Call, Group, Life, RankState, Snapshot
-from distdiag.files import replacing
+from distdiag import files
+from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot
 
 VERSION = 1
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
 STALE_S = 12.0  # an older file is ignored; network file systems show files seconds late
-CALLS_SENT = 16
+CALLS_SENT, SAMPLES_SENT = 16, 120
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +52,8 @@ class Nodes:
 
     def __init__(self, run_dir: Path, node: int) -> None:
         self.node = node
-        self.directory = (run_dir.parent if node else run_dir) / "nodes"
+        self.run_dir = run_dir.parent if node else run_dir
+        self.directory = self.run_dir / "nodes"
         self.failed: str | None = None  # why the exchange does not work
         self._number = 0
         self._written_at = -1e9
@@ -75,20 +81,17 @@ class Nodes:
         state = NodeState(
             node=self.node, number=self._number, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
             local_world_size=s.expected or len(s.ranks), groups=s.groups,
-            ranks={q: msgspec.structs.replace(r, calls=r.calls[-CALLS_SENT:]) for q, r in s.ranks.items()},
+            ranks={rank: _sent(state) for rank, state in s.ranks.items()},
         )  # fmt: skip
-        path = self.directory / f"{self.node}.state"
         try:
-            self.directory.mkdir(exist_ok=True)
-            with replacing(path) as part:
-                part.write_bytes(msgspec.msgpack.encode(state))
+            files.write(self.run_dir, f"nodes/{self.node}.state", msgspec.msgpack.encode(state))
         except OSError as e:
             self.failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
 
     def read(self) -> None:
         """Read the new files of other nodes."""
         try:
-            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state")]
+            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state") and not e.is_symlink()]
         except OSError:
             return
         for e in entries:
@@ -97,7 +100,7 @@ class Nodes:
                 mark = (stat.st_mtime_ns, stat.st_ino)
                 if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
                     continue
-                state = msgspec.msgpack.decode(Path(e.path).read_bytes(), type=NodeState)
+                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as problem:
                 self.failed = f"{e.name} of another node cannot be read: {problem}"
                 continue
@@ -143,34 +146,52 @@ def hosts(run_dir: Path) -> dict[int, str]:
     return {q: r.host for state in nodes._seen.values() for q, r in state.ranks.items()}
 
 
+def _sent(state: RankState) -> RankState:
+    """Return a state without the older part of its histories."""
+    return msgspec.structs.replace(
+        state,
+        calls=state.calls[-CALLS_SENT:],
+        memory=state.memory[-SAMPLES_SENT:],
+        device_memory=state.device_memory[-SAMPLES_SENT:],
+    )
+
+
 def _silent(r: RankState, silent_s: float) -> RankState:
     """Return the state of a rank whose node has stopped reporting: life SILENT, no wait."""
     return msgspec.structs.replace(r, life=Life.SILENT, blocked=None, heartbeat_age_s=silent_s, steps=(), calls=())
 
 
-def shifted(r: RankState, by_s: float) -> RankState:
+def shifted(state: RankState, by_s: float) -> RankState:
     """Return the same state with times counted from an origin `by_s` seconds earlier."""
+    move = _mover(RankState)
+    assert move is not None
+    return move(state, by_s)
 
-    def at(t: float | None) -> float | None:
-        return None if t is None else t + by_s
 
-    def call(c: Call) -> Call:
-        return msgspec.structs.replace(c, entered_s=at(c.entered_s), completed_s=at(c.completed_s))
+@cache
+def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
+    """Return a function that adds seconds to every time in a value of this type; None if the type holds no time."""
+    origin, parts = get_origin(kind), [_mover(part) for part in get_args(kind)]
+    if kind == Seconds:
+        return operator.add
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = [
+            (name, move) for name, of in get_type_hints(kind, include_extras=True).items() if (move := _mover(of))
+        ]
+        return _with_fields(fields) if fields else None
+    move = next((part for part in parts if part is not None), None)
+    if move is None:
+        return None
+    if origin in (Union, UnionType):
+        return lambda value, by_s: None if value is None else move(value, by_s)
+    if origin is dict:
+        return lambda value, by_s: {key: move(each, by_s) for key, each in value.items()}
+    if get_args(kind)[-1] is Ellipsis:
+        return lambda value, by_s: tuple(move(each, by_s) for each in value)
+    return lambda value, by_s: tuple(f(x, by_s) if f else x for f, x in zip(parts, value, strict=True))
 
-    return msgspec.structs.replace(
-        r,
-        ended_s=at(r.ended_s),
-        phase_since_s=at(r.phase_since_s),
-        activity_since_s=at(r.activity_since_s),
-        caught_s=at(r.caught_s),
-        warm_since_s=at(r.warm_since_s),
-        blocked=None if r.blocked is None else call(r.blocked),
-        calls=tuple(call(c) for c in r.calls),
-        samples=tuple(msgspec.structs.replace(x, t_s=at(x.t_s)) for x in r.samples),
-        steps=tuple(
-            msgspec.structs.replace(x, end_s=x.end_s + by_s, ready_s=at(x.ready_s), arrived_s=at(x.arrived_s))
-            for x in r.steps
-        ),
-        memory=tuple((t + by_s, b) for t, b in r.memory[-120:]),
-        device_memory=tuple((t + by_s, b) for t, b in r.device_memory[-120:]),
+
+def _with_fields(fields: list[tuple[str, Callable[[Any, float], Any]]]) -> Callable[[Any, float], Any]:
+    return lambda value, by_s: msgspec.structs.replace(
+        value, **{name: move(getattr(value, name), by_s) for name, move in fields}
     )

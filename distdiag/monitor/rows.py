@@ -157,7 +157,9 @@ def _row(
         waiting_bytes=b.bytes if b else None,
         waiting_age_s=s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
         rss_bytes=r.rss_bytes,
-        dropped=h.dropped + view.missed + view.missed_calls if view is not None and h is not None else None,
+        dropped=h.dropped + view.missed + view.missed_scalars + view.missed_calls
+        if view is not None and h is not None
+        else None,
         recorder_errors=h.errors if h is not None else None,
         recorder_error=(view.text(h.error) or None) if view is not None and h is not None else None,
         step_ms=_median([x.step_ms for x in window]),

@@ -3,6 +3,6 @@
 Importing this package does not import torch: the hooks are installed once the script has imported torch.
 """
 
-from distdiag.recorder.session import Handle, attach
+from distdiag.recorder.handle import Handle, attach
 
 __all__ = ["Handle", "attach"]

@@ -23,7 +23,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
     Args:
         job: The job of the process that spawned this one.
     """
-    rank, world, local = session._from_environment()
+    rank, world, local = session.from_environment()
     if job is not None:
         run_claim.belong_to(job)
     if any(v in os.environ for v in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")):

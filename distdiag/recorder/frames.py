@@ -152,8 +152,3 @@ def in_backend(frame: FrameType | None) -> bool:
             return kind == BACKEND
         frame = frame.f_back
     return False
-
-
-def caller() -> FrameType | None:
-    """Return the innermost user frame above the caller of this function."""
-    return user_frame(sys._getframe(2))

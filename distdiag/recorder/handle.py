@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from distdiag.page.layout import SCALARS
+from distdiag.recorder import session as sessions
 from distdiag.recorder.state import guarded, now_ns
-
-if TYPE_CHECKING:
-    from distdiag.recorder.session import Session
 
 T = TypeVar("T")
 
@@ -19,7 +17,7 @@ T = TypeVar("T")
 class Handle:
     """Returned by `attach()`. Every method is optional, and none raises into the job."""
 
-    def __init__(self, session: Session | None) -> None:
+    def __init__(self, session: sessions.Session | None) -> None:
         self._session = session  # None from `detach()` on
         self._run_dir = session.run_dir if session else None
 
@@ -104,3 +102,11 @@ class Handle:
         session, self._session = self._session, None
         if session:
             session.detach()
+
+
+def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
+    """See `distdiag.attach`."""
+    if sessions.current is not None:
+        return Handle(sessions.current)
+    rank, world, local = sessions.from_environment()
+    return Handle(sessions.start(run_dir, name, rank, world, local))

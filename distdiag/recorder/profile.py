@@ -17,23 +17,30 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from distdiag.files import replacing
+from distdiag import files
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
 from distdiag.recorder.frames import absolute, user_frame
 from distdiag.recorder.module_marks import ModuleMarks
-from distdiag.recorder.state import guarded, now_ns
-
-if TYPE_CHECKING:
-    from distdiag.recorder.session import Session
+from distdiag.recorder.state import Recorder, guarded, now_ns
 
 SAMPLE_S = 0.01  # 20 to 40 µs a sample
 MEMORY_SAMPLES = 10  # samples of the line per sample of the memory
 END_S = 30.0  # how long the end of the script waits for a trace that is being saved
 SPARE_BYTES = 256 << 20  # free space required on the file system: a profile must not fill the disk
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+class Session(Protocol):
+    """What is needed here of a `session.Session`, which uses this file."""
+
+    recorder: Recorder
+    run_dir: Path
+    pages: Path
+    accounting: Any
+    profile: Any
 
 
 @guarded
@@ -279,14 +286,16 @@ class Profile:
         if torch.cuda.is_initialized():
             found.device_peak_bytes = torch.cuda.max_memory_allocated(self.recorder.device)
         self.answer(SAVING)
-        path = profile_files.trace_path(self.session.run_dir.absolute(), self.request.number, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_dir = self.session.run_dir.absolute()
+        path = profile_files.trace_path(run_dir, self.request.number, rank)
+        with files.entered(run_dir, str(path.parent.relative_to(run_dir)), make=True, own=True):
+            pass
         disk = os.statvfs(path.parent)
         if disk.f_bavail * disk.f_frsize < SPARE_BYTES:
             self._failed = f"less than {SPARE_BYTES >> 20} MiB are free on the disk of {path.parent}"
             return
         began = time.perf_counter()
-        with replacing(path) as part:
+        with files.replacing(run_dir, str(path.relative_to(run_dir))) as part:
             self._result.save(str(part))
             if not _complete(part):
                 raise OSError(f"the trace could not be written completely to {path.parent}")

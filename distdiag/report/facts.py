@@ -20,7 +20,7 @@ from distdiag.store import rundir
 from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event, LoaderRow, ProbeResult
-from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, message_bytes, moves_bytes
 from distdiag.traces import saved as saved_profiles
 from distdiag.traces.model import Profile
 
@@ -33,8 +33,6 @@ _KNOWN_META = frozenset({
     "nccl", "state", "state_text", "state_since_s", "started_unix_s", "ended_s", "heartbeat_unix_s", "command",
     "name", "attempt", "backend", "world_size", "checks",
 })  # fmt: skip
-# Operations whose recorded bytes are the S of nccl-tests; of the others one rank's part is recorded.
-_FULL_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce"})
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,10 +284,9 @@ def _collective(key: tuple[Any, ...], members: Sequence[tuple[Any, ...]]) -> Col
     late = Counter(r for *_, r in members if r is not None)
     latest, latest_count = late.most_common(1)[0] if late else (None, 0)
     algbw = busbw = None
-    if p50 and size and op in FACTORS:
-        algbw = algorithm_bandwidth(size, p50 / 1e6)
-        if op in _FULL_SIZE_OPS and ranks and ranks > 1:
-            busbw = bus_bandwidth(op, size, p50 / 1e6, ranks)
+    if p50 and moves_bytes(op) and (whole := message_bytes(op, size, ranks)):
+        algbw = algorithm_bandwidth(whole, p50 / 1e6)
+        busbw = bus_bandwidth(op, whole, p50 / 1e6, ranks) if ranks and ranks > 1 else None
     return CollectiveSummary(
         pgroup=pgroup,
         op=op,

@@ -72,9 +72,7 @@ def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: s
         if folder:
             path = Path(folder).expanduser()
             data = read_data_set(path)
-            if data.name.startswith(synthetic.FOLDER):
-                data = DataSet(synthetic.NAME, data.train, data.test, data.fingerprint)
-            return FoundData(data, f"{origin} {path}")
+            return FoundData(_renamed(data) if data.name.startswith(synthetic.FOLDER) else data, f"{origin} {path}")
     with _locked_cache() as cache:
         if cache is None:
             return _generated(None, "the cache directory cannot be written")
@@ -150,15 +148,10 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
     if show_progress:
         print(f"distdiag: downloading CIFAR-10 (163 MiB) from {url}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
-        archive = pooch.retrieve(
+        pooch.retrieve(
             url, known_hash=f"md5:{archive_md5}", fname="archive.tar.gz", path=made,
-            progressbar=show_progress and sys.stderr.isatty(),
+            processor=pooch.Untar(extract_dir="."), progressbar=show_progress and sys.stderr.isatty(),
         )  # fmt: skip
-        with tarfile.open(archive) as tar:
-            # from Python 3.11.4 on; an additional check
-            if hasattr(tarfile, "data_filter"):
-                tar.extraction_filter = tarfile.data_filter
-            tar.extractall(made)
         target = cache / PYTHON_FOLDER
         os.rename(Path(made) / PYTHON_FOLDER, target)
     return target

@@ -5,34 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from textual.app import SystemCommand
 from textual.command import Hit, Hits, Provider
 
 from distdiag.tui.data.order import ORDERS
 from distdiag.tui.keys import KEYS
-
-if TYPE_CHECKING:
-    from distdiag.tui.app import DistdiagApp
+from distdiag.tui.navigation import Navigation
 
 
 class RankCommands(Provider):
     """`12`, `rank 12`: opens that rank."""
 
     async def search(self, query: str) -> Hits:
-        from distdiag.tui.app import DistdiagApp
-
         m = re.fullmatch(r"\s*(?:go\s*to\s*)?(?:rank\s*)?(\d+)\s*", query, re.IGNORECASE)
         app = self.app
-        if m is None or not isinstance(app, DistdiagApp):
+        if m is None or not isinstance(app, Navigation):
             return
         rank = int(m[1])
         if rank < app.snap.summary.n:
             yield Hit(1.0, f"Go to rank {rank}", partial(app.open_rank, rank), help="open the rank's own screen")
 
 
-def system_commands(app: DistdiagApp) -> Iterable[SystemCommand]:
+def system_commands(app: Navigation) -> Iterable[SystemCommand]:
     """Yield all key actions by name, and further commands."""
     for key in KEYS:
         if key.action.startswith("show("):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
+from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.state import JobState, closing_lines, job_state
 from distdiag.tui.draw import severity
@@ -12,17 +13,11 @@ from distdiag.tui.header import overflow
 from distdiag.tui.ui import Ui
 
 WHOLE_FROM = 30  # lines of a screen that shows a finding as a whole, whatever its subject
-_STATES = {
-    "user_code": "in its own code", "data": "waiting for data", "data_worker": "its data loader's worker", "lock": "waiting for a lock", "queue": "waiting for a queue",
-    "socket": "waiting for a socket", "stdin": "waiting for standard input", "gil_held": "holding the GIL",
-    "waiting": "waiting in a collective", "stopped": "stopped", "exited": "exited", "killed": "killed",
-    "crashed": "crashed", "finished": "finished",
-}  # fmt: skip
 
 
 def where_text(w: Where) -> str:
     """Return `rank 3: train.py:118 in next_batch (waiting for data)`."""
-    state = f" ({_STATES.get(w.state, clean(w.state))})" if w.state else ""
+    state = f" ({SHOWN.get(w.state) or clean(w.state)})" if w.state else ""
     at = place(w.file, w.line, w.function) if w.file else ""
     return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' site unknown'}"
 

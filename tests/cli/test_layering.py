@@ -5,6 +5,7 @@ Times depend on the machine, imports do not: torch costs 1.6 s of CPU, pandas 0.
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import COMMANDS
-from tests.jobs import clean_env
+from tests.jobs import REPOSITORY, clean_env
 from tests.report.runs import DEADLOCK, make_run
 
 HEAVY = frozenset(
@@ -20,7 +21,8 @@ HEAVY = frozenset(
 )
 # Our own modules are listed by package, others by top-level package.
 OURS = frozenset(
-    f"distdiag.{p}" for p in ("recorder", "monitor", "store", "diagnosis", "probekit", "page", "report", "tui", "train")
+    f"distdiag.{p}"
+    for p in ("recorder", "monitor", "store", "diagnosis", "probekit", "page", "report", "tui", "train", "tapes")
 )
 
 _PROLOGUE = """
@@ -119,3 +121,18 @@ def test_readers_import_no_torch(tmp_path: Path, args: list[str], allowed: set[s
 
 def test_the_doctor_imports_torch_in_a_child_process_only(tmp_path: Path) -> None:
     assert imported(command("doctor", "--no-torch"), tmp_path, expect=None) & HEAVY <= {"pynvml"}
+
+
+def test_the_diagnosis_opens_files_only_where_it_reads_foreign_evidence() -> None:
+    """ARCHITECTURE.md: of a live job it gets snapshots and a function that returns source lines, and nothing else."""
+    world = {"pathlib", "io", "subprocess", "time", "datetime", "random", "socket", "tempfile", "shutil", "threading"}
+    found = []
+    for path in (REPOSITORY / "distdiag/diagnosis").rglob("*.py"):
+        if path.parent.name in ("dumps", "logs"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            found += [f"{path.name}: {name}" for name in (*names, called) if name in world or name == "open"]
+    assert found == []

@@ -7,16 +7,17 @@ import textwrap
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
 
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Group, Loader, Model, RankState, Sample, Seconds, Snapshot, Step
 from distdiag.diagnosis.rules import rank_lost, stall
 from distdiag.monitor.evidence.request_profile import absent_text
-from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts
+from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts, shifted
 from tests.jobs import Job, distdiag, free_port, launch, wait_for
 
 WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))
@@ -43,6 +44,30 @@ def test_times_of_another_node_are_counted_from_this_ones_start(tmp_path: Path) 
     assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4 and news
     blocked = whole.ranks[3].blocked
     assert blocked is not None and blocked.entered_s == pytest.approx(9.0, abs=0.01)
+
+
+def test_every_time_of_another_node_is_moved() -> None:
+    call = Call(op="send", group="g", entered_s=1.0, completed_s=2.0, left_s=3.0)
+    step = Step(1, 4.0, *[100.0] * 7, ready_s=None, batch=1, samples=1, loss=None, arrived_s=5.0)
+    state = RankState(
+        rank=2, host="b", blocked=call, queued=(call, call), calls=(call,), steps=(step,), ended_s=6.0, caught_s=7.0,
+        samples=(Sample("loss", 1, 0.5, t_s=8.0),), memory=((9.0, 100),), heartbeat_age_s=0.5, longest_delay_s=3.0,
+    )  # fmt: skip
+    moved = shifted(state, 10.0)
+    for sent in (moved.blocked, *moved.queued, *moved.calls):
+        assert sent is not None and (sent.entered_s, sent.completed_s, sent.left_s) == (11.0, 12.0, 13.0)
+    assert (moved.steps[0].end_s, moved.steps[0].ready_s, moved.steps[0].arrived_s) == (14.0, None, 15.0)
+    assert (moved.ended_s, moved.caught_s, moved.samples[0].t_s, moved.memory) == (16.0, 17.0, 18.0, ((19.0, 100),))
+    assert (moved.heartbeat_age_s, moved.longest_delay_s, moved.host) == (0.5, 3.0, "b"), "a duration has no origin"
+
+
+def test_every_number_of_seconds_is_a_moment_or_a_known_duration() -> None:
+    """A new time field that lacks the type `Seconds` would not be moved between the clocks of nodes."""
+    durations = {"heartbeat_age_s", "longest_delay_s"}
+    for kind in (RankState, Call, Sample, Step, Loader, Model):
+        hints = get_type_hints(kind, include_extras=True)
+        plain = {name for name, of in hints.items() if name.endswith("_s") and Seconds not in (of, *get_args(of))}
+        assert plain <= durations, f"{kind.__name__}: {plain - durations}"
 
 
 def test_ranks_of_other_nodes_are_named_with_their_hosts(tmp_path: Path) -> None:

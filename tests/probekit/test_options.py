@@ -11,6 +11,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command import main as command
 from distdiag.probekit.command.options import Options, check_backend, parse, place_ranks
+from distdiag.probekit.measure.probe import load_probe
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_default_ranks_devices_and_backends(arguments: list[str], gpus: int, ran
 )  # fmt: skip
 def test_probes_that_need_no_second_rank_use_the_one_gpu(name: str, gpus: int, ranks: int, device: str):
     options = parse([], name)
-    probe = catalog.load(name)
+    probe = load_probe(name)
     assert place_ranks(options, gpus, probe.min_ranks, probe.default_ranks) == ranks
     assert options.device == device
 

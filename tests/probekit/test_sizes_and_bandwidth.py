@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.errors import DistdiagError
-from distdiag.terms.bandwidth import algorithm_bandwidth, bus_bandwidth
+from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth
 from distdiag.terms.units import message_size, parse_bytes, size_text, sweep, time_text
 
 

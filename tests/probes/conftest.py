@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import parse, place_ranks
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks.launch import launch
 from distdiag.probekit.verdict.result import Result
 
@@ -25,7 +25,7 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Result]]:
 
     def run(name: str, *arguments: str, seconds: float = 2.0, nproc: int = 2) -> list[Result]:
         options = parse([*arguments, "--nproc", str(nproc), "--no-record"], name)
-        probe = None if name == "all" else catalog.load(name)
+        probe = None if name == "all" else load_probe(name)
         ranks = place_ranks(options, 0, probe.min_ranks if probe else 1, 2)
         if probe is not None:
             probe.check(options)

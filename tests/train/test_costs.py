@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import parse
 from distdiag.probekit.command.paper import PerParameter
 from distdiag.probekit.measure.noise import BlockNoise, usable_cpus
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.terms.statistics import interval_of_rounds
 from distdiag.train.costs import possible, rounds, rows, show, svg
@@ -203,11 +203,11 @@ def test_all_cases_are_measured_on_real_ranks_or_have_a_reason(tmp_path: Path, m
     arguments = ["--model", "two_layers:make", "--batch-size", "24", "--timeout", "60"]
     options = parse([*arguments, "--strategies", "single,ddp,fsdp,pipeline", "--ranks", "1,2,3"], "step")
     options.backend = "gloo"
-    probe: Any = catalog.load("step")
+    probe: Any = load_probe("step")
     probe.check(options)
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "_BLOCK_S", (0.05, 0.05))
-    (found,) = probe.launch(options, 3, 0, time.monotonic() + 200.0)
+    (found,) = probe.launch(options, 0, time.monotonic() + 200.0)
 
     measured = {(r.strategy, r.ranks): r for r in found.rows}
     assert set(measured) == {("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pipeline", 2)}

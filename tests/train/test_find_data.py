@@ -17,7 +17,7 @@ import pytest
 from distdiag.errors import DistdiagError
 from distdiag.train import cifar, find_data, synthetic
 from distdiag.train.find_data import cache_directory, why_unreachable
-from tests.train.images import binary_folder, small_set, write_python
+from tests.train.images import binary_folder, small_set
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ class _Archive:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (inner := directory / cifar.PYTHON_FOLDER).mkdir(parents=True)
-        write_python(inner, small_set())
+        cifar.write_binary(inner, small_set().train, small_set().test)
         path = directory / "archive.tar.gz"
         with tarfile.open(path, "w:gz") as tar:
             tar.add(inner, cifar.PYTHON_FOLDER)
@@ -92,7 +92,7 @@ def test_the_order_is_option_environment_cache(
 ) -> None:
     cached = cache_directory() / cifar.PYTHON_FOLDER
     cached.mkdir(parents=True)
-    write_python(cached, small_set(train=30))
+    cifar.write_binary(cached, small_set(train=30).train, small_set().test)
     assert len(archive.find().data.train) == 30
     monkeypatch.setenv("DISTDIAG_DATA", str(binary_folder(tmp_path / "environment", train=31)))
     assert len(archive.find().data.train) == 31
@@ -187,8 +187,8 @@ def test_a_named_folder_that_does_not_exist_is_an_error(
 
 def test_a_damaged_cache_is_an_error_that_names_what_to_remove(archive: _Archive) -> None:
     archive.find()
-    (cache_directory() / cifar.PYTHON_FOLDER / "data_batch_1").write_bytes(b"x")
-    with pytest.raises(DistdiagError, match="data_batch_1 is corrupt") as raised:
+    (cache_directory() / cifar.PYTHON_FOLDER / "data_batch_1.bin").write_bytes(b"x")
+    with pytest.raises(DistdiagError, match=r"data_batch_1\.bin is corrupt") as raised:
         archive.find()
     assert raised.value.hint.endswith(f"rm -r {cache_directory() / cifar.PYTHON_FOLDER}")
 

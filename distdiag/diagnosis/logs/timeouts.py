@@ -11,16 +11,13 @@ from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding,
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, where_at
+from distdiag.terms import operations
 from distdiag.terms.untrusted import MAX_INT
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
 LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
-SAME_SIZES = ("all_reduce", "reduce", "broadcast")  # every rank has the same number of elements
+SAME_SIZES = [operation.name for operation in operations.OPERATIONS if operation.same_size == "all"]
 
-_OPS = {
-    "allreduce": "all_reduce", "_allreduce": "all_reduce", "_allgather_base": "all_gather_into_tensor", "allgather": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter_tensor", "alltoall_base": "all_to_all_single", "alltoall": "all_to_all",
-}  # fmt: skip
 Group = tuple[str, str]  # number and description; ("", "") if the lines do not name it
 
 
@@ -48,7 +45,7 @@ class Waiting:
 
 def op_name(name: str) -> str:
     """Return torch.distributed's name of `ALLREDUCE`, `_ALLGATHER_BASE`."""
-    return _OPS.get(name.lower(), name.lower())
+    return operations.op_name(name.lower())
 
 
 def groups_of(events: Iterable[Event]) -> dict[Group, dict[int, Waiting]]:

@@ -8,8 +8,13 @@ run began.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+
+Seconds = Annotated[
+    float, "since the run began"
+]  # a moment, not a duration; `monitor.nodes` moves them to another origin
 
 
 class Life(StrEnum):
@@ -29,7 +34,7 @@ class Life(StrEnum):
 DEAD = frozenset({Life.FINISHED, Life.CRASHED, Life.KILLED})
 
 
-class Site(msgspec.Struct, frozen=True):
+class Site(msgspec.Struct, frozen=True, omit_defaults=True):
     """File, line and function in the user's code."""
 
     file: str
@@ -42,7 +47,7 @@ class Site(msgspec.Struct, frozen=True):
         return f"{self.file}:{self.line}"
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One collective or point-to-point operation as one rank issued it."""
 
     op: str  # torch.distributed's name: all_reduce, broadcast, barrier, send, recv, …
@@ -58,15 +63,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     other_thread: bool = False  # not the main thread issued it
     nth: int | None = None  # point-to-point: number of this send or recv for its peer, tag and group (from 1)
     site: Site | None = None  # where the user's code called it (forward/backward of DDP: that line)
-    entered_s: float | None = None
-    completed_s: float | None = None  # None: in flight
+    entered_s: Seconds | None = None
+    completed_s: Seconds | None = None  # None: in flight
     asynchronous: bool = False  # async_op=True: the host did not wait at the call
     failed: bool = False  # it raised in the host
     started: bool | None = None  # the device has begun it; None where the recorder did not time it
     timed_out: bool = False  # given up by the backend's watchdog
     # On a device backend the host's call, or its wait(), returns before the operation is complete: when it returned.
     on_device: bool = False
-    left_s: float | None = None
+    left_s: Seconds | None = None
     even: bool = False  # recorded on a code path that requires equal sizes on all ranks
 
     @property
@@ -74,7 +79,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in ("send", "recv", "isend", "irecv")
 
 
-class Loader(msgspec.Struct, frozen=True, kw_only=True):
+class Loader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One DataLoader (or batch iterator) of one rank, in its current epoch."""
 
     site: Site | None = None  # where it is iterated
@@ -98,7 +103,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 
 
-class Buckets(msgspec.Struct, frozen=True, kw_only=True):
+class Buckets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a DDP module sends its gradients."""
 
     bytes: int = 0  # of all gradients
@@ -110,7 +115,7 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: str = ""
 
 
-class DdpTime(msgspec.Struct, frozen=True, gc=False):
+class DdpTime(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Communication of one measured step of one rank, ms, over all its DDP modules."""
 
     step: int
@@ -127,7 +132,7 @@ def issue_stack(site: Site, host: tuple[Site, ...]) -> tuple[Site, ...]:
     return (site,)
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One DDP-wrapped module of one rank."""
 
     name: str = ""
@@ -158,7 +163,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     evaluating: bool = False  # the module that it wraps is in eval mode
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sampled check; `kind` is the name of a `SampleKind` in lower case."""
 
     kind: str
@@ -167,11 +172,11 @@ class Sample(msgspec.Struct, frozen=True):
     key: int = 0
     name: str = ""
     site: Site | None = None
-    t_s: float | None = None
+    t_s: Seconds | None = None
     alone: bool = False  # the rank trained alone until then: no DDP, no exchange with other ranks
 
 
-class Step(msgspec.Struct, frozen=True, gc=False):
+class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One optimizer step of one rank, ms.
 
     `arrived_s` and `ready_s` (run time) are when it arrived at the first and at the last synchronisation of the step.
@@ -180,7 +185,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """
 
     step: int
-    end_s: float
+    end_s: Seconds
     step_ms: float
     data_ms: float
     forward_ms: float
@@ -188,16 +193,16 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     optimizer_ms: float
     wait_ms: float
     other_ms: float
-    ready_s: float | None
+    ready_s: Seconds | None
     batch: int
     samples: int
     loss: float | None
     h2d_ms: float | None = None  # on CUDA
     forward_wait_ms: float = 0.0
-    arrived_s: float | None = None
+    arrived_s: Seconds | None = None
 
 
-class RankState(msgspec.Struct, frozen=True, kw_only=True):
+class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank at the moment of the snapshot."""
 
     rank: int
@@ -209,17 +214,17 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     exception: str | None = None  # "IndexError: list index out of range"
-    ended_s: float | None = None
+    ended_s: Seconds | None = None
     heartbeat_age_s: float | None = None  # of the pulse; None in dumps, which have no pulse
 
     phase: str = "init"
-    phase_since_s: float | None = None
+    phase_since_s: Seconds | None = None
     step: int = 0
     epoch: int | None = None
 
     current_site: Site | None = None  # the user's innermost frame of the main thread; at death, of the exception
     activity: str = "user_code"  # what it does there: Where.state's words
-    activity_since_s: float | None = None  # since when it is at this site with nothing new issued
+    activity_since_s: Seconds | None = None  # since when it is at this site with nothing new issued
     stack: tuple[str, ...] = ()  # innermost first, where evidence was taken
 
     # Collectives. A missing group was not used by this rank.
@@ -254,17 +259,17 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
     caught: str | None = None  # the last exception out of torch that the script may have caught
-    caught_s: float | None = None
+    caught_s: Seconds | None = None
     handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"
     handling_site: Site | None = None  # the user's line that raised it
     memory: tuple[
-        tuple[float, int], ...
+        tuple[Seconds, int], ...
     ] = ()  # (t_s, resident bytes, without file pages and shared memory), oldest first
     device_memory: tuple[
-        tuple[float, int], ...
+        tuple[Seconds, int], ...
     ] = ()  # (t_s, bytes that torch has reserved on its device), oldest first
     rss_bytes: int | None = None
-    warm_since_s: float | None = None  # when its 20th step ended: growth before is start-up
+    warm_since_s: Seconds | None = None  # when its 20th step ended: growth before is start-up
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
@@ -278,7 +283,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     longest_delay_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process group."""
 
     name: str
@@ -289,20 +294,20 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     site: Site | None = None  # of that call
 
 
-class Arrival(msgspec.Struct, frozen=True, gc=False):
+class Arrival(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One collective that all members have left: which rank arrived last, and how late."""
 
     group: str
     seq: int
     op: str
-    t_s: float  # first arrival
+    t_s: Seconds  # first arrival
     skew_ms: float
     late_rank: int
     waited_ms: float = 0.0  # longest wait of another rank's host in it: the cost of the late rank
     shared_ms: float = 0.0  # wait of every rank's host in it, even of the last to arrive: communication time
 
 
-class CompletedConflict(msgspec.Struct, frozen=True):
+class CompletedConflict(msgspec.Struct, frozen=True, omit_defaults=True):
     """One collective that all members completed although their calls were not compatible."""
 
     group: str
@@ -311,7 +316,7 @@ class CompletedConflict(msgspec.Struct, frozen=True):
     calls: dict[int, Call]
 
 
-class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+class GpuState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One GPU over the last samples; None if NVML does not report it."""
 
     node: int
@@ -335,10 +340,10 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_recoveries: int | None = None  # of the last minute: each time traffic waits until the link is retrained
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything known about a job at one moment."""
 
-    t_s: float
+    t_s: Seconds
     world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
@@ -352,4 +357,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     host_available_bytes: int | None = None  # still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
     # time since which no rank has issued, completed or left an operation; None = not known
-    stable_since_s: float | None = None
+    stable_since_s: Seconds | None = None

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
 from distdiag.diagnosis.text.stall import DEFAULT_ADVICE, DO, DOES, NOBODY
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
+from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -32,12 +33,10 @@ kind = kinds.STALL
 @dataclass(frozen=True)
 class Limits:
     patience_s: Mapping[str, float] = field(
-        default_factory=lambda: MappingProxyType({
-            "stdin": 5.0, "gil_held": 8.0, "lock": 10.0, "queue": 10.0, "socket": 12.0, "data": 12.0, "sleep": 10.0,
-            "user_code": 20.0, "device": 20.0, "validation": 60.0,
-            "checkpoint": 60.0,
-        })
-    )  # fmt: skip
+        default_factory=lambda: MappingProxyType(
+            {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
+        )
+    )
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
     slow disk may be slow."""
     training_s: float = 60.0
@@ -71,20 +70,6 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+")
 _VALIDATION = {
     "validate", "validation", "valid", "val", "eval", "evaluate", "evaluation", "test", "predict", "inference",
 }  # fmt: skip
-# what a rank waits for, by the text of its line, where the innermost frame alone shows a lock or a socket
-_BY_LINE = {
-    "socket": (
-        (
-            re.compile(r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\("),
-            "process",
-        ),
-        (re.compile(r"\.run_until_complete\(|\.run_forever\(|\b(asyncio|trio|anyio)\.run\("), "event_loop"),
-    ),
-    "lock": (
-        (re.compile(r"\.(get|put)\("), "queue"),
-        (re.compile(r"\.(map|starmap|i?map_\w+|apply|result|join|wait)\(|\bas_completed\("), "worker"),
-    ),
-}
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
 
@@ -301,7 +286,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
     s, r, doing = facts.snapshot, late[0].state, _doing(late[0].state)
     line = _line(r.current_site, facts.source)
-    doing = next((word for pattern, word in _BY_LINE.get(doing, ()) if pattern.search(line)), doing)
+    doing = refined(doing, line)
     victims = sorted({v for x in late for v in x.victims})
     call = s.ranks[late[0].victims[0]].blocked
     assert call is not None
@@ -369,7 +354,7 @@ def _message(
             f"{verb(missing, 'has', 'have')} not entered"
         )
     if r.handling:
-        does += f", while it handles {exception_text.handled(r)}"
+        does += f", while it handles {pending_exception.handled(r)}"
     usual = f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else ""
     waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
     return f"{_missing_text(ranks, call, late[0].victims[0])}{size}{implicit}; {does}; {waited}"

@@ -11,38 +11,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from distdiag.diagnosis.model.snapshot import Call
-
-# One family = operations that can pair in one collective. Everything not listed is not judged.
-_FAMILIES: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("all_reduce", "allreduce", "all_reduce_coalesced", "allreduce_coalesced", "all_reduce_sparse"),
-    "broadcast": ("broadcast", "_broadcast_oop", "broadcast_object_list", "broadcast_coalesced"),
-    "reduce": ("reduce", "_reduce_oop"),
-    "barrier": ("barrier", "all_reduce_barrier"),
-    "all_gather": (
-        "all_gather", "allgather", "_all_gather_base", "_allgather_base", "all_gather_into_tensor",
-        "all_gather_single", "all_gather_object", "all_gather_v", "all_gather_coalesced", "allgather_coalesced",
-        "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
-        "allgather_base",
-    ),
-    "reduce_scatter": (
-        "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_base", "reduce_scatter_tensor",
-        "reduce_scatter_single", "reduce_scatter_v", "reduce_scatter_tensor_coalesced",
-        "reduce_scatter_single_coalesced",
-    ),
-    "all_to_all": ("all_to_all", "alltoall", "all_to_all_single", "alltoall_base", "all_to_all_v_single"),
-    "gather": ("gather", "gather_object"),
-    "scatter": ("scatter", "scatter_object_list"),
-    "send": ("send", "isend"),
-    "recv": ("recv", "irecv"),
-}  # fmt: skip
-_FAMILY = {name: family for family, names in _FAMILIES.items() for name in names}
-_CANONICAL = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "_all_gather_base": "all_gather_into_tensor",
-    "_allgather_base": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor", "reduce_scatter_single": "reduce_scatter_tensor",
-    "alltoall_base": "all_to_all_single", "all_reduce_barrier": "barrier", "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce", "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all",
-}  # fmt: skip
+from distdiag.terms.operations import EVEN_FORMS, bare, family, op_name, synchronizes
 
 # torch's scalar types as C++ names them (flight recorder) -> as Python does
 _DTYPES = {
@@ -51,23 +20,10 @@ _DTYPES = {
     "complexfloat": "complex64", "complexdouble": "complex128", "complexhalf": "complex32",
 }  # fmt: skip
 
-_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-# Operations in which every rank must have the same number of elements; others may vary by rank, or are not recorded completely.
-_SAME_SIZE = {"all_reduce", "reduce", "broadcast"}
-_SIZE_BY_FORM = {"all_gather", "reduce_scatter"}
-_EVEN_FORMS = {"all_gather_into_tensor", "reduce_scatter_tensor"}
-_SAME_DTYPE = {"all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"}
-
-
-def op_name(op: str) -> str:
-    """Return torch.distributed's name of a recorded operation: `nccl:_all_gather_base` -> `all_gather_into_tensor`."""
-    bare = op.rpartition(":")[2].partition(" ")[0]
-    return _CANONICAL.get(bare, bare)
-
 
 def needs_everybody(op: str) -> bool:
     """True for operations that complete on no rank before every member has issued them; false for rooted ones."""
-    return _FAMILY.get(op.rpartition(":")[2]) in ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
+    return synchronizes(op)
 
 
 def dtype_name(dtype: str | None) -> str | None:
@@ -89,7 +45,8 @@ def splits_disagree(calls: Collection[Call]) -> bool:
     Then at least one rank expects a different number of elements from a peer than that peer sends.
     """
     sent, received = [elements(c) for c in calls], [c.received for c in calls]
-    if any(_FAMILY.get(c.op.rpartition(":")[2]) != "all_to_all" for c in calls) or None in sent or None in received:
+    all_to_all = all(known is not None and known.name == "all_to_all" for known in (family(c.op) for c in calls))
+    if not all_to_all or None in sent or None in received:
         return False
     return sum(n or 0 for n in sent) != sum(n or 0 for n in received)
 
@@ -107,18 +64,16 @@ def signature(call: Call) -> Signature:
 
 @lru_cache(4096)
 def _signature(op: str, rooted: int | None, dtype: str | None, shape: tuple[int, ...] | None, even: bool) -> Signature:
-    bare = op.rpartition(":")[2].partition(" ")[0]
-    family = _FAMILY.get(bare)
-    if family is None:
+    known = family(op)
+    if known is None:
         return (None, None, None, None, False)
-    coalesced = "coalesced" in bare
-    root = rooted if family in _ROOTED else None
-    dtype = dtype_name(dtype) if family in _SAME_DTYPE else None  # of the first of several tensors
+    root = rooted if known.rooted else None
+    dtype = dtype_name(dtype) if known.same_dtype else None  # of the first of several tensors
     if dtype is not None and dtype.startswith("complex"):
         dtype = None  # some backends record it as a real dtype of twice the size
-    compared = family in (*_SAME_SIZE, *_SIZE_BY_FORM) and (even or not coalesced)
+    compared = known.same_size != "none" and (even or "coalesced" not in bare(op))
     size = math.prod(shape) if shape is not None and compared else None
-    return (family, root, dtype, size, family in _SAME_SIZE or even or _CANONICAL.get(bare, bare) in _EVEN_FORMS)
+    return (known.name, root, dtype, size, known.same_size == "all" or even or op_name(op) in EVEN_FORMS)
 
 
 def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
@@ -132,7 +87,7 @@ def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
         return None
     if a[0] != b[0]:
         pair = {a[0], b[0]}
-        if pair == {"all_reduce", "reduce_scatter"} and backend != "nccl":
+        if pair == {"all_reduce", "reduce_scatter"} and not backend.startswith("nccl"):
             return None
         if pair == {"all_reduce", "barrier"} and backend not in ("gloo", "mpi"):
             size = a[3] if a[0] == "all_reduce" else b[3]

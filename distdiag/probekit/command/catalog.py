@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distdiag.errors import DistdiagError
-
-if TYPE_CHECKING:
-    from distdiag.probekit.measure.probe import Probe
 
 PROBES: dict[str, str] = {
     "barrier": "time until all ranks have arrived and left: pure latency",
@@ -75,18 +68,3 @@ def parse_collectives(text: str) -> tuple[str, ...]:
         if name not in names:
             names.append(name)
     return tuple(names)
-
-
-def load(name: str) -> Probe:
-    """Import the probe's script and return its `PROBE`."""
-    try:
-        module = importlib.import_module(f"distdiag.probes.{name}")
-    except ModuleNotFoundError as e:
-        if not (e.name or "").startswith("distdiag.probes"):
-            raise
-        # a checkout that was not installed: the scripts are next to the package
-        root = str(Path(__file__).resolve().parents[3])
-        if root not in sys.path:
-            sys.path.append(root)
-        module = importlib.import_module(f"probes.{name}")
-    return module.PROBE

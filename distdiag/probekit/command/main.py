@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks import environment
 from distdiag.probekit.verdict.result import Result, Verdict, worst
-from distdiag.streams import tolerate
+from distdiag.streams import say, say_json, tolerate
 
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.environment import RankPlace
@@ -62,11 +63,11 @@ def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
     """Print the error on rank 0; a timeout on every rank, because rank 0 may be missing."""
     first = place is None or place.rank == 0
     if as_json and first:
-        from distdiag.probekit.command.rendering import error_json
+        from distdiag.probekit.verdict.result import error_json
 
-        print(error_json(e), flush=True)
+        say_json(error_json(e), flush=True)
     if first or e.kind == "timeout":
-        print(f"distdiag: error: {e.message}\nhint: {e.hint}", file=sys.stderr, flush=True)
+        say(f"distdiag: error: {e.message}\nhint: {e.hint}", err=True, flush=True)
     if not first:
         time.sleep(_RANK_ZERO_FIRST_S)
 
@@ -79,15 +80,15 @@ def _list(as_json: bool) -> int:
     if as_json:
         import json
 
-        print(
+        say_json(
             json.dumps(
                 {"schema": "distdiag.probes/1", "probes": catalog.PROBES | {catalog.ALL: "all of them"}}, indent=2
             )
         )
         return 0
     for probe, text in catalog.PROBES.items():
-        print(f"{probe:14s}{text}")
-    print(f"{catalog.ALL:14s}the whole health check in one budget: one verdict, one line per probe")
+        say(f"{probe:14s}{text}")
+    say(f"{catalog.ALL:14s}the whole health check in one budget: one verdict, one line per probe")
     return 0
 
 
@@ -105,7 +106,7 @@ def _run(options: Options, place: RankPlace | None) -> int:
     reference = baseline.load(options.against) if options.against else None
     run = running_job.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
     if run is not None and run.live:
-        print(run.warning(options), file=sys.stderr)
+        say(run.warning(options), err=True)
 
     results = _measure(options, place)
     if place is not None and place.rank != 0:
@@ -120,9 +121,9 @@ def _run(options: Options, place: RankPlace | None) -> int:
     rendering.write(results, options)
     if options.save:
         baseline.save(options.save, results)
-        print(f"baseline written: distdiag probe {options.name} --against {options.save}", file=sys.stderr)
+        say(f"baseline written: distdiag probe {options.name} --against {options.save}", err=True)
     if run is not None and options.record:
-        print(run.record(results), file=sys.stderr)
+        say(run.record(results), err=True)
     code = exit_code(results)
     if place is not None:
         _leave_rank(code)
@@ -148,13 +149,14 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     if place is None:
         # torch is imported only now, after the options were checked
         gpus = _gpu_count()
-        probe = None if whole else catalog.load(options.name)
+        probe = None if whole else load_probe(options.name)
         # on one rank `all` has no collectives: only on request
         fewest = probe.min_ranks if probe else min(2, options.nproc or 2)
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
             probe.check(options)
-            return probe.launch(options, nproc, gpus, deadline_s)
+            if (results := probe.launch(options, gpus, deadline_s)) is not None:
+                return results
         from distdiag.probekit.ranks.launch import launch
 
         return launch(options, nproc, deadline_s)
@@ -169,7 +171,7 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     if not options.device:
         options.device = "cuda" if gpus >= place.local_world_size and gpus > 0 else "cpu"
     check_backend(options, gpus)
-    probe = None if whole else catalog.load(options.name)
+    probe = None if whole else load_probe(options.name)
     check_ranks(options, place.world_size, probe.min_ranks if probe else 1)
     if probe is not None:
         probe.check(options)
@@ -189,7 +191,7 @@ def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
         raise DistdiagError(
             f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
         )
-    probe = catalog.load(options.name)
+    probe = load_probe(options.name)
     probe.check(options)
     return probe.on_paper(options)
 

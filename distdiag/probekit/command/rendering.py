@@ -13,9 +13,11 @@ from xml.etree import ElementTree
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options
-from distdiag.probekit.measure.probe import Table
+from distdiag.probekit.measure.probe import Table, load_probe
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
+from distdiag.streams import say, say_json
+from distdiag.terms.operations import family
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
 
@@ -24,13 +26,13 @@ def write(results: list[Result], options: Options) -> None:
     """Print the results in the requested format, or write them to `--output`."""
     text = render(results, options)
     if options.output is None:
-        print(text)
+        say_json(text) if options.output_format == "json" else say(text, drawn=True)
         return
     try:
         Path(options.output).write_text(text + "\n")
     except OSError as e:
         raise DistdiagError(f"cannot write {options.output}: {e.strerror}", "choose another file with --output") from e
-    print(f"written: {options.output}", file=sys.stderr)
+    say(f"written: {options.output}", err=True)
 
 
 def check_output(options: Options) -> None:
@@ -89,13 +91,6 @@ def as_json(results: list[Result], options: Options) -> dict[str, object]:
     }
 
 
-def error_json(error: DistdiagError) -> str:
-    """Return the contract's object for an error."""
-    return json.dumps(
-        {"schema": SCHEMA, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}, indent=2
-    )
-
-
 def _colour(text: str, code: str) -> str:
     wanted = bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     return f"\033[{code}m{text}\033[0m" if wanted else text
@@ -103,7 +98,7 @@ def _colour(text: str, code: str) -> str:
 
 def as_table(result: Result, options: Options) -> str:
     """Return the verdict, then the reasons, then the figures."""
-    probe = catalog.load(result.probe)
+    probe = load_probe(result.probe)
     lines = [f"{_colour(result.verdict.value, _COLOURS[result.verdict])}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
     ranks = f"{result.world_size} rank{'s' if result.world_size > 1 else ''}"
@@ -140,7 +135,7 @@ def as_summary(results: list[Result], options: Options) -> str:
     for r in results:
         possible = not r.reasons or not r.reasons[0].startswith("not possible here")
         word = r.verdict.value if possible else "–"
-        summary = catalog.load(r.probe).headline(r) if r.rows and possible else r.reasons[0]
+        summary = load_probe(r.probe).headline(r) if r.rows and possible else r.reasons[0]
         lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {summary}")
         if r.verdict is not Verdict.PASS:
             # the noise is already reported above
@@ -166,7 +161,7 @@ def as_csv(results: list[Result]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for result in results:
-        table = catalog.load(result.probe).table(result, ascii_only=True)
+        table = load_probe(result.probe).table(result, ascii_only=True)
         writer.writerow(["probe", "verdict", *table.headers])
         for row in table.rows:
             writer.writerow([result.probe, result.verdict.value, *(cell.replace(",", "") for cell in row)])
@@ -196,7 +191,6 @@ def as_junit(results: list[Result]) -> str:
 
 
 _NCCL_TYPES = {"float32": "float", "bfloat16": "bfloat16", "float16": "half", "float64": "double", "int32": "int32", "int64": "int64", "uint8": "uint8"}  # fmt: skip
-_REDUCING = ("allreduce", "reduce", "reducescatter")
 
 
 def as_nccl_tests(result: Result) -> str:
@@ -205,6 +199,9 @@ def as_nccl_tests(result: Result) -> str:
     Only one of its two halves is measured: in place if the operation works in place, else out of place. `time` is our p50,
     while nccl-tests prints a mean. #wrong counts the wrong elements of the correctness check.
     """
+    operation = family(result.probe)
+    redop = "sum" if operation is not None and operation.reduces else "none"
+    root = 0 if operation is not None and operation.rooted else -1
     in_place = result.probe in ("allreduce", "broadcast", "reduce")
     out = [
         f"# {result.probe} by distdiag, {result.world_size} ranks, {result.backend}, {result.device}; verdict: {result.verdict}",
@@ -215,8 +212,6 @@ def as_nccl_tests(result: Result) -> str:
     ]
     rows: list[Row] = result.rows
     for r in rows:
-        redop = "sum" if result.probe in _REDUCING else "none"
-        root = 0 if result.probe in ("broadcast", "reduce", "gather", "scatter") else -1
         wrong = sum(w.elements for w in r.wrong)
         figures = f"{r.time_us.p50:8.1f} {r.algbw_gbps or 0:7.2f} {r.busbw_gbps or 0:7.2f} {wrong:7d}"
         nothing = f"{'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>7}"

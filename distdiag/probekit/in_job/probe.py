@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sqlite3
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,15 +22,16 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command import catalog
 from distdiag.probekit.in_job import running_job
 from distdiag.probekit.measure.collective import Collective
 from distdiag.probekit.measure.patterns import Pattern, wrong_elements
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.measure.torch_names import all_gather_single
 from distdiag.probekit.ranks.clock import clock_identity, clock_ns
 from distdiag.probekit.verdict.collective_result import LATE_SHARE, LATE_US
 from distdiag.probekit.verdict.result import Result, Row, TimeUs, Verdict, WrongValues
-from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.streams import say
+from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, moves_bytes
 from distdiag.terms.statistics import interval_of_median
 
 GROUP_DESCRIPTION = "distdiag-probe"  # readers leave this group's collectives out of the job's own
@@ -81,7 +81,7 @@ class InTrainingProbe:
         self._run_dir = Path(run_dir) if run_dir else Path(p) if (p := os.environ.get("DISTDIAG_RUN_DIR")) else None
         self._database: Path | None = None
         self._started_unix_s = 0.0
-        self._probes = [p for n in names if isinstance(p := catalog.load(n), Collective)]
+        self._probes = [p for n in names if isinstance(p := load_probe(n), Collective)]
         self._same_clock = self._all_on_one_clock()
         self._wrong: dict[str, list[WrongValues]] = {}
         began = time.monotonic()
@@ -159,7 +159,7 @@ class InTrainingProbe:
         """Return the rows of every probe on rank 0; no rows elsewhere."""
         found: list[tuple[Collective, list[Row]]] = []
         for probe in self._probes:
-            sizes = SIZES_BYTES if probe.op in FACTORS else (0,)
+            sizes = SIZES_BYTES if moves_bytes(probe.op) else (0,)
             rows = [row for size in sizes if (row := self._measure(probe, size)) is not None]
             found.append((probe, rows))
         return found
@@ -188,7 +188,7 @@ class InTrainingProbe:
         times = durations[int(np.argmax(np.median(durations, axis=1)))]
         interval = interval_of_median(times)
         p50 = float(np.median(times))
-        moves = probe.op in FACTORS
+        moves = moves_bytes(probe.op)
         last_arrival = us[:, 0].max(axis=0)
         skew_us = float(np.median(last_arrival - us[:, 0].min(axis=0))) if self._same_clock else math.nan
         last = np.bincount(us[:, 0].argmax(axis=0), minlength=self.world_size) / _ITERATIONS
@@ -219,7 +219,7 @@ class InTrainingProbe:
         """Check the values of every probe once, at creation."""
         pattern = Pattern(self.dtype, self.world_size)
         for probe in self._probes:
-            if probe.op not in FACTORS:
+            if not moves_bytes(probe.op):
                 continue
             elements = 1000 * self.world_size
             b = probe.buffers(self, elements)
@@ -283,5 +283,5 @@ class InTrainingProbe:
                 self._database = run.database
         except (DistdiagError, ImportError) as e:
             if self.runs == 1:
-                print(f"distdiag: probe results are not recorded yet: {e}", file=sys.stderr)
+                say(f"distdiag: probe results are not recorded yet: {e}", err=True)
         return self._database

@@ -18,20 +18,9 @@ from typing import Any
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.verdict.result import Result, Row
-from distdiag.terms.bandwidth import bus_bandwidth
+from distdiag.terms.operations import bus_bandwidth, family, message_bytes
 
 _BUSY_TIMEOUT_S = 2.0
-# torch's name of the operation, as the recorder writes it, by probe
-_OPS = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +46,6 @@ class RunBeside:
     def shown_against_job(self, results: list[Result]) -> None:
         """Add to each collective's result the bandwidth of the job's own calls, from table `collective`."""
         for result in results:
-            if result.probe not in _OPS:
-                continue
             with _reading(self.database) as con:
                 own = job_collectives(con, result.probe)
             if own is None:
@@ -69,7 +56,7 @@ class RunBeside:
             near = min(rows, key=partial(_distance, size), default=None)
             if near is not None and own["busbw_gbps"] is not None and near.busbw_gbps is not None:
                 result.notes.append(
-                    f"the job's own {_OPS[result.probe]} of {own['bytes']:,} bytes reaches {own['busbw_gbps']:.2f} GB/s "
+                    f"the job's own {own['op']} of {own['bytes']:,} bytes reaches {own['busbw_gbps']:.2f} GB/s "
                     f"({own['count']} calls, p50 {own['p50_us']:,.0f} us); the probe {near.busbw_gbps:.2f} GB/s at {near.bytes:,}"
                 )
 
@@ -145,23 +132,25 @@ def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | Non
 
     Durations are those of the rank that arrived last, so they contain no waiting. None if the job made no such call.
     """
-    op = _OPS.get(probe)
-    if op is None:
+    operation = family(probe)
+    if operation is None or operation.factor is None:
         return None
+    forms = [form.partition("=")[0] for form in operation.forms.split()]
     try:
         rows = con.execute(
-            "SELECT bytes, duration_us, ranks FROM collective WHERE op IN (?, ?, ?, ?) AND duration_us > 0 AND bytes > 0 "
-            "AND pgroup NOT LIKE 'distdiag%' ORDER BY t_s DESC LIMIT 400",
-            (op, f"{op}_single", f"{op}_tensor", f"{op}_into_tensor"),
+            f"SELECT bytes, duration_us, ranks FROM collective WHERE op IN ({', '.join('?' * len(forms))}) "
+            "AND duration_us > 0 AND bytes > 0 AND pgroup NOT LIKE 'distdiag%' ORDER BY t_s DESC LIMIT 400",
+            forms,
         ).fetchall()
     except sqlite3.Error:
         return None
     by_size: dict[tuple[int, int], list[float]] = {}
-    for size, duration_us, ranks in rows:
-        by_size.setdefault((size, ranks or 0), []).append(duration_us)
+    for recorded, duration_us, ranks in rows:
+        if (size := message_bytes(probe, recorded, ranks)) is not None:
+            by_size.setdefault((size, ranks or 0), []).append(duration_us)
     if not by_size:
         return None
     (size, ranks), durations = max(by_size.items(), key=lambda item: item[0][0] * len(item[1]))
     p50_us = statistics.median(durations)
-    busbw = bus_bandwidth(op, size, p50_us / 1e6, ranks) if ranks >= 2 else None
-    return {"op": op, "bytes": size, "count": len(durations), "p50_us": p50_us, "busbw_gbps": busbw}
+    busbw = bus_bandwidth(probe, size, p50_us / 1e6, ranks) if ranks >= 2 else None
+    return {"op": operation.name, "bytes": size, "count": len(durations), "p50_us": p50_us, "busbw_gbps": busbw}

@@ -52,7 +52,7 @@ class Ranks(Protocol):
 class Collective(Probe):
     """A probe of one operation over a sweep of message sizes."""
 
-    op: ClassVar[str]  # key of bandwidth.FACTORS
+    op: ClassVar[str]  # name of its `operations.Operation`
     in_parts: ClassVar[bool] = False  # each rank sends or receives 1/world_size of S
     rooted: ClassVar[bool] = False
     in_place: ClassVar[bool] = False  # a second form of the call, whose result overwrites what was sent
@@ -105,7 +105,7 @@ class Collective(Probe):
                 measured.append((size, None, wrong))  # type: ignore[arg-type]  # only its length counts there
         if job.rank != 0:
             return None
-        result = collective_result.build(self, job, measured, ceilings, skipped)
+        result = collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
         if strided:
             result.notes.append(strided)
         result.elapsed_s = time.monotonic() - began_s

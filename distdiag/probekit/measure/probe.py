@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import abc
+import importlib
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,16 +45,14 @@ class Probe(abc.ABC):
         """Import heavy modules once, in the process that ranks are forked from."""
         return None
 
-    def launch(self, options: Options, ranks: int, gpus: int, deadline_s: float) -> list[Result]:
-        """Start the ranks on this host and return rank 0's results.
+    def launch(self, options: Options, gpus: int, deadline_s: float) -> list[Result] | None:
+        """Start the ranks on this host by itself and return rank 0's results; None: the command starts them.
 
         Args:
             gpus: GPUs of this host.
             deadline_s: time.monotonic() at which measuring should end.
         """
-        from distdiag.probekit.ranks.launch import launch
-
-        return launch(options, ranks, deadline_s)
+        return None
 
     def on_paper(self, options: Options) -> list[Result]:
         """Return the results of `options.paper`, by formula; only `step` has formulas."""
@@ -72,3 +73,18 @@ class Probe(abc.ABC):
     def headline(self, result: Result) -> str:
         """Return the line of `all` for this probe, without the verdict."""
         return self.summary
+
+
+def load_probe(name: str) -> Probe:
+    """Import the probe's script and return its `PROBE`."""
+    try:
+        module = importlib.import_module(f"distdiag.probes.{name}")
+    except ModuleNotFoundError as e:
+        if not (e.name or "").startswith("distdiag.probes"):
+            raise
+        # a checkout that was not installed: the scripts are next to the package
+        root = str(Path(__file__).resolve().parents[3])
+        if root not in sys.path:
+            sys.path.append(root)
+        module = importlib.import_module(f"probes.{name}")
+    return module.PROBE

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.work import RankError, run_rank
 from distdiag.probekit.verdict.result import Result
@@ -84,7 +85,7 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
     }
     if method == "fork":
         for name in catalog.PROBES if options.name == catalog.ALL else [options.name]:
-            catalog.load(name).preload()
+            load_probe(name).preload()
     sys.stdout.flush()
     sys.stderr.flush()
     # start_processes replaces these handlers

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options
-from distdiag.probekit.measure.probe import Probe
+from distdiag.probekit.measure.probe import Probe, load_probe
 from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.job import Job, joined
 from distdiag.probekit.verdict.result import Result
@@ -38,7 +38,7 @@ def run_rank(
         arrival_limit_s: Time limit for all ranks to arrive.
     """
     try:
-        probes = [catalog.load(n) for n in (catalog.PROBES if options.name == catalog.ALL else [options.name])]
+        probes = [load_probe(n) for n in (catalog.PROBES if options.name == catalog.ALL else [options.name])]
         for probe in probes:
             probe.preload()
         with joined(place, options, arrival_limit_s) as job:

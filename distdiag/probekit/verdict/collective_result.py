@@ -12,12 +12,11 @@ from distdiag.probekit.measure.probe import Table
 from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Row, TimeUs, Verdict, WrongValues, host_class
-from distdiag.terms.bandwidth import FACTORS, algorithm_bandwidth, bus_bandwidth
+from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, moves_bytes
 from distdiag.terms.statistics import Samples, bootstrap_medians, find_modes, fit_latency_bandwidth
 from distdiag.terms.units import message_size, time_text
 
 if TYPE_CHECKING:
-    from distdiag.probekit.measure.collective import Collective
     from distdiag.probekit.ranks.job import Job
 
 LATE_SHARE = 0.8  # a late rank is last in this share of the iterations
@@ -29,22 +28,23 @@ DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucke
 
 
 def build(
-    probe: Collective,
+    name: str,
+    op: str,
     job: Job,
     measured: list[tuple[int, Stamped, list[WrongValues]]],
     ceilings: dict[str, float | None],
     skipped: list[int],
 ) -> Result:
     """Return the judged result on rank 0."""
-    result = new_result(job, probe.name)
+    result = new_result(job, name)
     result.ceilings = dict(ceilings)
     medians: list[Samples] = []
     for size, stamped, wrong in measured:
-        row, replicates, block_medians = make_row(probe.op, size, stamped, wrong, job)
+        row, replicates, block_medians = make_row(op, size, stamped, wrong, job)
         result.rows.append(row)
         medians.append(replicates)
         result.measures.append(Measure(str(size), "us", block_medians))
-    if probe.op in FACTORS:
+    if moves_bytes(op):
         fit = fit_latency_bandwidth([r.bytes for r in result.rows], medians)
         result.fit = asdict(fit) if fit else None
     result.host_noise = total_noise([s for _, s, _ in measured], result.rows)
@@ -96,7 +96,7 @@ def make_row(
     low, high = (float(v) for v in np.percentile(replicates, [2.5, 97.5]))
     if times.size < _FEW:
         low, high = float(times.min()), float(times.max())  # too few for resampling
-    moves_bytes = op in FACTORS and job.world_size > 1
+    moves = moves_bytes(op) and job.world_size > 1
     foreign = [n.foreign_cpus for n in stamped.noise if n.foreign_cpus is not None]
     blocks = stamped.block[keep]
     row = Row(
@@ -105,11 +105,11 @@ def make_row(
         iterations=int(times.size),
         time_us=TimeUs(float(times.min()), p50, float(np.percentile(times, 95)), float(times.max()), (low, high)),
         wire_us=float(np.median(left.max(axis=0) - last_arrival)),
-        algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves_bytes else None,
-        busbw_gbps=bus_bandwidth(op, size, p50 / 1e6, job.world_size) if moves_bytes else None,
+        algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves else None,
+        busbw_gbps=bus_bandwidth(op, size, p50 / 1e6, job.world_size) if moves else None,
         busbw_ci95_gbps=(
             (bus_bandwidth(op, size, high / 1e6, job.world_size), bus_bandwidth(op, size, low / 1e6, job.world_size))
-            if moves_bytes
+            if moves
             else None
         ),
         skew_us=skew_us,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from distdiag.probekit.verdict.result import Result, Row, Verdict
+from distdiag.terms.operations import family
 from distdiag.terms.units import message_size, time_text
 
 LATE_FAILS_US = 1_000.0  # a rank that is always this late costs a step more than most collectives
@@ -92,7 +93,8 @@ def against_ceilings(result: Result, rows: list[Row], fail: Verdict) -> None:
             f"{best.busbw_gbps:.1f} GB/s is above what one rank can copy in memory ({memcpy:.1f}): not plausible",
         )
     large = [r for r in rows if r.bytes >= _LARGE_BYTES]
-    reducing = result.probe in ("allreduce", "reduce", "reducescatter")
+    operation = family(result.probe)
+    reducing = operation is not None and operation.reduces
     reduces_slowly = reducing and result.dtype in ("float16", "bfloat16")
     if tcp and large and not reduces_slowly:
         highest = max(r.busbw_ci95_gbps[1] for r in large if r.busbw_ci95_gbps)

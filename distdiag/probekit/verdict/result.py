@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -10,7 +11,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from distdiag.errors import DistdiagError
+
 SCHEMA = "distdiag.probe/1"
+
+
+def error_json(error: DistdiagError) -> str:
+    """Return the contract's object for an error."""
+    return json.dumps(
+        {"schema": SCHEMA, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}, indent=2
+    )
 
 
 class Verdict(StrEnum):

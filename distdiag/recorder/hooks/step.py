@@ -19,9 +19,9 @@ from distdiag.page.layout import Blocked, Phase, word
 from distdiag.recorder.fast.accounts import fast_hook
 from distdiag.recorder.hooks import first_forward
 from distdiag.recorder.hooks.collectives import note_caught
-from distdiag.recorder.hooks.ddp_models import Model
 from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.step_accounting import StepAccounting
+from distdiag.recorder.hooks.wrapped_model import Model
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import failed, guarded, now_ns
 

@@ -13,7 +13,7 @@ from distdiag.recorder.state import guarded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distdiag.recorder.hooks.ddp_models import Model
+    from distdiag.recorder.hooks.wrapped_model import Model
 
     Named = list[tuple[str, Tensor]]  # parameters with their names
 

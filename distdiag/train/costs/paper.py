@@ -9,7 +9,7 @@ from typing import Any
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command.paper import Paper
-from distdiag.terms.bandwidth import FACTORS, bus_bandwidth
+from distdiag.terms.operations import bus_bandwidth, bus_factor
 from distdiag.train.costs.memory import StateBytes, expected_state
 from distdiag.train.costs.possible import SINGLE, STAGED, micro_batches
 from distdiag.train.costs.sizes import Sizes
@@ -156,10 +156,10 @@ class Sheet:
         """
         per, count = self.paper.per_parameter, self.sizes.parameters
         if strategy == "ddp":
-            return round(FACTORS["all_reduce"](ranks) * count * per.gradients)
+            return round(bus_factor("all_reduce", ranks) * count * per.gradients)
         if strategy == "fsdp":
-            gathers = 2 * FACTORS["all_gather"](ranks) * count * per.weights
-            return round(gathers + FACTORS["reduce_scatter"](ranks) * count * per.gradients)
+            gathers = 2 * bus_factor("all_gather", ranks) * count * per.weights
+            return round(gathers + bus_factor("reduce_scatter", ranks) * count * per.gradients)
         return None
 
 

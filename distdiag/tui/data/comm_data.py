@@ -13,14 +13,13 @@ from distdiag.store.frames import Frame
 from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow
-from distdiag.terms.bandwidth import FACTORS
+from distdiag.terms.operations import algorithm_bandwidth, bus_factor, family, message_bytes, moves_bytes
 from distdiag.tui.draw.text import median_low, quantile
 
 WINDOW_STEPS = 50
 ARRIVALS = 20  # newest collectives whose arrivals are read, of one operation, group and size
 GRADIENTS = "gradients"  # DDP's all-reduces of one backward pass, as its reducer times them
 
-_FACTORS = FACTORS | dict.fromkeys(("send", "recv"), FACTORS["sendrecv"])  # absent: no bandwidth is claimed
 _SMALLEST_BYTES = 4096  # below it latency is all there is, and a bandwidth says nothing
 
 
@@ -48,19 +47,24 @@ class OpStats:
     arrivals: tuple[tuple[int, float], ...] = ()  # rank, and its median arrival after the first rank in ms
 
     @property
+    def message_bytes(self) -> int | None:
+        """The size that probes and nccl-tests count: `bytes`, or those of all ranks together."""
+        return message_bytes(self.op, self.bytes, self.ranks)
+
+    @property
     def algbw_gbps(self) -> float | None:
         """GB/s (10^9 bytes) on the rank that arrived last: waiting for it is not in it."""
-        if not self.bytes or self.bytes < _SMALLEST_BYTES or not self.p50_us:
-            return None
-        return self.bytes / self.p50_us / 1e3
+        size = self.message_bytes
+        return (
+            algorithm_bandwidth(size, self.p50_us / 1e6) if size and size >= _SMALLEST_BYTES and self.p50_us else None
+        )
 
     @property
     def busbw_gbps(self) -> float | None:
         op = "all_reduce" if self.op == GRADIENTS else self.op
-        factor = next((f for name, f in _FACTORS.items() if op.startswith(name)), None)
-        if factor is None or self.algbw_gbps is None or self.ranks < 2:
+        if self.algbw_gbps is None or self.ranks < 2 or not moves_bytes(op):
             return None
-        return self.algbw_gbps * factor(self.ranks)
+        return self.algbw_gbps * bus_factor(op, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -206,11 +210,11 @@ def _probed(run: Run) -> dict[tuple[str, int], float]:
 
 def probe_for(data: CommData, op: OpStats) -> float | None:
     """Return the bus bandwidth that a probe recorded in this run for the operation, at a size within a factor of two."""
-    name = op.op.replace("_", "")
+    operation, size = family(op.op), op.message_bytes
     near = [
-        (abs(b - op.bytes), v)
-        for (n, b), v in data.probed.items()
-        if op.bytes and n == name and 0.5 <= b / op.bytes <= 2
+        (abs(probed - size), busbw)
+        for (name, probed), busbw in data.probed.items()
+        if size and operation is not None and name == operation.probe and 0.5 <= probed / size <= 2
     ]
     return min(near)[1] if near else None
 

@@ -243,7 +243,7 @@ def _reached(data: CommData, snap: Snapshot, ui: Ui, width: int) -> Line:
         return line((f" {clean(o.op)} has no bandwidth: it moves no tensor", "muted"))
     if reached is None:
         return line((f" no probe of {clean(o.op)} at {size(o.bytes)} in this run: {ui.opens('8', 'probes')}", "muted"))
-    text = f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.bytes)}"
+    text = f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.message_bytes)}"
     if not o.busbw_gbps:
         return line(text)
     share = f" → {100 * o.busbw_gbps / reached:.0f}% of it reached"

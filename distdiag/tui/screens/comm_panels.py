@@ -74,8 +74,8 @@ def charts(o: OpStats, now: float, width: int, height: int, marks: Marks, ascii_
         Chart("skew", "ms", (Curve("", times, skews, "area-hot", not ascii_only),), _ms, marks=marks,
               help="last arrival - first arrival: the first rank waits as long"),
     ]  # fmt: skip
-    if o.algbw_gbps and o.busbw_gbps and o.bytes:
-        factor = o.busbw_gbps / o.algbw_gbps * o.bytes / 1e6
+    if o.busbw_gbps and o.p50_us:
+        factor = o.busbw_gbps * o.p50_us / 1e3
         rates = [factor / d if d else None for d in durations]
         about = "size / time x the operation's factor, comparable to the link"
         found.append(Chart("busbw", "GB/s", (Curve("", times, rates, "accent"),), _ms, marks=marks, help=about))

@@ -11,6 +11,7 @@ import msgspec
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import ProbeResult
+from distdiag.terms.operations import family
 from distdiag.tui.data.comm_data import CommData, read_comm
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
@@ -163,9 +164,10 @@ def _job_reaches(probe: str, nbytes: float | None, comm: CommData | None) -> str
     near = [
         o
         for o in comm.ops
-        if o.op.replace("_", "") == probe and o.bytes and 0.5 <= o.bytes / nbytes <= 2 and o.busbw_gbps
+        if (family(o.op) is family(probe) is not None and (whole := o.message_bytes) and o.busbw_gbps)
+        and 0.5 <= whole / nbytes <= 2
     ]
     if not near:
         return "–"
-    o = min(near, key=lambda o: abs((o.bytes or 0) - nbytes))
-    return f"{decimal(o.busbw_gbps, 2)} at {size(o.bytes)}"
+    o = min(near, key=lambda o: abs((o.message_bytes or 0) - nbytes))
+    return f"{decimal(o.busbw_gbps, 2)} at {size(o.message_bytes)}"

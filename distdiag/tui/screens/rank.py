@@ -13,6 +13,7 @@ from distdiag.store.frames import Frame, RankRow
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
+from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import excerpt, severity
@@ -205,7 +206,7 @@ def _now(row: RankRow, snap: Snapshot, stuck: bool, width: int) -> list[Line]:
         number = f" #{row.waiting_seq}" if row.waiting_seq is not None else ""
         doing = f"waits in {clean(row.waiting_op)}{number} ({clean(row.waiting_group or '?')}, {size(row.waiting_bytes)}) for {seconds(row.waiting_age_s)}"
     elif row.activity and row.activity not in ("user_code", row.phase):
-        doing += f", {clean(row.activity).replace('_', ' ')}"
+        doing += f", {SHOWN.get(row.activity) or clean(row.activity)}"
     out = [line((" now    ", "muted"), doing)]
     if row.file:
         at = place(row.file, row.line, row.function)
