@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from distdiag.diagnosis.culprit.rank_condition import Condition, around
+from distdiag.diagnosis.culprit.parting import Condition, rank_condition
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Model, Site
 from tests.diagnosis.made import proved
@@ -25,7 +25,7 @@ def found(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]
     """Return the condition's text; frames are (mark, function), innermost first."""
     text, at = places(source)
     stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
-    c = around(stacks[0], stacks[1], {FILE: text}.get)
+    c = rank_condition(stacks[0], stacks[1], {FILE: text}.get)
     assert c is None or c == Condition(
         FILE, text.splitlines().index(next(x for x in text.splitlines() if x.strip() == c.text)) + 1, c.text
     )
@@ -144,7 +144,7 @@ EXPRESSION = """
 def test_a_call_in_an_expression_that_asks_for_the_rank_is_found(line: str, condition: str | None) -> None:
     text, at = places(EXPRESSION.format(line))
     mine = [Site(FILE, at["A"], "evaluate"), Site(FILE, at["B"], "main")]
-    c = around(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get)
+    c = rank_condition(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get)
     assert c == (None if condition is None else Condition(FILE, at["B"], condition))
 
 
@@ -208,9 +208,9 @@ def test_two_calls_under_one_condition_do_not_differ() -> None:
 def test_unreadable_source_gives_no_condition() -> None:
     site, other = Site(FILE, 3, "main"), Site(FILE, 9, "main")
     for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
-        assert around([site], [other], source) is None
-    assert around([], [other], {}.get) is None
-    assert around([site], [Site("/job/other.py", 9, "main")], {FILE: "if rank:\n\n  x()\n"}.get) is None
+        assert rank_condition([site], [other], source) is None
+    assert rank_condition([], [other], {}.get) is None
+    assert rank_condition([site], [Site("/job/other.py", 9, "main")], {FILE: "if rank:\n\n  x()\n"}.get) is None
 
 
 def test_the_finding_of_two_ranks_names_the_condition() -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from distdiag.diagnosis.culprit import call_site
-from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from distdiag.diagnosis.culprit import paths, rank_condition
+from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at
@@ -20,7 +21,7 @@ def on_rank(case: Case) -> tuple[tuple[int, ...], Condition] | None:
     if source is None or len(wait.sides) != 2 or not all(min(side) in case.states for side in wait.sides):
         return None
     stacks = [_stack(case.states[rank], wait.calls.get(rank), source) for rank in map(min, wait.sides)]
-    found = [rank_condition.around(stacks[i], stacks[1 - i], source) for i in (0, 1)]
+    found = [parting.rank_condition(stacks[i], stacks[1 - i], source) for i in (0, 1)]
     for i, side in enumerate(wait.sides):
         mine, theirs = found[i], found[1 - i]
         if mine is not None and theirs is None:
@@ -61,13 +62,13 @@ def explain_parting(case: Case, ranks: Sequence[int]) -> Testimony | None:
     found = _parting(case, ranks) if ranks else _tied(case)
     if not found or on_rank_names(case, ranks):
         return None
-    advice = paths.decision_advice(found[0], ranks) if ranks and len(found) == 1 else ""
+    advice = parting.decision_advice(found[0], ranks) if ranks and len(found) == 1 else ""
     if not ranks and len(found) == 1 and _apart(case):
         advice = (
             f"find on which rank `{found[0].text.removesuffix(':')}` at line {found[0].line} had the wrong result, or let "
             "all ranks decide together (all_reduce what it tests)"
         )
-    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=paths.parting_text(found), advice=advice)
+    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=parting.parting_text(found), advice=advice)
 
 
 def on_rank_names(case: Case, ranks: Sequence[int]) -> bool:
@@ -81,8 +82,8 @@ def explain_cycle(case: Case, ranks: Sequence[int]) -> Testimony | None:
     found = _past_the_call(case, ranks) if ranks else []
     if not found:
         return None
-    advice = paths.decision_advice(found[0], ranks) if len(found) == 1 else ""
-    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=paths.parting_text(found), advice=advice)
+    advice = parting.decision_advice(found[0], ranks) if len(found) == 1 else ""
+    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=parting.parting_text(found), advice=advice)
 
 
 def explain_leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -92,13 +93,13 @@ def explain_leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     if case.source is None or not waiting or not case.ended:
         return None
     site = case.states[case.ended[0]].current_site
-    found = paths.leaving(site, case.states[waiting[0]].user_stack, case.source)
-    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=paths.parting_text(found)) if found else None
+    found = parting.leaving(site, case.states[waiting[0]].user_stack, case.source)
+    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=parting.parting_text(found)) if found else None
 
 
 def parted_text(case: Case) -> str:
     """Return where the paths of two sides diverge, if neither is known to be wrong; empty if that is not known."""
-    return paths.parting_text(_tied(case))
+    return parting.parting_text(_tied(case))
 
 
 def _apart(case: Case) -> bool:
@@ -108,7 +109,7 @@ def _apart(case: Case) -> bool:
 
 def _tied(case: Case) -> list[Condition]:
     found = [condition for side in case.wait.sides[:2] for condition in _parting(case, side)]
-    return list(dict.fromkeys(found))[-paths.SHOWN :]
+    return list(dict.fromkeys(found))[-parting.SHOWN :]
 
 
 def _parting(case: Case, ranks: Collection[int]) -> list[Condition]:
@@ -117,31 +118,31 @@ def _parting(case: Case, ranks: Collection[int]) -> list[Condition]:
     if case.source is None or not mine or not others:
         return []
     stacks = [_stack(case.states[rank], case.wait.calls.get(rank), case.source) for rank in (mine[0], others[0])]
-    return paths.parting(stacks[0], stacks[1], case.source)
+    return parting.parting(stacks[0], stacks[1], case.source)
 
 
 def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
     site = call.site if call is not None else None
     if site is None or state.user_stack[:1] == (site,):
-        return paths.call_stack(state.user_stack, state.host_stack, source)
-    return paths.with_callers((site, *state.user_stack[1:]), source)
+        return callers.call_stack(state.user_stack, state.host_stack, source)
+    return callers.with_callers((site, *state.user_stack[1:]), source)
 
 
 def _past_the_call(case: Case, ranks: Sequence[int]) -> list[Condition]:
     state, main, source, states = case.states.get(ranks[0]), case.main(ranks), case.source, case.states
     if source is None or state is None or not main.ranks:
         return []
-    stack = paths.call_stack(state.user_stack, state.host_stack, source)
+    stack = callers.call_stack(state.user_stack, state.host_stack, source)
     if not main.p2p:
         site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
         victims = sorted(case.incident.victims - set(ranks))
         there = [q for q in victims if (call := states[q].blocked) is not None and call.site == site]
         waiting = {
-            q: paths.call_stack(states[q].user_stack, states[q].host_stack, source)
-            for q in [*main.ranks, *there][: paths.COMPARED]
+            q: callers.call_stack(states[q].user_stack, states[q].host_stack, source)
+            for q in [*main.ranks, *there][: callers.COMPARED]
             if q in states
         }
-        return paths.parting(stack, waiting[paths.nearest(stack, waiting, source)], source) if waiting else []
+        return parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source) if waiting else []
     # the site of its newest message of this kind, if that is in a function on its stack
     wanted = messages.OPPOSITE[main.key[2]]
     earlier = (
@@ -154,4 +155,4 @@ def _past_the_call(case: Case, ranks: Sequence[int]) -> list[Condition]:
     )
     site = next((x for x in earlier if x is not None), None)
     here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
-    return paths.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []
+    return parting.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []

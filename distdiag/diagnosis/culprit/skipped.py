@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.paths import parting, parting_text
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
+from distdiag.diagnosis.culprit.parting import Condition, parting, parting_text
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 
 STEPS = 3  # backwards after which each forward is expected to have one

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import paths
+from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import LockCycle
@@ -94,7 +94,7 @@ def _finished(facts: Facts) -> Finding:
         first_seen_s=min((r.ended_s for r in finished if r.ended_s is not None), default=first_echo_s),
         message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} continued"
         + (f" and waited in {op_text(call)}" if call and call.op else "")
-        + paths.parting_text(paths.leaving(finished[0].current_site, s.ranks[victims[0]].user_stack, facts.source)),
+        + parting.parting_text(parting.leaving(finished[0].current_site, s.ranks[victims[0]].user_stack, facts.source)),
         cost="the others wait for a rank that has ended, and fail",
         advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for an "
         "exit (sys.exit, os._exit in a thread) on some ranks only",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import rank_condition
+from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.endings import UNUSED, End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, at_least, rank_list
@@ -103,7 +103,7 @@ def _lost(facts: Facts) -> Finding:
             advice = "read what the DataLoader's worker printed before it ended (code or signal above), or run once with num_workers=0"
         if echoes:
             advice += "; the other ranks' errors follow from it"
-        condition = rank_condition.enclosing(first.current_site, facts.source) if not first.exception else None
+        condition = parting.enclosing(first.current_site, facts.source) if not first.exception else None
         if condition is not None:
             message += f", under `{condition.text}` at line {condition.line}"
             advice = f"find why `{condition.text.removeprefix('if ')}` held on {who}" + (

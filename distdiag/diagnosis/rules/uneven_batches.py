@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.loop_source import may_end_early
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.guards import may_end_early
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where
 from distdiag.diagnosis.training_data import not_one_model, only_shadows, uneven_ranks

@@ -15,11 +15,12 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.rank_condition import Source, only_under
+from distdiag.diagnosis.culprit.parting import only_under
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Model, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, where
 from distdiag.terms.units import percent

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.diagnosis.culprit.paths import call_stack, leaving, parting, with_callers
+from distdiag.diagnosis.culprit.callers import call_stack, with_callers
+from distdiag.diagnosis.culprit.parting import leaving, parting
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
 

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis.culprit import paths, rank_condition
+from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
 from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
-from tests.diagnosis.test_paths import FIT, FLUSH, STEP
+from tests.diagnosis.test_parting import FIT, FLUSH, STEP
 from tests.diagnosis.test_rank_condition import FILE, places
 from tests.diagnosis.waits import call, key, only, rank, snapshot
 
@@ -100,9 +100,9 @@ def test_a_decorator_that_lets_one_rank_run_a_function_is_a_condition_on_the_ran
     """)
     mine = (Site(FILE, at["A"], "log_epoch"), Site(FILE, at["C"], "fit"))
     theirs = (Site(FILE, at["B"], "fit"),)
-    found = rank_condition.around(mine, theirs, {FILE: text}.get)
+    found = parting.rank_condition(mine, theirs, {FILE: text}.get)
     assert found is not None and found.text == f"@{decorator}"
-    assert rank_condition.around(theirs, mine, {FILE: text}.get) is None
+    assert parting.rank_condition(theirs, mine, {FILE: text}.get) is None
 
 
 def test_the_exception_handler_that_skips_a_message_is_named() -> None:
@@ -260,6 +260,6 @@ def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> No
                         share()  # A
     """)
     send, actor, learner = (Site(FILE, at[m], "run") for m in "SAL")
-    assert paths.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
-    assert [c.text for c in paths.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows:"]
-    assert paths.parting((send,), (learner,), {FILE: text}.get) == []
+    assert callers.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
+    assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows:"]
+    assert parting.parting((send,), (learner,), {FILE: text}.get) == []

@@ -1,0 +1,92 @@
+"""Completes and compares call paths: the user's frames of a rank, from the call to the start of the program."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Mapping, Sequence
+
+from distdiag.diagnosis.model.guards import Source, function, name_of, tree_of
+from distdiag.diagnosis.model.snapshot import Site
+
+COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
+
+
+def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
+    """Return the stack with callers that match what is below them.
+
+    The innermost site of a killed rank is current, but its callers are from the last sample, which may be older. A caller at
+    a line without such a call is moved to the only call of that function in its file.
+    """
+    out = list(stack[:1])
+    rest = list(stack[1:])
+    while out and len(out) < len(stack) + 3 and not out[-1].function.startswith("<"):
+        callee = out[-1]
+        caller = rest.pop(0) if rest else None
+        calls = _calls_of(callee, source, callee.file)
+        if caller is None or (calls and caller.file == callee.file and caller.key not in {c.key for c in calls}):
+            if len(calls) != 1 or calls[0] in out:
+                break
+            caller = calls[0]
+            rest = [x for x in rest if x.function != caller.function]
+        out.append(caller)
+    return tuple(out) if len(out) >= len(stack[:2]) else tuple(stack)
+
+
+def call_stack(stack: Sequence[Site], host: Sequence[Site], source: Source) -> tuple[Site, ...]:
+    """Return the user's frames at a call on a device, with its callers, although its function has returned on the host.
+
+    The caller is the function on the host's stack that calls that function in exactly one line. Nothing is added if that is
+    not so.
+    """
+    if len(stack) != 1:
+        return tuple(stack)
+    callee = stack[0]
+    for i, frame in enumerate(host):
+        calls = {
+            c.line: c for c in _calls_of(callee, source, frame.file, by_name=True) if c.function == frame.function
+        }  # two calls in one line are one site
+        if calls:
+            return (callee, *calls.values(), *host[i + 1 :]) if len(calls) == 1 else (callee,)
+    return (callee,)
+
+
+def _calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> list[Site]:
+    """Return the sites in a file that call a function of this name; with `by_name` only `name`, `self.name`, `module.name`."""
+    tree = tree_of(file, source)
+    if tree is None:
+        return []
+    modules = {
+        (a.asname or a.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for a in node.names
+    }
+    out = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or name_of(node.func) != callee.function:
+            continue
+        owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else None
+        if not by_name or owner in (None, "self", "cls") or owner in modules:
+            around = function(tree, node.lineno)
+            out.append(Site(file, node.lineno, around.name if around is not None else "<module>"))
+    return out
+
+
+def function_key(site: Site, source: Source) -> tuple[str, str, int]:
+    """Return (file, name, first line) of the function around a site; line 0 if it is not known."""
+    tree = tree_of(site.file, source)
+    around = function(tree, site.line) if tree is not None else None
+    return site.file, site.function, around.lineno if around is not None else 0
+
+
+def nearest(mine: Sequence[Site], others: Mapping[int, Sequence[Site]], source: Source) -> int:
+    """Return the rank whose stack has the most functions in common with `mine`, from the outermost; the first of equals."""
+    wanted = [function_key(x, source) for x in reversed(mine)]
+
+    def shared(stack: Sequence[Site]) -> int:
+        theirs = [function_key(x, source) for x in reversed(stack)]
+        pairs = zip(wanted, theirs, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(others, key=lambda rank: shared(others[rank]))

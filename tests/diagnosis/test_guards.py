@@ -1,0 +1,185 @@
+"""The guards of a line: which conditions decide whether it runs, read from the source."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from distdiag.diagnosis.culprit.parting import Condition, only_under, parting, rank_condition
+from distdiag.diagnosis.model import guards
+from distdiag.diagnosis.model.snapshot import Site
+from tests.diagnosis.test_rank_condition import FILE, places
+
+
+def texts(source: str) -> list[str]:
+    """Return `KIND text` of the guards of the line that ends in `# A`."""
+    text, at = places(source)
+    tree = guards.parsed(text)
+    assert tree is not None
+    return [f"{g.kind.name} {guards.text_of(g, text)}" for g in guards.guards(tree, at["A"])]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("if a:\n    f()\nelif b:\n    g()  # A", ["HOLDS if a:", "HOLDS elif b:"]),
+        ("if a:\n    return\ng()  # A", ["PASSED if a:"]),
+        ("if a:\n    f()\nelse:\n    raise E\ng()  # A", ["PASSED if a:"]),
+        ("with lock:\n    if a:\n        os._exit(1)\ng()  # A", ["PASSED if a:"]),
+        ("for x in xs:\n    if a:\n        continue\n    g()  # A", ["INSIDE for x in xs:", "PASSED if a:"]),
+        ("for x in xs:\n    if a:\n        break\ng()  # A", ["ENDED for x in xs:"]),
+        ("with b:\n    for x in xs:\n        f()\ng()  # A", ["ENDED for x in xs:"]),
+        ("while a:\n    f()\nelse:\n    g()  # A", ["ENDED while a:"]),
+        ("for x in xs:\n    for y in x:\n        if a:\n            return\n    g()  # A",
+         ["INSIDE for x in xs:", "PASSED if a:", "ENDED for y in x:"]),
+        ("try:\n    g()  # A\nexcept E:\n    pass\nexcept F:\n    raise", ["PASSED except E:"]),
+        ("try:\n    f()\nexcept E:\n    g()  # A", ["HOLDS except E:"]),
+        ("try:\n    f()\nexcept E:\n    return\ng()  # A", ["PASSED except E:"]),
+        ("try:\n    f()\nexcept E:\n    pass\nelse:\n    g()  # A", ["PASSED except E:"]),
+        ("try:\n    f()\nexcept E:\n    pass\nfinally:\n    g()  # A", []),
+        ("with suppress(E):\n    g()  # A", ["PASSED with suppress(E):"]),
+        ("match a:\n    case 1:\n        f()\n    case _:\n        g()  # A", ["HOLDS case _:"]),
+        ("match a:\n    case 1:\n        return\ng()  # A", ["PASSED case 1:"]),
+        ("x = g() if a else None  # A", ["HOLDS if a"]),
+        ("x = a and g()  # A", ["HOLDS a and …"]),
+        ("x = [g(y) for y in ys if a]  # A", ["HOLDS if a"]),
+        ("with g() if a else nothing:  # A\n    pass", ["HOLDS if a"]),
+        ("if a: g()  # A", ["HOLDS if a: g()"]),
+        ("if h(): g()  # A", []),  # either call can be meant
+        ("def inner():\n    if a:\n        return\n    g()  # A", ["PASSED if a:"]),
+    ],
+)  # fmt: skip
+def test_guards_are_the_branches_that_a_line_needs(body: str, expected: list[str]) -> None:
+    """The `if` around the function's definition is none of them."""
+    source = "if __name__:\n    def f():\n" + textwrap.indent(body, " " * 8)
+    assert texts(source) == expected
+
+
+DEEP = "if a:\n" + "".join(f"{' ' * i}if a:\n" for i in range(1, 90)) + " " * 90 + "g()  # A\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "-" * 200_000 + "1\n",
+        "x = " + "(" * 5_000 + ")" * 5_000 + "\n",
+        "x = a" + ".b" * 100_000 + "\n",
+        "if a:\n    pass\n" + "elif a:\n    pass\n" * 5_000,
+        "x = 1\n" * (guards.MAX_TEXT // 6 + 1),
+        "\0",
+        "def (:",
+    ],
+    ids=["signs", "brackets", "attributes", "elif", "long", "nul", "syntax"],
+)
+def test_a_hostile_source_has_no_guards_and_does_no_harm(text: str) -> None:
+    sites = [Site(FILE, 2, "<module>")], [Site(FILE, 4, "<module>")]
+    assert isinstance(parting(*sites, {FILE: text}.get), list)
+    assert rank_condition(*sites, {FILE: text}.get) is None
+    assert guards.may_end_early(text, 2)
+
+
+def test_deep_blocks_and_many_exits_are_read() -> None:
+    assert len(texts(DEEP)) == 90
+    chain = "if a:\n    pass\n" + "elif b:\n    pass\n" * 150 + "else:\n    g()  # A\n"
+    assert len(texts(chain)) == 151
+    assert len(texts("def f():\n" + "    if a:\n        return\n" * 5_000 + "    g()  # A\n")) == 5_000
+
+
+@pytest.mark.parametrize(
+    ("test", "asks"),
+    [
+        ("trainer.is_global_zero", True),
+        ("run.is_chief", True),
+        ("accelerator.is_local_main_process", True),
+        ("self.should_save", True),
+        ("is_rank_zero()", True),
+        ("boss()", True),
+        ("self.writes", True),
+        ("self.other", False),
+        ("lora_rank > 4", False),
+        ("main_loss > 3", False),
+    ],
+)
+def test_the_words_and_functions_for_a_certain_rank_are_conditions_on_it(test: str, asks: bool) -> None:
+    text, at = places(f"""
+        def boss():
+            return dist.get_rank() == 0
+
+        class Run:
+            @property
+            def writes(self):
+                return self.rank == 0
+
+            @property
+            def other(self):
+                return self.n == 0
+
+        def main(self, trainer):
+            if {test}:
+                save()  # A
+            barrier()  # B
+    """)
+    mine, theirs = ([Site(FILE, at[mark], "main")] for mark in "AB")
+    assert (rank_condition(mine, theirs, {FILE: text}.get) is not None) is asks
+
+
+DIVERGE = """
+    STEPS = 40
+
+    def value(self):
+        if self.n:
+            all_reduce(self.n)  # V
+
+    def upload(blob):
+        for attempt in range(3):
+            try:
+                put(blob)
+                break
+            except ConnectionError:
+                barrier()  # R
+        barrier()  # U
+
+    def main(rank):
+        for step in range(STEPS):
+            loss.backward()  # B
+            if step % args.every == 0:
+                value()  # C
+            if rank == 0:
+                if full():
+                    return
+                broadcast(model)  # S
+            if rank == 0 and step == 5:
+                for x in loader:
+                    evaluate(x)  # E
+        barrier()  # Z
+"""
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        pytest.param("B main", "V value C main", ["if self.n:"], id="an interval is equal on all ranks"),
+        pytest.param("R upload", "U upload", ["except ConnectionError:"], id="the handler around the extra call"),
+        pytest.param("Z main", "B main", [], id="a loop with a constant number of rounds"),
+        pytest.param("B main", "S main", ["if rank == 0:"], id="only one rank evaluates what is inside"),
+        pytest.param("Z main", "E main", ["if rank == 0 and step == 5:"], id="not the loop inside a rank's branch"),
+    ],
+)
+def test_a_condition_counts_only_if_both_evaluated_it_and_it_can_differ(
+    mine: str, theirs: str, expected: list[str]
+) -> None:
+    text, at = places(DIVERGE)
+
+    def stack(frames: str) -> list[Site]:
+        words = frames.split()
+        return [Site(FILE, at[mark], name) for mark, name in zip(words[::2], words[1::2], strict=True)]
+
+    found = parting(stack(mine), stack(theirs), {FILE: text}.get)
+    assert [c.text for c in found] == expected
+
+
+def test_the_call_in_one_branch_of_an_expression_is_chosen_by_its_name() -> None:
+    text = "with nullcontext() if last else no_sync():\n    x = net.head(y) if use else net.tail(y)\n"
+    assert only_under("head", FILE, {FILE: text}.get) == Condition(FILE, 2, "if use")
+    assert only_under("tail", FILE, {FILE: text}.get) is None
