@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -81,7 +82,7 @@ def _late_ms(step: dict[int, Step]) -> dict[int, float]:
     return late
 
 
-def _median(values: list[float]) -> float | None:
+def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
@@ -124,7 +125,11 @@ def _row(
     last = r.calls[-1] if r.calls else None
     b = r.blocked
     h = view.page.header if view is not None and view.page is not None else None
-    medians = {name: _median(_known(window, name)) for name in _names(RankRow, Step) if name.endswith("_ms")}
+    columns = zip(*map(attrgetter(*_TIMES), window), strict=True)
+    medians = {
+        name: _median([v for v in column if v is not None] if None in column else column)
+        for name, column in zip(_TIMES, columns, strict=False)
+    }
     changed = {
         "gpu": h.gpu if h is not None and h.gpu >= 0 else None,
         "t_s": s.t_s,
@@ -164,11 +169,11 @@ def _names(row: type[msgspec.Struct], of: type[msgspec.Struct]) -> tuple[str, ..
 
 def _shared(row: type[msgspec.Struct], value: msgspec.Struct) -> dict[str, Any]:
     """Return the values of the fields that `value` shares with a row."""
-    return {name: getattr(value, name) for name in _names(row, type(value))}
+    names = _names(row, type(value))
+    return dict(zip(names, attrgetter(*names)(value), strict=True))
 
 
-def _known(window: list[Step], name: str) -> list[float]:
-    return [value for step in window if (value := getattr(step, name)) is not None]
+_TIMES = tuple(name for name in _names(RankRow, Step) if name.endswith("_ms"))
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:
